@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.options import describe_type, iter_limits
-from stratbench.extensions.servers.policies.policies import POLICIES, policy_class
+from stratbench.extensions.servers.policies.policies import POLICIES, get_policy_class
 from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.study.config.schema import TYPE_NAMES, build_config_schema, resolve_schema_reference
 
@@ -122,7 +122,7 @@ def _refused_optimizers() -> Iterator[str]:
     for optimizer in build_config_schema()["$defs"]["experiment"]["properties"]["optimizer"][
         "enum"
     ]:
-        names = [f"`{n}`" for n in POLICIES if policy_class(n).Options.refusal(optimizer)]
+        names = [f"`{n}`" for n in POLICIES if get_policy_class(n).Options.refusal(optimizer)]
         yield f"Servers that refuse `optimizer: {optimizer}`: {', '.join(names)}.\n"
 
 

@@ -79,7 +79,7 @@ class LaunchedCell:
 
     @property
     def folder(self) -> RunFolder:
-        return RunFolder.of_logs(self.logs)
+        return RunFolder.from_log_dir(self.logs)
 
     def finish(self, timeout_s: float = LIMIT_S) -> tuple[int, str]:
         """Exit code, and what was printed (stdout and stderr)."""
@@ -132,7 +132,7 @@ def train_one_epoch(launched: LaunchedCell) -> None:
 
 def trains_one_epoch(launched: LaunchedCell) -> bool:
     """Wait until the first epoch is through, or the launcher has ended; whether it still trains."""
-    progress = launched.folder.progress
+    progress = launched.folder.epochs_path
     until(
         lambda: (
             launched.process.poll() is not None
@@ -152,7 +152,9 @@ def kill_all(launcher: subprocess.Popen[Any]) -> None:
 
 def phase_logs(logs: Path) -> list[Path]:
     """The phase logs of all workers of the cells with log folders below `logs`."""
-    return [log for path in logs.rglob(RunFolder.NAME) for log in RunFolder(path).phase_logs()]
+    return [
+        log for path in logs.rglob(RunFolder.NAME) for log in RunFolder(path).list_phase_log_paths()
+    ]
 
 
 def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> None:

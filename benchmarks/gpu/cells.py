@@ -69,7 +69,7 @@ def launched(stage: Stage, name: str, s: Any, data_dir: Path) -> tuple[dict[str,
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         raise RuntimeError("; ".join((done.stdout + done.stderr).strip().splitlines()[-3:]))
-    return record.read_record(folder / "record.json"), RunFolder.of_logs(folder / "logs")
+    return record.read_record(folder / "record.json"), RunFolder.from_log_dir(folder / "logs")
 
 
 def look_at(
@@ -101,7 +101,7 @@ def look_at(
     stage.check(f"{name}: samples are applied", enough, f"{applied} of {seen}")
     accuracy = rec["score"]["final"]
     stage.check(f"{name}: an accuracy", accuracy is not None, f"{accuracy}")
-    steps_ms = run_folder.read_worker(0)["step_ms"]
+    steps_ms = run_folder.read_worker_result(0)["step_ms"]
     stage.figures(**{name: {"step_ms": t["step_ms"], "breakdown_ms": t["breakdown_ms"],
                             "accuracy": accuracy, "memory": rec["memory"], "compute": rec["compute"],
                             "energy": rec["energy"], "setup_s": t["setup_s"],
@@ -129,7 +129,7 @@ def of_the_gpu(
     else:
         stage.skip(f"{name}: UUID and energy", "NVML does not answer (nvidia-ml-py)")
     peak = find_datasheet(gpu.get("name", ""))
-    if peak is None or peak.tflops(precision) is None:
+    if peak is None or peak.get_peak_tflops(precision) is None:
         stage.skip(f"{name}: MFU", f"no datasheet peak of {gpu.get('name')} in {precision}")
     else:
         mfu = (rec["compute"] or {}).get("mfu")

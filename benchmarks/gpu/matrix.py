@@ -106,20 +106,20 @@ def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     losses = []
     if strategy.kind == "server":
         for _, where in strategy.tickets():
-            losses.append(strategy.step(*data.batch(order[where])))
+            losses.append(strategy.step(*data.make_training_batch(order[where])))
         strategy.load_snapshot(0)  # the servers' weights, as an evaluation takes them
     else:
         refuse_to_synchronise(worker.device, True)
         try:
             for indices in strategy.batches(order, 0):
-                losses.append(strategy.step(*data.batch(indices)))
+                losses.append(strategy.step(*data.make_training_batch(indices)))
         finally:
             refuse_to_synchronise(worker.device, False)
     after = weights_of(strategy)
     counted = dict(layouts)
     kernels = None
     if profiled:
-        trace = job.folder.profile_trace
+        trace = job.folder.profile_trace_path
         record_profiler_trace(strategy, data, worker, trace)
         kernels = sum(bool(TRANSPOSES.search(k["name"])) for k in trace_events(trace, "kernel"))
     strategy.close()

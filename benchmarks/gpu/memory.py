@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stage import Stage, in_child
 from stratbench.cell.settings import Settings
-from stratbench.extensions.plan.against_records import measured_peak_bytes
+from stratbench.extensions.plan.against_records import get_measured_peak_bytes
 from stratbench.extensions.plan.device_rates import CONTEXT_SHARE
 from stratbench.extensions.plan.footprint.fake import replace_attribute
 from stratbench.extensions.plan.footprint.footprint import Footprint, make_footprint
-from stratbench.extensions.plan.footprint.request import Request, data_bytes
+from stratbench.extensions.plan.footprint.request import Request, compute_data_bytes
 from stratbench.study.config.schema import build_config_schema
 from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.train import worker as worker_process
@@ -151,10 +151,10 @@ def look_at(stage: Stage, case: Case, s: Settings, found: dict[str, Any], plan: 
     )
     predicted = plan.compute_training_peak(s.per_worker_batch, found["resident_threads"]).n_bytes
     data = dataset_of(s)
-    predicted += data_bytes(data, compute_input_shape(s.model, data.shape), s.augment)
+    predicted += compute_data_bytes(data, compute_input_shape(s.model, data.shape), s.augment)
     figures = used | {"steps": found["steps"], "predicted_bytes": predicted}
     if stage.on_cuda:
-        peak_bytes = measured_peak_bytes(used, 0)
+        peak_bytes = get_measured_peak_bytes(used, 0)
         off = peak_bytes / predicted - 1
         margin = build_config_schema()["properties"]["cluster"]["properties"]["memory_margin"][
             "default"

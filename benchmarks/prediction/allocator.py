@@ -37,10 +37,10 @@ sys.path[:0] = [str(BENCHMARKS / "gpu"), str(REPOSITORY / "workflow")]
 
 from stratbench.cell.files import read_json, write_atomic  # noqa: E402
 from stratbench.cell.text.words import MIB  # noqa: E402
-from stratbench.extensions.plan.against_records import measured_peak_bytes  # noqa: E402
+from stratbench.extensions.plan.against_records import get_measured_peak_bytes  # noqa: E402
 from stratbench.extensions.plan.check import rehearse_requests  # noqa: E402
 from stratbench.extensions.plan.device_rates import find_gpu  # noqa: E402
-from stratbench.extensions.plan.footprint.request import Request, data_bytes  # noqa: E402
+from stratbench.extensions.plan.footprint.request import Request, compute_data_bytes  # noqa: E402
 from stratbench.strategies import get_strategy_class  # noqa: E402
 from stratbench.workload.data.datasets import describe_data_set  # noqa: E402
 from stratbench.workload.data.prepare import prepare_data_set  # noqa: E402
@@ -163,9 +163,9 @@ def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
         raise RuntimeError(f"{case.name}: {made[request].fault}")
     gpu = find_gpu(found["gpu"])
     peak = footprint.compute_training_peak(s.per_worker_batch, gpu.resident_threads)
-    plan_bytes = peak.n_bytes + data_bytes(data, request.input_shape, s.augment)
+    plan_bytes = peak.n_bytes + compute_data_bytes(data, request.input_shape, s.augment)
     used = found["memory"]
-    requested_bytes = measured_peak_bytes(used, 0)
+    requested_bytes = get_measured_peak_bytes(used, 0)
     return asdict(case) | {
         "per_worker_batch": s.per_worker_batch,
         "gpu": found["gpu"],

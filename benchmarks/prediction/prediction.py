@@ -29,7 +29,7 @@ from typing import Any
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench.extensions.plan.against_records import prediction_rows  # noqa: E402
+from stratbench.extensions.plan.against_records import make_prediction_rows  # noqa: E402
 from stratbench.extensions.plan.check import check_study  # noqa: E402
 from stratbench.extensions.plan.pages.table import write_rows  # noqa: E402
 from stratbench.extensions.plan.schedule import make_plan, read_records_by_cell  # noqa: E402
@@ -215,7 +215,7 @@ def main() -> None:
             records = read_records_by_cell(study, config["results"])
             plan = make_plan(config, check_study(config, study), records)
             steps |= {record["batch"]["steps_per_epoch"] for record in records.values()}
-            compared = prediction_rows(plan, records)
+            compared = make_prediction_rows(plan, records)
             rows += [{"allocator": allocator} | row for row in compared]
         args.out.mkdir(parents=True, exist_ok=True)
         write_rows(rows, args.out / "prediction.csv")

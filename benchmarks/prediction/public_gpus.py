@@ -100,9 +100,13 @@ class Measured:
         """The range of a step without public runs of the same model."""
         if not self.narrowed:
             return self.range_s
-        own = [run["model"] for run in public_runs.read_runs() if run["configuration"] == self.name]
+        own = [
+            run["model"]
+            for run in public_runs.read_public_runs()
+            if run["configuration"] == self.name
+        ]
         model = own[0] if own else self.rows[0]["model"].replace(" ", "-")
-        others = (run for run in public_runs.read_runs() if run["model"] != model)
+        others = (run for run in public_runs.read_public_runs() if run["model"] != model)
         low, high, *_ = public_runs.make_band(others)
         usual_s = self.planned.fit.usual_s
         return usual_s * low, usual_s * high

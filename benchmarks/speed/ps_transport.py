@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.extensions.servers.ps.server import ServerConfig, serve
+from stratbench.extensions.servers.ps.server import ServerConfig, run_server
 
 WARMUP = 3
 #: What carries the peer's messages: what it chooses on one host, or TCP alone.
@@ -98,7 +98,7 @@ def rpc_process(
 
 def own_server(config: ServerConfig, secret: bytes) -> None:
     """The parameter server's process."""
-    serve(config, secret)
+    run_server(config, secret)
 
 
 def own_worker(

@@ -30,7 +30,7 @@ from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.extensions.servers.ps.server import ServerConfig, serve
+from stratbench.extensions.servers.ps.server import ServerConfig, run_server
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
 
@@ -40,7 +40,7 @@ CONTENDERS = ("without", "snapshots", "without again")
 
 def own_server(config: ServerConfig, secret: bytes) -> None:
     """The parameter server's process."""
-    serve(config, secret)
+    run_server(config, secret)
 
 
 def own_worker(config: ServerConfig, secret: bytes, worker: int, numel: int) -> None:

@@ -84,7 +84,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
     while course.open.any():
         judged = course.open.copy()
         new, nodes = [], []
-        for _ in range(judging.get_next_look(done) - done):
+        for _ in range(judging.get_blocks_at_next_look(done) - done):
             at = rng.integers(0, several, (n, 1)) if how.nodes else np.full((n, 1), done)
             ran |= (np.arange(several) == at[..., None]) & judged[..., None]
             own = np.take_along_axis(

@@ -228,7 +228,7 @@ def test_a_record_trained_with_other_settings_is_refused_and_told(tmp_path):
         return record | {"settings": json.loads(study.settings(cell).as_json())}
 
     study_dir = fixture.write_study(tmp_path, cells, change=train)
-    assert run(study_dir, "--study", json.dumps(trained.as_trained())) == 1
+    assert run(study_dir, "--study", json.dumps(trained.build_training_config())) == 1
     rows = read(study_dir / "cells.csv")
     assert [r["status"] for r in rows] == ["ok", "ok", "ok", "error"]
     told = "record.json was trained with lr 0.5 (config: 0.01); delete it to train its cell again"
@@ -247,7 +247,7 @@ def test_a_record_of_other_data_of_the_same_name_is_refused_and_told(tmp_path):
         return record | {"settings": json.loads(study.settings(cell).as_json())}
 
     study_dir = fixture.write_study(tmp_path, cells, change=train)
-    config = trained.as_trained() | {"data_specs": trained.data_specs()}
+    config = trained.build_training_config() | {"data_specs": trained.data_specs()}
     assert run(study_dir, "--study", json.dumps(config)) == 1
     rows = read(study_dir / "cells.csv")
     assert [r["status"] for r in rows] == ["ok", "ok", "error"]
@@ -263,7 +263,7 @@ def test_what_trains_nothing_is_no_part_of_how_cells_are_trained():
     changed = study_of(0.01)
     changed.experiments["main"].values["time_limit_s"] = 10
     changed.experiments["main"].values["target_score"] = 0.5
-    assert changed.as_trained() == study_of(0.01).as_trained()
+    assert changed.build_training_config() == study_of(0.01).build_training_config()
 
 
 def test_a_skipped_cell_is_infeasible_and_a_missing_one_is_missing(tmp_path):

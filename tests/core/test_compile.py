@@ -193,4 +193,4 @@ def test_without_a_compiler_a_cell_ends_in_one_sentence(
         "compile = true: torch.compile needs the compiler 'no-such-compiler', which is missing"
         in output
     )
-    assert not list(cell.folder.process_logs())
+    assert not list(cell.folder.list_log_paths())

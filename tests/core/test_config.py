@@ -594,7 +594,9 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
     _, study_ = config.load_config(raw(**given | {name: value}))
     found = settings_of(study_)
     assert [getattr(s, name) for s in found] == [value] * len(study_.cells)
-    assert all(f"{name}={json.dumps(value, sort_keys=True)}" == s.as_parameter(name) for s in found)
+    assert all(
+        f"{name}={json.dumps(value, sort_keys=True)}" == s.format_setting(name) for s in found
+    )
 
 
 def test_weak_scaling():
@@ -643,7 +645,7 @@ def test_the_order_of_keys_is_no_setting():
     slow = {"workers": [0], "factor": 3}
     one, other = (study(slowdown=s) for s in (slow, dict(reversed(slow.items()))))
     for c in one.cells:
-        texts = [s.settings(c).as_parameter("slowdown") for s in (one, other)]
+        texts = [s.settings(c).format_setting("slowdown") for s in (one, other)]
         assert texts == ['slowdown={"factor": 3, "workers": [0]}'] * 2
 
 

@@ -289,9 +289,9 @@ def test_the_sampler_is_told_the_gpus_of_the_cells_own_workers(
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_ORDER"):
         monkeypatch.setenv(name, "1")  # what is set for the workers is taken back
     job = SimpleNamespace(
-        threads=1, n_nodes=1, use_cuda=cuda, in_block=False, origin_s=0.0,
+        threads=1, n_nodes=1, use_cuda=cuda, is_in_block=False, origin_s=0.0,
         folder=RunFolder(tmp_path),
-        to_json=lambda: "{}", ranks_of=lambda node: ranks,
+        to_json=lambda: "{}", list_ranks=lambda node: ranks,
     )  # fmt: skip
     with pytest.raises(InterruptedError):
         agent.run_node(job, 0)

@@ -133,7 +133,7 @@ def test_the_wait_comes_out_of_the_exchange():
 
 def leave_samples(folder: Path, watts: dict[int, float]) -> None:
     """Samples of ten seconds; GPUs by index."""
-    with RunFolder(folder).samples(0).open("w", newline="") as file:
+    with RunFolder(folder).get_samples_path(0).open("w", newline="") as file:
         writer = csv.DictWriter(file, SAMPLE_COLUMNS, restval="")
         writer.writeheader()
         for t in range(11):
@@ -150,7 +150,9 @@ def leave_phases(folder: Path, rank: int, *spans: tuple[float, float]) -> None:
         for t, event in zip(span, ("start", "end"), strict=True)
     ]
     lines.append({"t_s": 9, "rank": rank, "phase": "eval", "event": "start"})
-    RunFolder(folder).phases(rank).write_text("".join(json.dumps(x) + "\n" for x in lines))
+    RunFolder(folder).get_phase_log_path(rank).write_text(
+        "".join(json.dumps(x) + "\n" for x in lines)
+    )
 
 
 def test_energy_of_the_cells_own_gpus_while_they_train(tmp_path):
@@ -186,14 +188,14 @@ def test_no_energy_where_samples_lack(tmp_path, sampled, end_s, gpu):
 
 
 def test_the_trace_is_named_where_it_is(tmp_path):
-    folder = RunFolder.of_logs(tmp_path)
+    folder = RunFolder.from_log_dir(tmp_path)
     folder.create()
     one = replace(job(tmp_path), folder=folder)
     assert assemble.build_profile_entry(one, None) is None
-    folder.profile_trace.touch()
+    folder.profile_trace_path.touch()
     found = assemble.build_profile_entry(one, "a note")
     assert found["note"] == "a note"
-    assert tmp_path / found["trace"] == folder.profile_trace
+    assert tmp_path / found["trace"] == folder.profile_trace_path
 
 
 # ---------------------------------------------------------------- samples that entered the weights

@@ -48,20 +48,20 @@ def test_states_come_back_through_tensors_with_halves_of_pairs(before):
     for _ in range(before):
         random.gauss(0, 1)
         np.random.normal()
-    kept = Generators.now()
+    kept = Generators.capture_states()
     expected = [drawn() for _ in range(3)]
-    Generators.of_tensors([t.clone() for t in kept.tensors()]).put_back()
+    Generators.from_tensors([t.clone() for t in kept.tensors()]).put_back()
     assert [drawn() for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
 def test_it_is_seen_which_generator_has_moved(draw):
-    before = Generators.now()
-    assert not before.differ_from(Generators.now())
+    before = Generators.capture_states()
+    assert not before.differ_from(Generators.capture_states())
     with restore_random_generators() as kept:
         draw()
-        assert kept.differ_from(Generators.now())
-    assert not before.differ_from(Generators.now())
+        assert kept.differ_from(Generators.capture_states())
+    assert not before.differ_from(Generators.capture_states())
 
 
 #: One layer's weights are from a generator that no seed reaches.
@@ -102,6 +102,6 @@ def test_workers_that_build_other_weights_are_told_so_under_every_kind_of_strate
     ],
 )
 def test_numbers_of_python_and_numpy_are_told_from_those_of_torch(draw, seen):
-    before = Generators.now()
+    before = Generators.capture_states()
     draw()
-    assert before.differ_outside_torch(Generators.now()) is seen
+    assert before.differ_outside_torch(Generators.capture_states()) is seen

@@ -109,7 +109,7 @@ def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
     a100 = {"gpu_type": "a100", "gpus_per_node": 4}
     cell, settings, asked = request("ddp", 4, device="cuda", cluster=a100)
     assert asked.gres == "gpu:a100:4"
-    assert "--gres=gpu:a100:4" in asked.sbatch
+    assert "--gres=gpu:a100:4" in asked.sbatch_command
     assert request("ddp", 4, cluster=a100)[2].gres == ""  # on CPUs
     here = nodes.select_partition_nodes(nodes.parse_sinfo(LARGER), "gpu")
     assert nodes.job_too_large_reason(cell, settings, asked, here) is None

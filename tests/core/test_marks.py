@@ -55,7 +55,7 @@ def oklab(rgb: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_colours_stand_out_from_the_paper(family, theme):
-    full, quiet = getattr(FAMILIES[family], theme)
+    full, quiet = getattr(FAMILIES[family], f"{theme}_theme_colours")
     assert contrast(full, THEMES[theme]) >= 4.5
     assert contrast(quiet, THEMES[theme]) >= 3.0
 
@@ -63,7 +63,10 @@ def test_colours_stand_out_from_the_paper(family, theme):
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("eyes", EYES)
 def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
-    seen = {f: oklab(EYES[eyes] @ linear(getattr(hue, theme)[0])) for f, hue in FAMILIES.items()}
+    seen = {
+        f: oklab(EYES[eyes] @ linear(getattr(hue, f"{theme}_theme_colours")[0]))
+        for f, hue in FAMILIES.items()
+    }
     nearest = min(float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2))
     assert nearest >= (0.12 if eyes == "all cones" else 0.08)
 
@@ -71,7 +74,7 @@ def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
 def test_the_members_of_a_family_differ_in_black_and_white():
     """And families by their shapes: no colour is needed to know a strategy."""
     looks = marks.assign_marks_by_strategy((name, name) for name in REGISTRY)
-    assert len({(m.shape, m.fill, m.dash) for m in looks.values()}) == len(looks)
+    assert len({(m.shape, m.fill, m.dash_pattern) for m in looks.values()}) == len(looks)
     assert len({hue.shape for hue in FAMILIES.values()}) == len(FAMILIES)
 
 
@@ -80,8 +83,8 @@ def test_no_dash_is_needed_on_the_page_of_all_cells():
     looks = marks.assign_marks_by_strategy(
         [*((n, n) for n in REGISTRY), ("async-scaled", "ps-async")]
     )
-    assert len({m.alone for m in looks.values()}) == len(looks)
-    assert {m.alone.split()[1] for m in looks.values()} <= set(marks.FILLS)
+    assert len({m.standalone_style for m in looks.values()}) == len(looks)
+    assert {m.standalone_style.split()[1] for m in looks.values()} <= set(marks.FILLS)
     assert len(set(marks.FILLS.values())) == len(marks.FILLS)
 
 

@@ -84,12 +84,12 @@ def test_a_vocabulary_beyond_a_byte_is_kept_whole(tmp_path: Path) -> None:
 
 def test_batches_are_tokens_and_their_next_ones(chain: Path) -> None:
     data = DeviceData.load(chain)
-    x, y = data.batch(torch.tensor([5, 0]))
+    x, y = data.make_training_batch(torch.tensor([5, 0]))
     assert x.dtype == y.dtype == torch.int64
     assert x.shape == y.shape == (2, 32)
     assert torch.equal(x[:, 1:], y[:, :-1])
-    assert torch.equal(data.test_batch(10, 20)[0], data.test_inputs[10:20].long())
-    assert data.tables(0, 0, augment=True).augmentation is None
+    assert torch.equal(data.make_test_batch(10, 20)[0], data.test_inputs[10:20].long())
+    assert data.draw_epoch_tables(0, 0, augment=True).augmentation is None
     shown = make_example_batch(
         2, (32,), 12, torch.device("cpu"), torch.float32, torch.contiguous_format
     )

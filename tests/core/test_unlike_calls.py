@@ -68,7 +68,9 @@ def test_a_collective_that_gloo_aborts_ends_in_the_sentence_of_the_calls(
 def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second, step):
     """As with NCCL, which waits where gloo aborts."""
     stood = {
-        f"rank{rank}": vars(Standing(steps, "train", None, 50.0, 0.2, hangs=True, groups=groups))
+        f"rank{rank}": vars(
+            Standing(steps, "train", None, 50.0, 0.2, is_hung=True, called_groups=groups)
+        )
         for rank, (steps, groups) in enumerate((first, second))
     }
     assert (
@@ -83,7 +85,7 @@ def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second,
         data={"shape": [1, 16, 16], "train_samples": 64}, folder=RunFolder(tmp_path), workers_per_node=2,
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0, time_limit_s=10,
     )  # fmt: skip
-    job.folder.write_standing(0, stood)
+    job.folder.write_worker_states(0, stood)
     exits = Exits([ProcessExit(name, None) for name in stood], timed_out=True)
     found = ending.classify_ending(job, exits)
     if step is None:
@@ -98,10 +100,10 @@ def test_calls_are_those_of_the_last_step(tmp_path: Path):
     assert read_shard_group_calls(path) == []
     heartbeat = Heartbeat(path)
     for group in (1, 2, 3):
-        heartbeat.call(group)
-    heartbeat.step()
+        heartbeat.record_group_call(group)
+    heartbeat.record_step()
     assert read_shard_group_calls(path) == [1, 2, 3]
     heartbeat.forget_calls()
     for _ in range(MAX_CALLS + 5):
-        heartbeat.call(7)
+        heartbeat.record_group_call(7)
     assert read_shard_group_calls(path) == [7] * MAX_CALLS

@@ -55,7 +55,7 @@ class Elastic:
 
     def entries(self) -> list[dict[str, Any]]:
         """What the keeper has noted of worker jobs: at their submission, and at their end."""
-        return list(map(json.loads, self.run.worker_jobs.read_text().split("\n")[:-1]))
+        return list(map(json.loads, self.run.worker_jobs_path.read_text().split("\n")[:-1]))
 
     def job_of(self, number: int) -> str:
         """The id of the SLURM job of a worker."""
@@ -63,7 +63,7 @@ class Elastic:
 
     def process_of(self, number: int) -> psutil.Process:
         """The process of a worker: SLURM's nodes are all on this machine."""
-        job = str(self.run.job)
+        job = str(self.run.job_path)
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             is_worker = words[-2:] == [job, str(number)] and "srun" not in words[0]
@@ -73,7 +73,7 @@ class Elastic:
 
     def incarnation(self) -> dict[str, Any]:
         """What the last launcher has kept of its members."""
-        incarnations = self.run.incarnations()
+        incarnations = self.run.incarnation_paths()
         return json.loads(incarnations[-1].read_text()) if incarnations else {"generations": []}
 
     def came(self) -> set[int]:
@@ -102,7 +102,7 @@ class Served(Elastic):
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What the servers noted of this kind."""
-        return [e for e in read_journal(self.run.servers) if e["event"] == kind]
+        return [e for e in read_journal(self.run.servers_dir) if e["event"] == kind]
 
     def wait_for(self, kind: str, count: int) -> list[dict[str, Any]]:
         """Wait until the servers have noted so many events of a kind; these."""
@@ -110,7 +110,7 @@ class Served(Elastic):
 
     def present(self) -> set[int]:
         here: set[int] = set()
-        for event in read_journal(self.run.servers):
+        for event in read_journal(self.run.servers_dir):
             if event["event"] == "incarnation":
                 here.clear()
             elif event["event"] == "begin":

@@ -70,7 +70,7 @@ def test_each_rank_holds_and_sends_what_the_plan_says(
     assert record["status"] == "ok", record["reason"]
     assert findings(record) == []
     planned = plan_of(cell, record, tmp_path)
-    row = against_records.prediction_row(planned, record)
+    row = against_records.make_prediction_row(planned, record)
     assert row["states_bytes_predicted"] == row["states_bytes_measured"]
     assert row["sent_bytes_predicted"] == pytest.approx(row["sent_bytes_measured"], rel=1e-9)
     mesh, samples = Mesh(**record["strategy"]["mesh"]), planned.subject.samples_per_step

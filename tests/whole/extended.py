@@ -89,7 +89,7 @@ def trained(
     cls = get_strategy_class(name)
     strategy = cls(cls.Options(**s.options))
     strategy.setup(net, worker)
-    log = PhaseLog(run_folder.phases(0), 0, 0.0)
+    log = PhaseLog(run_folder.get_phase_log_path(0), 0, 0.0)
     phases, progress = Phases("cpu", log), loop.Progress(run_folder)
     return strategy, loop.train(strategy, data, worker, phases, log, MemoryMeter(CPU), progress)
 
@@ -97,10 +97,10 @@ def trained(
 def footprint_of(folder: Path, **changes: Any) -> Any:
     """The plan's prediction of the first cell of a study."""
     from stratbench.extensions.plan.footprint.footprint import make_footprint
-    from stratbench.extensions.plan.needs import subject_of
+    from stratbench.extensions.plan.needs import make_subject
 
     config, study = load_study(folder, **changes)
-    return make_footprint(subject_of(config, study, study.cells[0]).request)
+    return make_footprint(make_subject(config, study, study.cells[0]).request)
 
 
 def analysed(folder: Path, change: Any = None) -> Path:
@@ -138,7 +138,7 @@ def a_strategy(folder: Path) -> None:
     assert planned.compute_training_peak(8).parts_bytes["parameters"] > 0
     strategy, result = trained(folder, "pairs")
     assert result.status == "ok"
-    assert result.progress.per_epoch[-1]["score"] > 0.3
+    assert result.progress.epoch_results[-1]["score"] > 0.3
     assert strategy.report()["evaluated_on"] == "the workers' mean weights and BatchNorm statistics"
 
 
@@ -183,7 +183,7 @@ def a_data_set(folder: Path) -> None:
     np.savez(folder / "shapes.npz", **arrays)
     _, result = trained(folder, "ddp", dataset="shapes")
     assert result.status == "ok"
-    assert result.progress.per_epoch[-1]["score"] > 0.5
+    assert result.progress.epoch_results[-1]["score"] > 0.5
 
 
 def a_setting(folder: Path) -> None:
@@ -217,7 +217,7 @@ def a_setting(folder: Path) -> None:
 
 def a_metric(folder: Path) -> None:
     _, result = trained(folder, "ddp")
-    entry = result.progress.per_epoch[-1]
+    entry = result.progress.epoch_results[-1]
     assert entry["train_loss_std"] > 0
 
     def change(cell: Any, record: Any) -> Any:

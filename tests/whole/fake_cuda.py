@@ -101,9 +101,9 @@ def patches() -> Iterator[Any]:
     yield answers(torch.cuda, "get_device_properties", hopper)
     yield answers(torch.cuda, "get_device_capability", (9, 0))
     yield answers(torch.cuda.amp.common, "amp_definitely_not_available", False)
-    yield answers(flat, "_pin", None)
+    yield answers(flat, "_pin_memory", None)
     fake_scalar = mock.create_autospec(device.host_scalar, side_effect=lambda *_: torch.empty(1))
-    yield mock.patch.object(device, "host_scalar", fake_scalar)
+    yield mock.patch.object(device, "make_host_scalar", fake_scalar)
     yield answers(device.Staging, "_judge", None)  # it looks at what the device found
     # Of a module that is not DistributedDataParallel's.
     yield answers(ddp, "read_sampled_times", ddp.SampledTimes(0, 0.0, 0.0))
@@ -129,7 +129,7 @@ def layouts_of(model: nn.Module, seen: dict[str, str]) -> None:
 
 def channel_to_nobody(strategy: ParameterServer) -> Any:
     """A channel whose pushes go through a CUDA worker's staging and end there; it has one ticket."""
-    space, shards = strategy.flat, flat.cut(strategy.flat.layout.numel, 1 << 14)
+    space, shards = strategy.flat, flat.cut_into_shards(strategy.flat.layout.numel, 1 << 14)
     left: list[Any] = []
     staging = device.Staging(
         space,
@@ -202,14 +202,14 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
     with ExitStack() as stack:
         for patch in patches():
             stack.enter_context(patch)
-        stack.enter_context(fake.surroundings(request))
+        stack.enter_context(fake.fake_worker_environment(request))
         dtype = get_weights_dtype(precision)
         data = data_on_device(shape, precision)
         net = models.build_for_training(
-            model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.blank
+            model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.build_fake_model
         )
         groups = models.list_wrap_groups(model, net)
-        made = fake.strategy_on_fakes(request)
+        made = fake.make_strategy_on_fakes(request)
         if request.is_served:
             made.connect = partial(channel_to_nobody, made)
         worker = Worker(s, 0, workers, workers, DEVICE, RunFolder(Path()), groups)
@@ -221,13 +221,14 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         fake.set_up_strategy(made, net, worker)
         loop.warm_up(made, data, worker)
         clock = StepClock(DEVICE)
-        worker.mark = clock.mark
+        worker.mark_phase_end = clock.mark_phase_end
         if made.kind == "collective":
             losses = loop.train_epoch(made, data, worker, clock, mock.create_autospec(PhaseLog), 0)
         else:
-            order, augmentation = data.tables(s.seed, 0, s.augment).on(DEVICE)
+            order, augmentation = data.draw_epoch_tables(s.seed, 0, s.augment).to_device(DEVICE)
             losses = [
-                made.step(*data.batch(order[which], augmentation)) for _, which in made.tickets()
+                made.step(*data.make_training_batch(order[which], augmentation))
+                for _, which in made.tickets()
             ]
         assert {(x.device, x.dtype) for x in losses} == {(DEVICE, dtype)}, losses
         assert all(p.is_contiguous() and p.device == DEVICE for p in net.parameters())

@@ -113,7 +113,9 @@ def test_model_states_are_marked_only_where_the_peak_holds_them(tmp_path, draw, 
 def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     chosen = data.choice[0]
-    families = {s: marks.FAMILIES[data.marks[s].family].light for s in data.strategies}
+    families = {
+        s: marks.FAMILIES[data.marks[s].family].light_theme_colours for s in data.strategies
+    }
     for name in ("training_time", "speedup"):
         found = draw(data, name)
         bold = {t.get_text() for t in found.axes.texts if t.get_fontweight() == "bold"}
@@ -316,7 +318,7 @@ def test_names_beside_lines_keep_their_distance():
 
 def test_however_many_strategies_each_is_named():
     lines = [
-        curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], chosen=i == 5) for i in range(60)
+        curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], is_chosen=i == 5) for i in range(60)
     ]
     shown = curves.CurveChart(
         lines, {c.strategy: marks.create_mark("other", 0) for c in lines}, "workers"
@@ -410,7 +412,8 @@ def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, stat
 def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     """Matplotlib leaves out of pictures what it takes to have no length."""
     own = rows.FigureRow(
-        "ddp", [rows.Point(2.0, workers_text=count, chosen=True), rows.Point(9.0, workers_text="1")]
+        "ddp",
+        [rows.Point(2.0, workers_text=count, is_chosen=True), rows.Point(9.0, workers_text="1")],
     )
     shown = rows.RowChart([own], {"ddp": marks.create_mark("replicas", 0)})
     with plt.rc_context(sheet.RC):
@@ -429,7 +432,8 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     with Image.open(tmp_path / "f.png") as image:
         pixels = np.asarray(image.convert("RGB"))
     full, quiet = (
-        tuple(round(255 * part) for part in to_rgb(c)) for c in marks.FAMILIES["replicas"].light
+        tuple(round(255 * part) for part in to_rgb(c))
+        for c in marks.FAMILIES["replicas"].light_theme_colours
     )
     for (middle, bottom, width), colour in ((disc, full), (ring, quiet)):
         x, y = 2 * (middle - width / 2) + 2, pixels.shape[0] - 2 * bottom  # two dots a pixel
@@ -486,7 +490,9 @@ def test_the_filled_phases_of_a_step_are_told_apart_whoever_looks(eyes):
 def test_a_light_colour_has_one_dark_counterpart():
     light = list(sheet.THEME.values())
     light += [
-        pair for hue in marks.FAMILIES.values() for pair in zip(hue.light, hue.dark, strict=True)
+        pair
+        for hue in marks.FAMILIES.values()
+        for pair in zip(hue.light_theme_colours, hue.dark_theme_colours, strict=True)
     ]
     known = {}
     for one, dark in light:

@@ -15,8 +15,8 @@ from process_groups import forking
 
 from launching import each_strategy, settings, until
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.plan.footprint.request import buffer_bytes
-from stratbench.extensions.plan.needs import data_bytes_of
+from stratbench.extensions.plan.footprint.request import compute_batch_buffer_bytes
+from stratbench.extensions.plan.needs import compute_subject_data_bytes
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.splitting.pipeline import Pipeline
@@ -66,25 +66,32 @@ def test_every_batch_is_the_same_whatever_was_expected(folders, kind):
     assert not on_device.fetches_ahead
     rng = torch.Generator().manual_seed(0)
     for epoch in range(2):
-        order, drawn = on_device.tables(0, epoch, augment=True).on(CPU)
+        order, drawn = on_device.draw_epoch_tables(0, epoch, augment=True).to_device(CPU)
         steps = order[:64].view(8, 8)
         for i, indices in enumerate(steps):
-            expected = on_device.batch(indices, drawn)
-            found = in_host.batch(indices, drawn)
+            expected = on_device.make_training_batch(indices, drawn)
+            found = in_host.make_training_batch(indices, drawn)
             guess = int(torch.randint(8, (), generator=rng))
             if guess < 6:  # mostly right, and now and then wrong or missing
                 in_host.prefetch(steps[(i + 1) % 8 if guess < 4 else guess], drawn)
             for a, b in zip(expected, found, strict=True):
                 assert torch.equal(a, b)
                 assert a.dtype == b.dtype
-    for a, b in zip(on_device.test_batch(3, 900), in_host.test_batch(3, 900), strict=True):
+    for a, b in zip(
+        on_device.make_test_batch(3, 900), in_host.make_test_batch(3, 900), strict=True
+    ):
         assert torch.equal(a, b)
     # The same samples, augmented by other tables than was expected.
-    _, before = in_host.tables(0, 0, augment=True).on(CPU)
+    _, before = in_host.draw_epoch_tables(0, 0, augment=True).to_device(CPU)
     in_host.prefetch(steps[0], before)
-    assert torch.equal(on_device.batch(steps[0], drawn)[0], in_host.batch(steps[0], drawn)[0])
+    assert torch.equal(
+        on_device.make_training_batch(steps[0], drawn)[0],
+        in_host.make_training_batch(steps[0], drawn)[0],
+    )
     # Batches of another size, as the warm-up and the last of a test set have them.
-    assert torch.equal(on_device.batch(order[:3])[0], in_host.batch(order[:3])[0])
+    assert torch.equal(
+        on_device.make_training_batch(order[:3])[0], in_host.make_training_batch(order[:3])[0]
+    )
 
 
 def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> list[float]:
@@ -110,7 +117,7 @@ def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> lis
         return found[-1]
 
     strategy.step = noted
-    log = PhaseLog(run.phases(rank), rank, 0.0)
+    log = PhaseLog(run.get_phase_log_path(rank), rank, 0.0)
     loop.train(strategy, data, worker, Phases(CPU, log), log, MemoryMeter(CPU), loop.Progress(None))
     return torch.stack(found).tolist()
 
@@ -222,7 +229,7 @@ def test_a_batch_is_gathered_while_the_one_before_is_trained_on(folders, monkeyp
 def test_an_error_of_the_thread_is_the_workers_error(folders):
     data = loaded(folders["images"], "host")
     with pytest.raises(IndexError):
-        data.batch(torch.tensor([10**9]))
+        data.make_training_batch(torch.tensor([10**9]))
 
 
 class Recorded:
@@ -262,11 +269,11 @@ def test_on_cuda_copies_wait_for_the_step_and_the_step_for_the_copy(monkeypatch)
     monkeypatch.setattr(torch, "empty_like", lambda t, device: empty_like(t))
     rows = HostRows(torch.arange(40.0).view(20, 2), torch.arange(20), torch.device("cuda"))
     for i in range(4):
-        x, y, _ = rows.take(torch.tensor([i, i + 1]), None)
+        x, y, _ = rows.take_fetched_batch(torch.tensor([i, i + 1]), None)
         assert y.tolist() == [i, i + 1]
         assert x[:, 1].tolist() == [2 * i + 1, 2 * i + 3]
         assert x.data_ptr() != rows._slots[0].staged[0].data_ptr()
-        rows.fetch(torch.tensor([i + 1, i + 2]), None)
+        rows.begin_fetching_batch(torch.tensor([i + 1, i + 2]), None)
     rows._start_thread.shutdown()
     one_fetch = [("record", "current"), ("wait", "copies"), ("record", "copies")]
     again = [one_fetch[0], ("host waits", "event"), *one_fetch[1:]]
@@ -280,17 +287,23 @@ def test_on_cuda_copies_wait_for_the_step_and_the_step_for_the_copy(monkeypatch)
 def test_the_plan_counts_two_batches_and_names_the_remedy():
     data = describe_data_set("cifar10")
     sample = 3 * 32 * 32 + 8
-    assert buffer_bytes(data, 64, augment=False) == placement.BUFFERED_BATCHES * 64 * sample
-    assert buffer_bytes(data, 64, augment=True) == 2 * 64 * (sample + 24)
-    assert buffer_bytes(describe_data_set("chain", TEXT), 4, augment=False) == 2 * 4 * 2 * 8 * 4
+    assert (
+        compute_batch_buffer_bytes(data, 64, augment=False)
+        == placement.BUFFERED_BATCHES * 64 * sample
+    )
+    assert compute_batch_buffer_bytes(data, 64, augment=True) == 2 * 64 * (sample + 24)
+    assert (
+        compute_batch_buffer_bytes(describe_data_set("chain", TEXT), 4, augment=False)
+        == 2 * 4 * 2 * 8 * 4
+    )
 
     def subject(where: str, on_cuda: bool) -> SimpleNamespace:
         s = settings("single", gpus=1, data_placement=where, model="vgg16")
         request = SimpleNamespace(on_cuda=on_cuda, input_shape=data.shape)
         return SimpleNamespace(settings=s, data=data, samples_per_step=64, request=request)
 
-    whole = data_bytes_of(subject("device", True))
+    whole = compute_subject_data_bytes(subject("device", True))
     assert whole > 60_000 * 3 * 32 * 32
-    assert data_bytes_of(subject("host", True)) == 2 * 64 * sample
+    assert compute_subject_data_bytes(subject("host", True)) == 2 * 64 * sample
     # On a CPU what is mapped becomes resident.
-    assert data_bytes_of(subject("host", False)) == whole
+    assert compute_subject_data_bytes(subject("host", False)) == whole

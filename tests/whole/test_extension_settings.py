@@ -23,7 +23,7 @@ def test_settings_hold_of_an_extension_only_what_a_study_gives(given, kept):
     (s, *_) = settings_of(study(strategies=["ddp"], **change))
     assert s.more == ({"checkpoints": kept} if kept else {})
     assert ("more" in s.as_dict()) == bool(kept)
-    assert s.of(Checkpoints).checkpoint_every == kept.get("checkpoint_every")
+    assert s.get_extension_keys(Checkpoints).checkpoint_every == kept.get("checkpoint_every")
     assert Settings.from_json(s.as_json()) == s
 
 
@@ -33,7 +33,7 @@ def test_a_target_score_is_a_setting_of_elastic_cells_alone(target):
     (elastic, *_) = settings_of(study(strategies=["ddp"], target_score=target, elastic=True))
     assert rigid.more == {}
     assert replace(elastic, more={}) == rigid
-    assert elastic.of(Elastic) == Elastic(elastic=True, ends_at=target)
+    assert elastic.get_extension_keys(Elastic) == Elastic(elastic=True, ends_at=target)
     assert elastic.more == {"elastic": {"elastic": True} | ({"ends_at": target} if target else {})}
 
 

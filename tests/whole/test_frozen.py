@@ -17,7 +17,7 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.pages.check_text import check_text
+from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.strategies import get_strategy_class
 from stratbench.study.config.config import load_config
 from stratbench.workload import users_code
@@ -169,7 +169,7 @@ def test_the_check_says_how_many_are_frozen(tmp_path, monkeypatch, code):
             "studies": {"s": {"experiments": {"e": experiment}}},
         }
     )
-    text = check_text(check.check_study(config, study))
+    text = format_check_result(check.check_study(config, study))
     everything = ALL + 7 * 9  # ten classes
     assert f"{everything:,} parameters, {ALL - TRAINED:,} of them frozen; takes images" in text
     assert "none of 3 cells would end as unsupported" in text

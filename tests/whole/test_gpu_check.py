@@ -267,7 +267,7 @@ def test_the_energy_counter_is_held_against_power(part, counted_w, holds):
 )
 def test_memory_is_held_against_the_plan(part, monkeypatch, peak_mib, states_off, failing):
     memory, mib = part("memory"), 2**20
-    monkeypatch.setattr(memory, "data_bytes", lambda *of: 0)
+    monkeypatch.setattr(memory, "compute_data_bytes", lambda *of: 0)
     states = {"parameters_bytes": 100}
     plan = SimpleNamespace(
         model_states_bytes=states,

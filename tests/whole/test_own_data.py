@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.train.inputs import check_prepared_data
@@ -84,7 +84,7 @@ def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
     assert arrays["train_inputs"].dtype == np.float32
     values = arrays["train_inputs"].astype(float)
     assert meta["std"] == pytest.approx(values.std((0, 2, 3)))
-    images, _ = DeviceData.load(tmp_path / "out").test_batch(0, 6)
+    images, _ = DeviceData.load(tmp_path / "out").make_test_batch(0, 6)
     whole = values.transpose(1, 0, 2, 3).reshape(3, -1)
     expected = (values[:6] - whole.mean(1)[:, None, None]) / whole.std(1)[:, None, None]
     assert images.numpy() == pytest.approx(expected, abs=1e-5)
@@ -97,14 +97,14 @@ def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkey
     y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     given = images(train_y=y, test_y=y)
     monkeypatch.setattr(own_data.OwnData, "_call_function", lambda _self: given)
-    monkeypatch.setattr(own_data.OwnData, "identity", lambda *_: {"kind": "call"})
+    monkeypatch.setattr(own_data.OwnData, "compute_identity", lambda *_: {"kind": "call"})
     meta, arrays = prepared_from(tmp_path, {"call": "my_data.values"})
     each = 3 if len(shape) == 2 else 1
     assert (meta["values"], meta["classes"]) == (True, each)
     assert (arrays["train_targets"] == y.reshape(6, each)).all()
     for dtype in (torch.float32, torch.float64):
         data = DeviceData.load(tmp_path / "out", dtype=dtype)
-        _, targets = data.batch(torch.arange(4))
+        _, targets = data.make_training_batch(torch.arange(4))
         assert (targets.dtype, list(targets.shape)) == (dtype, [4, each])
 
 
@@ -342,7 +342,7 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
 
     def identity(place: str = "p") -> str:
         said = own_data.read_own_data("mine", {"images": str(tmp_path / place)})
-        return said.identity(known=known)["sha256"]
+        return said.compute_identity(known=known)["sha256"]
 
     first = identity()
     with monkeypatch.context() as patched:
@@ -362,7 +362,7 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
 def test_a_change_between_start_and_preparing_is_told(tmp_path):
     (tmp_path / "t.txt").write_text("to be or not to be " * 20)
     spec = {"text": str(tmp_path / "t.txt"), "sequence": 4}
-    identity = own_data.read_own_data("mine", spec).identity()
+    identity = own_data.read_own_data("mine", spec).compute_identity()
     environment = own_data.format_data_paths_for_jobs({"mine": spec})
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(own_data.PLACES_VARIABLE, environment)
@@ -431,7 +431,7 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     config, study = study_of(tmp_path, spec, global_batch=64)
     [cell] = study.cells
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
-        subject_of(config, study, cell)
+        make_subject(config, study, cell)
     identity = study.settings(cell).data_spec
     assert identity == study.data_specs()["mine"]
     prepare_data_set("mine", tmp_path / "results/data/mine", spec=identity)
@@ -443,10 +443,10 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     ):
         study_of(tmp_path, spec, global_batch=64)
     config, study = study_of(tmp_path, spec)
-    assert subject_of(config, study, cell).data.shape == (3, 17, 16)
+    assert make_subject(config, study, cell).data.shape == (3, 17, 16)
     # Changed code is other data.
     (tmp_path / f"{my_data}.py").write_text(CODE + "\n# changed\n")
     _, changed = study_of(tmp_path, spec)
-    assert not changed.dataset("mine").is_read
+    assert not changed.get_dataset("mine").has_known_metadata
     with pytest.raises(DataError, match="holds other data than the cell is to be trained on: spec"):
         check_prepared_data(tmp_path / "results/data/mine", changed.settings(cell))

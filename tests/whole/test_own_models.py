@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.settings import Settings
-from stratbench.extensions.plan.check import try_footprint
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.check import try_to_make_footprint
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.flops import count_flops
@@ -193,9 +193,9 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
         net = models.build_fake_model(model, 10, shape).train()
         groups = models.list_wrap_groups(model, net)
         found = models.take_model_trial(model, net, 10, shape, groups, TASK, torch.float32)
-    assert found.uncalled == found.late == ()
+    assert found.parameters_read_before_call == found.parameters_read_after_calls == ()
     # Of some, all outputs but one are for training at other sizes.
-    assert found.unused == (), found.unused
+    assert found.parameters_without_gradient == (), found.parameters_without_gradient
     assert groups
     parameters = [p for _, ms in groups for m in ms for p in m.parameters()]
     assert len(parameters) == len(set(parameters))
@@ -254,7 +254,7 @@ def test_an_error_of_the_users_code_is_the_plans_sentence(tmp_path, monkeypatch,
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": f"{name}.Net"}, tmp_path)
-    sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
+    sentence = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
     assert sentence.startswith(f"model 'mine' ({name}.Net): importing {name} raised "), sentence
 
 
@@ -272,7 +272,7 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": "asking.Net"}, tmp_path)
-    sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
+    sentence = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
     assert sentence == "its forward reads values of tensors, and a prediction has none"
 
 
@@ -340,7 +340,7 @@ def test_a_buffer_that_forward_only_reads_is_not_said_to_be_written():
             return super().forward(x * self.scale)
 
     found = take_trial("it", Scaled(), torch.zeros(2, 3), torch.tensor([0, 1]), [2, 2])
-    assert found.written == ()
+    assert found.written_buffers == ()
 
 
 # --- code ----------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def test_code_that_changes_after_the_start_of_a_run_is_not_trained(nets, tmp_pat
 
 def test_an_installed_package_counts_by_its_version():
     _, study = study_of({"call": "torchvision.models.alexnet"})
-    found = study.own_model("mine")
+    found = study.get_own_model("mine")
     assert found["sha256"] is None
     assert found["version"] == metadata.version("torchvision")
 
@@ -386,7 +386,7 @@ def test_built_in_models_have_no_such_setting_and_others_keep_theirs_through_jso
     s = first_settings({"call": "a.B"}, tmp_path, models=["mine"])
     assert Settings.from_json(s.as_json()) == s
     _, study = study_of({"call": "a.B"}, tmp_path)
-    kept = study.as_trained() | {"own_code": study.own_code()}
+    kept = study.build_training_config() | {"own_code": study.describe_own_code()}
     assert Study(kept, "s").settings(study.cells[0]) == study.settings(study.cells[0])
 
 
@@ -395,7 +395,7 @@ def test_built_in_models_have_no_such_setting_and_others_keep_theirs_through_jso
 
 def test_a_network_that_reads_values_while_it_is_built_is_planned_all_the_same(nets, tmp_path):
     config, study = study_of({"call": f"{nets}.Depths"}, tmp_path)
-    footprint = try_footprint(subject_of(config, study, study.cells[0]).request)
+    footprint = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
     assert footprint.model_states_bytes["parameters_bytes"] == 4 * 650
     model = models.get_model(study.settings(study.cells[0]))
     build = lambda: models.build_fake_model(model, 10, (1, 8, 8))  # noqa: E731
@@ -503,7 +503,7 @@ def test_each_broken_model_and_task_of_the_cells_is_named_once(tmp_path, monkeyp
         "studies": {"s": {"experiments": {"e": block}}},
     }
     _, study = load_config(config)
-    assert study.faults_of_code(study.cells) == [
+    assert study.list_import_errors(study.cells) == [
         "task (gone:Task): there is no gone.py and no package gone; name its folder in `code`, or install it",
         "model 'other' (nets.Other): nets.py has no 'Other'; it has Mine",
     ]

@@ -18,8 +18,8 @@ from launching import IN_OUR_LOOP, each_strategy, settings
 from stratbench.cell.extensions import import_attribute
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.extensions.servers.strategy import server_configs
-from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
+from stratbench.extensions.servers.strategy import make_server_configs
+from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
 from stratbench.strategies import get_strategy_class, slowdown
 from stratbench.strategies.base import Worker
 from stratbench.strategies.slowdown import Slowdown
@@ -77,14 +77,14 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
     strategy = cls(cls.Options(**s.options))
     server = None
     if strategy.kind == "server":
-        secret = new_secret()
-        write_secret(folder.secret, secret)
-        [config] = server_configs(s, data.train_samples, folder, None)
+        secret = make_secret()
+        write_secret(folder.secret_path, secret)
+        [config] = make_server_configs(s, data.train_samples, folder, None)
         server = Served(config, secret)
-    slow = Slowdown.of(s, 0, model, SHAPE, 3, CPU)
+    slow = Slowdown.from_settings(s, 0, model, SHAPE, 3, CPU)
     worker = Worker(s, 0, 1, 1, CPU, folder, [], slow.wait)
     strategy.setup(model, worker)
-    log = PhaseLog(folder.phases(0), 0, 0.0)
+    log = PhaseLog(folder.get_phase_log_path(0), 0, 0.0)
     run = import_attribute(strategy.loop) if strategy.loop else loop.train
     result = run(
         strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)
@@ -130,7 +130,11 @@ def test_a_slowed_worker_is_as_slow_as_the_study_says(
 def test_no_garbage_is_left_for_a_served_workers_clock(tmp_path, tiny_data, monkeypatch):
     """Orders are drawn and garbage is collected before the first ticket is timed."""
     did: list[str] = []
-    for owner, name in ((DeviceData, "tables"), (loop.gc, "freeze"), (loop.StepClock, "begin")):
+    for owner, name in (
+        (DeviceData, "draw_epoch_tables"),
+        (loop.gc, "freeze"),
+        (loop.StepClock, "begin_epoch"),
+    ):
         real = getattr(owner, name)
 
         def noted(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
@@ -175,7 +179,7 @@ def test_a_factor_adds_what_is_missing(naps):
     for _ in range(4):
         slow.wait()
     assert naps == pytest.approx([0.2] * 4)
-    assert slow.summary()["mean_factor"] == 3.0
+    assert slow.summarize_delays()["mean_factor"] == 3.0
 
 
 def test_nobody_is_slowed_without_a_factor(naps):
@@ -202,7 +206,7 @@ def test_the_step_is_measured_without_a_trace():
     before = [p.detach().clone() for p in model.parameters()]
     s = settings("single", gpus=2, slowdown={"workers": [1], "factor": 2})
     shape = (1, 16, 16)
-    assert Slowdown.of(s, 0, model, shape, 3, torch.device("cpu")).compute_s == 0
-    assert Slowdown.of(s, 1, model, shape, 3, torch.device("cpu")).compute_s > 0
+    assert Slowdown.from_settings(s, 0, model, shape, 3, torch.device("cpu")).compute_s == 0
+    assert Slowdown.from_settings(s, 1, model, shape, 3, torch.device("cpu")).compute_s > 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())

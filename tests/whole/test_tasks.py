@@ -42,7 +42,7 @@ NO_CELLS = pd.DataFrame(columns=list(COLUMNS))
 
 def unusable(found: dict) -> list[str]:
     """What the audit finds in a record that no busy machine explains."""
-    listed = audit.audit(NO_CELLS, [found])
+    listed = audit.audit_cells(NO_CELLS, [found])
     return [f["figures"] for f in listed if f["severity"] == "unusable"]
 
 
@@ -498,7 +498,7 @@ def test_a_built_in_task_by_name_is_the_data_sets_own_and_retrains_nothing(tmp_p
         told.append(study.settings(study.cells[0]).own_task)
     assert told[:2] == [None, None]
     assert told[2]["call"] == "my_tasks:Mine"
-    kept = study.as_trained() | {"own_code": study.own_code()}
+    kept = study.build_training_config() | {"own_code": study.describe_own_code()}
     (tmp_path / "my_tasks.py").write_text("class Mine: changed = 1\n")
     _, changed = study_of({"call": "x.y"}, tmp_path, models=["vgg-compact"], task="my_tasks:Mine")
     assert changed.settings(changed.cells[0]).own_task["sha256"] != told[2]["sha256"]
@@ -596,7 +596,7 @@ def study(tmp_path_factory) -> tuple[Path, pd.DataFrame, list[dict]]:
 @pytest.mark.slow
 def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     folder, cells, records = study
-    assert [f for f in audit.audit(cells, records) if f["severity"] != "note"] == []
+    assert [f for f in audit.audit_cells(cells, records) if f["severity"] != "note"] == []
     summary = build_summary_table(cells)
     by = dict(list(cells.groupby("experiment", sort=False)))
     measure = {n: list_measures(rows) for n, rows in by.items()}

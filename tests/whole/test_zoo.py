@@ -36,9 +36,9 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.remarks import iter_remarks
-from stratbench.extensions.servers.ps.server import serve
-from stratbench.extensions.servers.strategy import server_configs
-from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
+from stratbench.extensions.servers.ps.server import run_server
+from stratbench.extensions.servers.strategy import make_server_configs
+from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
 from stratbench.strategies import acceptance, get_option_defaults, get_strategy_class, make_strategy
 from stratbench.strategies.base import Strategy
 from stratbench.strategies.sharding.zero import ZeRO1
@@ -120,7 +120,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
     if strategy.kind == "server" and rank == 0:
         served = serving(s, run_folder)
     elif strategy.kind == "server":
-        while not run_folder.secret.exists():
+        while not run_folder.secret_path.exists():
             time.sleep(0.001)
     device, found = torch.device("cpu"), {}
     buckets = mock.patch.object(dist, "_compute_bucket_assignment_by_size", a_bucket_each)
@@ -146,7 +146,9 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
                 strategy, ready.built.trial, s
             )
             found["dropout"] = ready.built.facts["dropout"]
-            found["losses"] = [(e["train_loss"], e["test_loss"]) for e in result.progress.per_epoch]
+            found["losses"] = [
+                (e["train_loss"], e["test_loss"]) for e in result.progress.epoch_results
+            ]
             steps = [result.losses[e].values() for e in sorted(result.losses)]
             found["own"] = [tuple(map(sum, zip(*each, strict=True))) for each in steps]
         except users_code.ModelError as e:
@@ -162,11 +164,11 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def serving(s: Settings, folder: RunFolder) -> Iterator[None]:
     """A server on a thread of this process, until the block ends."""
-    secret = new_secret()
-    write_secret(folder.secret, secret)
-    (config,) = server_configs(s, SAMPLES, folder, None)
+    secret = make_secret()
+    write_secret(folder.secret_path, secret)
+    (config,) = make_server_configs(s, SAMPLES, folder, None)
     pool = ThreadPoolExecutor(1)
-    future = pool.submit(serve, config, secret)
+    future = pool.submit(run_server, config, secret)
     pool.shutdown(wait=False)
     yield
     if not future.done():
@@ -232,11 +234,14 @@ def trained_plainly(name: str, workers: int, mean: bool) -> list[tuple[float, fl
     """The losses that several ways are held to; `mean`: evaluated with the mean of the copies' buffers."""
     data = data_of()
     epochs = (
-        [data.batch(i) for i in data.tables(SEED, epoch, False).order.split(BATCH)]
+        [
+            data.make_training_batch(i)
+            for i in data.draw_epoch_tables(SEED, epoch, False).order.split(BATCH)
+        ]
         for epoch in range(EPOCHS)
     )
     make = partial(zoo.NETWORKS[name], CLASSES)
-    return zoo.train_plainly(make, SEED, workers, epochs, data.test_batch(0, 6), HYPER, mean)
+    return zoo.train_plainly(make, SEED, workers, epochs, data.make_test_batch(0, 6), HYPER, mean)
 
 
 # --- mutants --------------------------------------------------------------------------------------
@@ -258,12 +263,12 @@ def torch_alone() -> contextlib.AbstractContextManager:
 
 def early_sends() -> contextlib.AbstractContextManager:
     """`zero1` takes the first part of a gradient for the whole."""
-    return mock.patch.object(ZeRO1, "adds_again", False)
+    return mock.patch.object(ZeRO1, "accumulates_repeatedly", False)
 
 
 def nothing_frozen() -> contextlib.AbstractContextManager:
     """Frozen parameters that forward changes are not brought back."""
-    return mock.patch.object(Strategy, "frozen_written", return_value=[])
+    return mock.patch.object(Strategy, "list_changed_frozen_parameters", return_value=[])
 
 
 def attributes_left() -> contextlib.AbstractContextManager:
@@ -412,7 +417,7 @@ def test_the_check_says_of_each_network_what_a_run_does(name, monkeypatch):
     }
     network = check.check_network(requests["single"])
     for way, request in requests.items():
-        said = network.fault or check.rehearse(request, network).refusal_reason
+        said = network.fault or check.rehearse_strategy(request, network).refusal_reason
         reason = REFUSED.get(name, {}).get(way)
         assert (said is None) == (reason is None), (way, said)
         assert reason is None or reason in said

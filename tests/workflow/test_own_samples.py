@@ -76,10 +76,10 @@ def trained_plainly(network: torch.nn.Module, data: DeviceData, settings: dict) 
     )
     losses = []
     for epoch in range(settings["epochs"]):
-        batches = data.tables(settings["seed"], epoch, False).order.split(8)
+        batches = data.draw_epoch_tables(settings["seed"], epoch, False).order.split(8)
         each = []
         for indices in batches[: data.train_samples // 8]:
-            x, y = data.batch(indices)
+            x, y = data.make_training_batch(indices)
             loss = loss_of(network(x), y)
             optimizer.zero_grad()
             loss.backward()

@@ -115,7 +115,7 @@ wildcard_constraints:
 
 def cell_of(wildcards):
     """The cell that a training job's wildcards name."""
-    return or_workflow_error(JOBS.cell_of, wildcards)
+    return or_workflow_error(JOBS.find_cell, wildcards)
 
 
 def setting_parameters():
@@ -126,14 +126,14 @@ def setting_parameters():
     """
 
     def parameter(key):
-        return lambda w: JOBS.settings_of(cell_of(w)).as_parameter(key)
+        return lambda w: JOBS.resolve_settings(cell_of(w)).format_setting(key)
 
     return {field.name: parameter(field.name) for field in fields(Settings)}
 
 
 def skipped(wildcards):
     """Why cells are not trained, for `collect`."""
-    return json.dumps(JOBS.skipped)
+    return json.dumps(JOBS.skip_reasons)
 
 
 def targets(wildcards):
@@ -143,9 +143,10 @@ def targets(wildcards):
 
 def as_trained(wildcards, input):
     """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
-    resolved = {"own_code": STUDY.own_code(), "data_specs": STUDY.data_specs()}
+    resolved = {"own_code": STUDY.describe_own_code(), "data_specs": STUDY.data_specs()}
     return json.dumps(
-        STUDY.as_trained() | {key: own for key, own in resolved.items() if own},
+        STUDY.build_training_config()
+        | {key: own for key, own in resolved.items() if own},
         sort_keys=True,
     )
 
@@ -178,7 +179,7 @@ def prepared_data(dataset):
 def data_of_cell(wildcards):
     """The data that a cell is trained on. A record of other data is made anew."""
     cell = cell_of(wildcards)
-    settings = JOBS.settings_of(cell)
+    settings = JOBS.resolve_settings(cell)
     resume.retrain_results_of_changed_data(
         workflow, cell.record_path(RESULTS), settings
     )
@@ -197,9 +198,9 @@ def missing_needs(cells):
     """Why some cells cannot be trained by this Python; nothing where their jobs have another."""
     if IN_CONDA:
         return []
-    settings = [(c.strategy, JOBS.settings_of(c)) for c in cells]
+    settings = [(c.strategy, JOBS.resolve_settings(c)) for c in cells]
     used = [(name, get_strategy_class(s.strategy), s.options) for name, s in settings]
-    lacking = [*iter_missing_requirements(used), *STUDY.faults_of_code(cells)]
+    lacking = [*iter_missing_requirements(used), *STUDY.list_import_errors(cells)]
     elsewhere = not internals.runs_jobs_locally(workflow)
     return lacking or [
         fault

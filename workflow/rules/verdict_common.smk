@@ -26,7 +26,7 @@ def block_request(wildcards):
 def data_of_block(wildcards):
     """The data that all cells of a block are trained on. A block of other data is made anew."""
     plan = get_block_plan(wildcards)
-    settings = JOBS.settings_of(plan.cell(plan.order[0]))
+    settings = JOBS.resolve_settings(plan.cell(plan.order[0]))
     resume.retrain_results_of_changed_data(
         workflow, plan.folder(RESULTS) / BLOCK_FILE, settings
     )

@@ -97,7 +97,7 @@ def as_pipeline(record: Record) -> None:
 
 def on_known_gpus(record: Record) -> None:
     """A cell on GPUs with a datasheet, whose NVML tells all that it can."""
-    peak = find_datasheet(KNOWN_GPU).tflops("fp32") * 1e12
+    peak = find_datasheet(KNOWN_GPU).get_peak_tflops("fp32") * 1e12
     for worker in record["workers"]:
         worker["provenance"]["gpu"]["name"] = KNOWN_GPU
         own = worker["memory"]

@@ -36,7 +36,7 @@ from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import fake, footprint
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.strategies import get_option_defaults, needs
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
@@ -107,7 +107,7 @@ class Unclipped(DeepSpeed):
 class Constant(DeepSpeed):
     """A mutant: the engine does not see the schedule."""
 
-    def before_update(self) -> None: ...
+    def prepare_update(self) -> None: ...
 
 
 class WarmedUp(DeepSpeed):
@@ -171,7 +171,7 @@ def set_up(
         model,
         Worker(
             replace(s, **changed), rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
-            task=task, weighs=kind == "padded", total_steps=2 * STEPS,
+            task=task, has_weighted_loss=kind == "padded", total_steps=2 * STEPS,
         ),
     )  # fmt: skip
     return strategy
@@ -218,7 +218,7 @@ def trajectory(
 
 
 def evaluated(strategy: Collective, x: Tensor) -> Tensor:
-    with strategy.evaluating() as model, torch.no_grad():
+    with strategy.open_evaluation_model() as model, torch.no_grad():
         model(x[:4])
         return model(x[4:8])
 
@@ -230,7 +230,7 @@ def statistics(stage: int, rank: int, world: int) -> dict[str, Tensor]:
     for i in islice(strategy.batches(torch.arange(len(x)), 0), STEPS):
         strategy.step(x[i], y[i])
     found = {"before": gathered(strategy, world)}
-    with strategy.evaluating():
+    with strategy.open_evaluation_model():
         found["in"] = gathered(strategy, world)
     return found | {"after": gathered(strategy, world)}
 
@@ -246,7 +246,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     """Of real steps, as the plan has them of fake ones: bytes at the peak and between, and what is sent."""
     request = request_for(stage, model, world)
     net = models.build_for_training(model, 10, request.input_shape, 0, CPU, torch.float32)
-    strategy = fake.strategy_on_fakes(request)
+    strategy = fake.make_strategy_on_fakes(request)
     s = replace(request.settings, per_worker_batch=8)
     worker = Worker(
         s, rank, world, world, CPU, RunFolder(Path()), models.list_wrap_groups(model, net),
@@ -261,10 +261,10 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     strategy.restore(saved)
     for _ in range(2):
         strategy.step(*batch)
-        fake.evaluate(strategy, request)
+        fake.evaluate_on_fakes(strategy, request)
     del saved, batch
     trace = OperatorTrace(on_cpu=True)
-    fake._tag_states(trace, strategy, net)
+    fake._tag_model_states(trace, strategy, net)
     with trace:
         trace.begin_phase("forward")
         strategy.step(*request.make_example_batch(8))
@@ -428,7 +428,7 @@ class TestAStage:
         print(stage, model, "peak", made.compute_training_peak(8).n_bytes, real["peak"], "between", between,
               real["between"])  # fmt: skip
         assert made.model_states_bytes == real["states"]
-        assert wire_bytes(made.collectives, 2, on_gloo=False) == pytest.approx(
+        assert compute_wire_bytes(made.collectives, 2, on_gloo=False) == pytest.approx(
             real["sent"], rel=1e-3
         )
         assert (between, made.compute_training_peak(8).n_bytes) == (real["between"], real["peak"])
@@ -530,9 +530,9 @@ def test_plan_and_check_say_what_is_missing_and_go_on(installed):
     requests = [request_for(2, "vgg-compact", 2), footprint_request("ddp")]
     for order in (requests, requests[::-1]):
         network = check.check_network(order[0])
-        found = {r.strategy: check.rehearse(r, network).refusal_reason for r in order}
+        found = {r.strategy: check.rehearse_strategy(r, network).refusal_reason for r in order}
         assert found == {"deepspeed": sentence("deepspeed", installed), "ddp": None}
-    assert check.try_footprint(requests[0]) == sentence("deepspeed", installed)
+    assert check.try_to_make_footprint(requests[0]) == sentence("deepspeed", installed)
 
 
 @pytest.mark.skipif(not LACKING, reason="DeepSpeed is here")
@@ -622,7 +622,7 @@ def test_networks_that_it_would_train_wrongly_are_refused(kind, stage, says):
     trial = take_trial("network", model, x[:2], y[:2], (2, CLASSES), groups)
     strategy = DeepSpeed(DeepSpeed.Options(stage=stage))
     worker = Worker(settings("deepspeed"), 0, 2, 2, CPU, RunFolder(Path()), groups, trial=trial)
-    told = list(strategy.refusals_of_model(model, worker))
+    told = list(strategy.iter_model_refusals(model, worker))
     assert (says is None and told == []) or (says and says in told[0]), told
 
 

@@ -45,7 +45,7 @@ def test_a_training_goes_on_only_with_its_own_settings_and_data(tmp_path: Path) 
         job.folder.create()
         job.folder.write_job(job.to_json())
         state.touch()
-        launch.prepare(job.folder, job.cell, s, data)
+        launch.prepare_run_folder(job.folder, job.cell, s, data)
         return state.exists()
 
     assert is_kept()
@@ -79,7 +79,7 @@ def test_the_time_of_members_that_were_all_lost_counts(cell: Cell, tmp_path: Pat
     stop(second, 8, epochs={"1": [2.0, 2, 1, 0.5]})
     until(lambda: len(cell.coordinator.history.generations) == 3)
     job = job_of(tmp_path, cell.coordinator.get_history_values())
-    run = accounts.sum_members_run(job, entries(0.5, 0.4))
+    run = accounts.sum_member_runs(job, entries(0.5, 0.4))
     of_first, of_second = run["epoch_times_s"]
     assert of_first == 0.25
     assert 60.5 <= of_second <= 60.5 + time.time() - begun_unix_s
@@ -98,7 +98,7 @@ def test_the_time_of_all_that_ended_with_their_launcher_counts(cell: Cell, tmp_p
     incarnation = cell.coordinator.get_history_values()
     incarnation["written_unix_s"] += 60
     job = job_of(tmp_path, incarnation)
-    train_time_s = accounts.sum_members_run(job, entries(0.5))["train_time_s"]
+    train_time_s = accounts.sum_member_runs(job, entries(0.5))["train_time_s"]
     assert 60 <= train_time_s <= 60 + time.time() - begun_unix_s
 
 
@@ -115,7 +115,7 @@ def test_an_epoch_of_which_steps_were_lost_and_others_done_again_has_no_mean_los
     whole = {"loss_sum": 8.0, "reported_steps": 4.0, "train_s": 1.0, "pause_s": 0.0}
     incarnation = cell.coordinator.get_history_values()
     incarnation |= {"generations": [generation, again], "totals_by_epoch": {"0": whole, "1": whole}}
-    run = accounts.sum_members_run(job_of(tmp_path, incarnation), entries(0.5, 0.4))
+    run = accounts.sum_member_runs(job_of(tmp_path, incarnation), entries(0.5, 0.4))
     assert [e["train_loss"] for e in run["per_epoch"]] == [None, 2.0]
 
 

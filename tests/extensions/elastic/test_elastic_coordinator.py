@@ -15,7 +15,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic import member
 from stratbench.extensions.elastic.coordinator import Coordinator
 from stratbench.extensions.elastic.member import Over, WorkerMembership, join_as_member
-from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
+from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 
 
@@ -26,8 +26,8 @@ class Cell:
         self.folder = RunFolder(folder)
         self.checkpoint: tuple[int, list[dict[str, Any]]] | None = None
         self.epochs: list[dict[str, Any]] = []
-        secret = new_secret()
-        write_secret(self.folder.secret, secret)
+        secret = make_secret()
+        write_secret(self.folder.secret_path, secret)
         listeners = Listeners("127.0.0.1")
         self.coordinator = Coordinator(
             secret,
@@ -40,7 +40,7 @@ class Cell:
             lambda score: score is not None and score >= 0.9,
         )
         self.coordinator.start()
-        listeners.publish(self.folder.rendezvous, 0)
+        listeners.publish(self.folder.rendezvous_path, 0)
         self.broken: list[int] = []
 
     def seat(self, number: int, leaving: threading.Event | None = None) -> WorkerMembership:
@@ -67,7 +67,7 @@ def stop(seat: WorkerMembership, step: int, **more: Any) -> None:
 
 def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cell) -> None:
     def full(entry: dict[str, Any]) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(cell.folder.progress))
+        raise OSError(errno.ENOSPC, "No space left on device", str(cell.folder.epochs_path))
 
     cell.coordinator._on_epoch = full
     one = cell.member(0)
@@ -206,9 +206,9 @@ def test_strangers_and_surplus_workers_are_sent_away(
     stranger = Cell.__new__(Cell)
     stranger.folder = RunFolder(tmp_path / "other")
     stranger.folder.path.mkdir()
-    write_secret(stranger.folder.secret, new_secret())
-    Path(f"{stranger.folder.rendezvous}.0").write_text(
-        Path(f"{cell.folder.rendezvous}.0").read_text()
+    write_secret(stranger.folder.secret_path, make_secret())
+    Path(f"{stranger.folder.rendezvous_path}.0").write_text(
+        Path(f"{cell.folder.rendezvous_path}.0").read_text()
     )
     with pytest.raises(Over):
         join_as_member(stranger.folder, 9, lambda: None, threading.Event())

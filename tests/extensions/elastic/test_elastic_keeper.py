@@ -240,7 +240,7 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     args = (tmp_path / "args").read_text().splitlines()
     assert "--comment=worker 3 of a/b c" in args
     assert "--no-requeue" in args
-    assert f"--output={folder.log(format_worker_name(3))}".replace("%", "%%") in args
+    assert f"--output={folder.get_log_path(format_worker_name(3))}".replace("%", "%%") in args
     assert args[-10:] == [
         "--gres=gpu:1", "--cpus-per-task=4", "--mem=2000M", "--time=90", "--partition=scavenger",
         "--account=me", "--qos=low", "--constraint=a100", "--exclusive", "--reservation=my one",
@@ -249,9 +249,10 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     assert "SLURM_JOB_ID" not in seen
     assert "SLURM_CONF=/etc/here.conf" in seen
     script = (tmp_path / "script").read_text()
-    assert f"'{folder.job}' 3" in script
-    folder.ended.parent.mkdir(parents=True)
-    folder.ended.touch()  # it waited in the queue beyond the end of the training: not even srun is needed
+    assert f"'{folder.job_path}' 3" in script
+    folder.end_marker_path.parent.mkdir(parents=True)
+    # It waited in the queue beyond the end of the training: not even srun is needed.
+    folder.end_marker_path.touch()
     assert (
         subprocess.run(["/bin/sh"], input=script, text=True, env={"PATH": "/bin"}).returncode == 0
     )
@@ -387,10 +388,10 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
     checkpoints.write_checkpoint(tmp_path, 12, state)
     checkpoints.write_checkpoint(tmp_path, 40, [t + 1 for t in state])
     checkpoints.delete_checkpoints(tmp_path, 40)
-    assert max(checkpoints.list_steps(tmp_path)) == 40
+    assert max(checkpoints.list_checkpoint_steps(tmp_path)) == 40
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-40.bin"]
     read = [torch.zeros_like(t) for t in state]
-    checkpoints.read_into(tmp_path, 40, read)
+    checkpoints.read_checkpoint_into(tmp_path, 40, read)
     assert all(torch.equal(a, b + 1) for a, b in zip(read, state, strict=True))
     path = checkpoints.get_checkpoint_path(tmp_path, 40)
     whole = path.read_bytes()
@@ -398,11 +399,11 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
         path.write_bytes(damaged)
         before = [t.clone() for t in read]
         with pytest.raises(checkpoints.DamagedCheckpoint):
-            checkpoints.read_into(tmp_path, 40, read)
+            checkpoints.read_checkpoint_into(tmp_path, 40, read)
         assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
     path.write_bytes(whole)
     with pytest.raises(checkpoints.DamagedCheckpoint, match="other tensors"):
-        checkpoints.read_into(tmp_path, 40, state[:2])
+        checkpoints.read_checkpoint_into(tmp_path, 40, state[:2])
 
 
 def test_an_entry_says_all_of_a_job(tmp_path: Path) -> None:

@@ -29,7 +29,12 @@ from stratbench.extensions.elastic.servers.channel import ReturningChannel, RunO
 from stratbench.extensions.elastic.servers.config import ElasticConfig, ElasticServerConfig
 from stratbench.extensions.elastic.servers.evaluations import parse_score
 from stratbench.extensions.elastic.servers.journal import has_state, read_end_mark, read_journal
-from stratbench.extensions.elastic.servers.saved_state import StateError, load_state, pack, unpack
+from stratbench.extensions.elastic.servers.saved_state import (
+    StateError,
+    load_state,
+    pack_tensors,
+    unpack_tensors,
+)
 from stratbench.extensions.servers.policies.policies import POLICIES as ALL_POLICIES
 from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.ps.client import Channel
@@ -40,7 +45,12 @@ from stratbench.extensions.servers.ps.tickets import CompactIntSet, intersect_se
 from stratbench.extensions.servers.wire.frames import Frame, Kind, ProtocolError
 from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
 from stratbench.extensions.servers.wire.link import Left
-from stratbench.extensions.servers.wire.transport import Closed, Connection, Silent, rendezvous_file
+from stratbench.extensions.servers.wire.transport import (
+    Closed,
+    Connection,
+    Silent,
+    get_rendezvous_path,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -121,7 +131,7 @@ def history(folder, policy, n_servers, seed, numbers=12):
             come, numbers = come + 1, numbers + 1
     # Who came too late dials on, and would meet another test's server on the same port.
     for server in range(n_servers):
-        rendezvous_file(plan.rendezvous, server).write_text("[]")
+        get_rendezvous_path(plan.rendezvous, server).write_text("[]")
     until(lambda: all(hasattr(w, "channel") or not w.running for w in came))
     found = [s.result() for s in servers]
     check_run(plan, found)
@@ -619,9 +629,9 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
     act(part, range(10), reads)
     path = tmp_path / "state"
     with path.open("wb") as file:
-        packed = json.loads(json.dumps(pack(part.state(), file)))
+        packed = json.loads(json.dumps(pack_tensors(part.state(), file)))
     with path.open("rb") as file:
-        whole.load(unpack(packed, file))
+        whole.load(unpack_tensors(packed, file))
     drawn, reads_too = rng.get_state(), dict(reads)
     act(part, range(10, 20), reads)
     rng.set_state(drawn)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from stratbench.extensions.plan.footprint.request import data_bytes
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.footprint.request import compute_data_bytes
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
@@ -360,11 +360,11 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
     config, study = study_of(tmp_path, spec)
     [cell] = study.cells
     before = study.settings(cell)
-    facts = study.dataset("mine")
+    facts = study.get_dataset("mine")
     assert tasks.get_task_name(before, facts.shape) == task
-    assert not facts.is_read
+    assert not facts.has_known_metadata
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
-        subject_of(config, study, cell)
+        make_subject(config, study, cell)
     folder = tmp_path / "results/data/mine"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(
@@ -373,26 +373,31 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
         meta = prepare_data_set("mine", folder, spec=before.data_spec)
     config, study = study_of(tmp_path, spec)
     assert study.settings(cell) == before
-    after = study.dataset("mine")
+    after = study.get_dataset("mine")
     assert after == describe_data_set("mine", spec, meta)
     assert (after.shape, after.task, after.vocabulary) == (
         facts.shape,
         facts.task,
         facts.vocabulary,
     )
-    assert subject_of(config, study, cell).data.shape == facts.shape
-    kept = study.as_trained() | {"data_specs": study.data_specs(), "own_code": study.own_code()}
+    assert make_subject(config, study, cell).data.shape == facts.shape
+    kept = study.build_training_config() | {
+        "data_specs": study.data_specs(),
+        "own_code": study.describe_own_code(),
+    }
     again = type(study)(json.loads(json.dumps(kept)), "s")
     assert again.settings(again.cells[0]) == before
     # A batch is as the example that is planned with, and the plan counts the arrays' bytes.
-    x, y = DeviceData.load(folder, dtype=torch.float64).batch(torch.tensor([3, 0]))
+    x, y = DeviceData.load(folder, dtype=torch.float64).make_training_batch(torch.tensor([3, 0]))
     shown = make_example_batch(
         2, after.shape, after.classes, torch.device("cpu"), torch.float64, torch.channels_last,
         False, after.vocabulary is not None,
     )  # fmt: skip
     assert [(t.shape, t.dtype) for t in shown] == [(t.shape, t.dtype) for t in (x, y)]
     stored = sum(array.nbytes for array in prepared.read_data_set(folder)[1].values())
-    assert data_bytes(after, after.shape, augment=False) == stored + 8 * meta["train_samples"]
+    assert (
+        compute_data_bytes(after, after.shape, augment=False) == stored + 8 * meta["train_samples"]
+    )
 
 
 def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from launching import settings
 from stratbench.extensions.labelled import generated
-from stratbench.extensions.plan.footprint.request import Request, data_bytes
+from stratbench.extensions.plan.footprint.request import Request, compute_data_bytes
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
@@ -53,7 +53,7 @@ def facts_of(source: str) -> Any:
 def test_batches_are_shaped_as_the_example_and_fill_the_bytes_that_the_plan_counts(made):
     facts = facts_of(made.name)
     data = DeviceData.load(made, dtype=torch.float64)
-    x, y = data.batch(torch.tensor([5, 0, 7]))
+    x, y = data.make_training_batch(torch.tensor([5, 0, 7]))
     labelled = facts.vocabulary is not None
     shown = make_example_batch(
         3, facts.shape, facts.classes, torch.device("cpu"), torch.float64,
@@ -62,8 +62,8 @@ def test_batches_are_shaped_as_the_example_and_fill_the_bytes_that_the_plan_coun
     assert [(t.shape, t.dtype) for t in shown] == [(t.shape, t.dtype) for t in (x, y)]
     _, arrays = prepared.read_data_set(made)
     stored = sum(array.nbytes for array in arrays.values())
-    assert data_bytes(facts, facts.shape, augment=False) == stored + 8 * 2000
-    test_x, _ = data.test_batch(0, min(40, choose_eval_batch(facts.shape)))
+    assert compute_data_bytes(facts, facts.shape, augment=False) == stored + 8 * 2000
+    test_x, _ = data.make_test_batch(0, min(40, choose_eval_batch(facts.shape)))
     assert test_x.shape[1:] == x.shape[1:]
 
 
@@ -97,7 +97,7 @@ def test_the_entropy_between_two_neighbours_is_that_of_all_triples():
     triples = chain.share[:, None, None] * step[:, :, None] * step[None]
     outer = triples.sum(1, keepdims=True)
     ratio = np.divide(triples, outer, where=triples > 0, out=np.ones_like(triples))
-    assert generated.compute_entropy_between(chain) == pytest.approx(
+    assert generated.compute_entropy_between_neighbours(chain) == pytest.approx(
         -(triples * np.log(ratio)).sum(), abs=1e-9
     )
 
@@ -122,7 +122,7 @@ def test_the_loudest_pitch_of_a_tone_is_its_class(tmp_path):
     loud = np.abs(np.fft.rfft(x)).sum(1)[:, step : 5 * step : step].argmax(1)
     assert (loud == np.arange(2000) % 4).mean() > 0.99
     data = DeviceData.load(tmp_path / "it", dtype=torch.float64)
-    inputs, _ = data.batch(torch.arange(2000))
+    inputs, _ = data.make_training_batch(torch.arange(2000))
     assert inputs.mean((0, 2)).abs().max() < 1e-6
     assert (inputs.std((0, 2)) - 1).abs().max() < 1e-4
 
@@ -183,7 +183,10 @@ def test_a_data_set_says_its_task_and_the_tokens_of_labelled_texts(source):
 @pytest.mark.parametrize("source", SPECS)
 def test_a_study_read_from_what_was_trained_has_the_same_settings(source):
     study = study_on(source, {"call": "net.Net"})
-    kept = study.as_trained() | {"data_specs": study.data_specs(), "own_code": study.own_code()}
+    kept = study.build_training_config() | {
+        "data_specs": study.data_specs(),
+        "own_code": study.describe_own_code(),
+    }
     again = type(study)(json.loads(json.dumps(kept)), "s")
     assert again.settings(again.cells[0]) == study.settings(study.cells[0])
 

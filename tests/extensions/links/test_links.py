@@ -24,7 +24,7 @@ from stratbench.extensions.links.collective_cost import (
     fit_links,
     served,
 )
-from stratbench.extensions.links.processes import run_all
+from stratbench.extensions.links.processes import run_in_processes
 from stratbench.extensions.links.section import TEMPLATE, make_section_values
 from stratbench.extensions.links.timing import KINDS, Sweep
 from stratbench.extensions.projection.links import Unmeasured, read_links
@@ -223,7 +223,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_process_that_fails_ends_the_others(tmp_path):
     with pytest.raises(RuntimeError, match="ended with exit code"):
-        run_all([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
+        run_in_processes([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
 
 
 def _fails() -> None:

@@ -190,7 +190,7 @@ def reference(name: str, world: int, workload: Callable) -> list[Tensor]:
             for worker in workers:
                 for p, *grads in zip(worker.parameters, *linked, strict=True):
                     p.grad = sum(grads) / world
-                worker.before_update()
+                worker.prepare_update()
                 worker.optimizer.step()
                 worker.optimizer.zero_grad()
                 worker.steps += 1
@@ -295,13 +295,13 @@ def run(
     strategy = set_up(cls, options, given, rank, world, model)
     saved = strategy.save()
     train(strategy, x.flip(0), y, 2)
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         evaluated(x[:4])
     strategy.restore(saved)
     with Wire(world) as wire:
         train(strategy, x, y)
     own, stats = flat(model), [b.clone() for b in statistics(model)]
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         mean = flat(evaluated)
         held = [b.clone() for b in statistics(evaluated)]
     kept = sum(
@@ -320,7 +320,7 @@ def run(
         "evaluated_statistics": held,
         "sent": wire.sent_bytes / STEPS,
         "said": strategy.communication(),
-        "exchanges": strategy.exchanges(STEPS),
+        "exchanges": strategy.count_exchanges(STEPS),
         "exchanged_bytes": exchanged_bytes,
         "states": strategy.model_states(),
         "kept_bytes": kept,

@@ -83,7 +83,7 @@ def test_only_the_papers_models_on_gpus_are_evidence(v2):
 def test_what_the_audit_calls_unusable_is_no_evidence(v2):
     before = judge_claims(v2, NOTHING).set_index("id").loc["modified-slower-v2"]
     assert "0.98 (densenet121)" in before["figures"]
-    found = pd.DataFrame(audit.audit(v2), columns=list(AUDIT_COLUMNS))
+    found = pd.DataFrame(audit.audit_cells(v2), columns=list(AUDIT_COLUMNS))
     after = judge_claims(v2, found).set_index("id").loc["modified-slower-v2"]
     # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
     assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"

@@ -25,8 +25,8 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import cache
-from stratbench.extensions.plan.needs import subject_of
-from stratbench.extensions.plan.pages.check_text import check_text
+from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Strategy, Worker
@@ -115,7 +115,7 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         )
         for _ in range(STEPS):
             strategy.step(x[part], y[part])
-        with strategy.evaluating() as module, torch.no_grad():
+        with strategy.open_evaluation_model() as module, torch.no_grad():
             return None, float(Classification().loss(module(x), y))
     except Exception as e:
         return users_code.format_user_error(e), float("nan")
@@ -135,7 +135,7 @@ def groups_agree(rank: int, sign: int) -> str | None:
     for factor in (1, sign):
         strategy.step(x * factor, torch.arange(4) % CLASSES)
     try:
-        strategy.check_alike()
+        strategy.check_equal_collectives()
     except users_code.Refused as e:
         return str(e)
     return None
@@ -212,7 +212,7 @@ def make_model_study(names: dict[str, list[str] | None], **changes):
 def found_of(name: str, wrap_classes: list[str] | None = None, **changes) -> dict[str, str | None]:
     """What the check says of a network: strategy -> why it is refused."""
     config, study = make_model_study({name: wrap_classes}, **changes)
-    subjects = [subject_of(config, study, cell) for cell in study.cells]
+    subjects = [make_subject(config, study, cell) for cell in study.cells]
     with tempfile.TemporaryDirectory() as folder:
         networks, made = check.rehearse_requests([s.request for s in subjects], Path(folder))
     (network,) = networks.values()
@@ -239,7 +239,7 @@ def test_the_check_says_what_strategies_really_do(name, outcomes):
 
 def test_a_network_in_a_format_of_its_own_is_told_what_it_is_trained_in():
     config, study = make_model_study({"Halved": None, "HalvedInput": None}, strategies=["ddp"])
-    requests = [subject_of(config, study, cell).request for cell in study.cells]
+    requests = [make_subject(config, study, cell).request for cell in study.cells]
     halved = check.check_network(requests[0])
     told = "its code creates parameters in bfloat16, but all strategies train them in float32 (`precision`)"
     assert halved.fault is None
@@ -292,7 +292,7 @@ def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_f
         {"Branches": None, "Unused": None}, strategies=["ddp", "zero1"]
     )
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    text = check_text(checked)
+    text = format_check_result(checked)
     assert (
         "   not checked: model 'Branches' (odd_networks.Branches): its forward of a batch" in text
     )
@@ -307,7 +307,7 @@ def test_an_error_of_fakes_alone_leaves_a_small_network_without_a_prediction_onl
     (found,) = checked.rehearsals_by_request.values()
     assert (found.refusal_reason, found.footprint, found.unchecked_reason) == (None, None, None)
     assert "expected another device" in found.unpredicted_reason
-    assert "ddp: works with 2 workers" in check_text(checked)
+    assert "ddp: works with 2 workers" in format_check_result(checked)
 
 
 def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
@@ -321,7 +321,7 @@ def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch)
     config, study = make_model_study(
         {"Unused": ["Block"]}, strategies=["local-sgd", "ddp", "fsdp", "ps-sync"]
     )
-    text = check_text(check.check_study(config | {"results": str(tmp_path)}, study))
+    text = format_check_result(check.check_study(config | {"results": str(tmp_path)}, study))
     assert (
         "without a gradient in some steps, spare.weight, spare.bias: left as it is (local-sgd, fsdp); "
         "updated by zeros, so that momentum and decay go on (ps-sync)" in text
@@ -332,7 +332,7 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
     names = {"Unused": ["Block"], "Tied": ["Block"], "Counts": None, "Branches": None}
     config, study = make_model_study(names, strategies=["ddp", "ps-sync"], gpus=[1, 2])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    text = check_text(checked)
+    text = format_check_result(checked)
     for line in (
         "Unused on digits\n   970 parameters; takes images [batch, 1, 8, 8], gives scores for 10 classes",
         "   shard groups, instances of Block: blocks.0 144, blocks.1 144; in none: 682",
@@ -478,7 +478,7 @@ def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypa
     assert cell.experiment == "y"
     assert reason.startswith("task 'my_tasks_")
     assert reason.endswith(BAD_TASKS[bad])
-    text = check_text(checked)
+    text = format_check_result(checked)
     assert text.count("ddp: works with 2 workers\n") == 2
     assert f"Plain on digits, task '{blocks['y']['task']}'\n   cannot be trained: task '" in text
 
@@ -488,7 +488,7 @@ def test_a_loss_that_is_no_mean_over_its_parts_is_told_and_trains(tmp_path, monk
     blocks = {"x": each | {"task": "Ignores"}, "y": each | {"task": "Weighs"}}
     checked = check_tasks(tmp_path, monkeypatch, **blocks)
     assert not checked.refusal_reasons_by_cell
-    ignores, weighs = check_text(checked).split("'\n   ")[1:]
+    ignores, weighs = format_check_result(checked).split("'\n   ")[1:]
     assert f"   {NO_SUM}\n" in ignores
     assert NO_SUM not in weighs
 
@@ -513,7 +513,7 @@ def test_what_one_experiment_asks_of_a_network_refuses_no_other(tmp_path, monkey
     checked = check_tasks(tmp_path, monkeypatch, **dict(sorted(blocks.items(), reverse=first)))
     [(cell, reason)] = checked.refusal_reasons_by_cell.items()
     assert (cell.experiment, "activation_checkpointing" in reason) == ("y", True), reason
-    text = check_text(checked)
+    text = format_check_result(checked)
     assert "   ddp: works with 2 workers in x\n   ddp: unsupported with 2 workers in y: " in text
 
 
@@ -559,7 +559,7 @@ def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_
     config, study = make_model_study({"Plain": None}, strategies=["fsdp"])
     config |= {"results": str(tmp_path)}
     monkeypatch.setattr(
-        check, "_find_refusal", lambda *_: pytest.fail("it was walked through twice")
+        check, "_find_refusal_reason", lambda *_: pytest.fail("it was walked through twice")
     )
     checked = check.check_study(config, study)
     assert not checked.refusal_reasons_by_cell
@@ -698,10 +698,10 @@ def test_norms_that_lie_in_a_shard_group_stay_in_float32(alone):
 @pytest.mark.parametrize("parts", [1, 4])
 def test_what_some_parts_skip_is_refused_where_fsdp_cannot_add_it_up(parts, options, world, remedy):
     """FSDP2 would add a gradient in 16 bits to one in 32, or shards of different parameters."""
-    trial = Trial(unused=("blocks.0",), reads_values=True)
+    trial = Trial(parameters_without_gradient=("blocks.0",), reads_values=True)
     strategy, worker = by_policy(
         odd_networks.Plain(CLASSES), trial, world, options, gradient_accumulation_steps=parts
     )
-    said = list(strategy.refusals_of_model(odd_networks.Plain(CLASSES), worker))
+    said = list(strategy.iter_model_refusals(odd_networks.Plain(CLASSES), worker))
     assert len(said) == (parts > 1 and remedy is not None)
     assert all(remedy in reason for reason in said)

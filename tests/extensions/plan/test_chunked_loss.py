@@ -13,7 +13,7 @@ from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.strategies import base, get_option_defaults, get_strategy_class
 from stratbench.workload.data import prepared
 from stratbench.workload.data.datasets import describe_data_set
@@ -74,7 +74,7 @@ def test_the_loss_in_parts_is_that_of_the_whole(precision, chunks):
         made = set_up(request_for("single", MODEL, 1, precision=precision, loss_chunks=parts))
         losses.append(torch.stack([made.step(*batch(4)).double() for _ in range(3)]))
         weights.append(torch.cat([p.detach().flatten().double() for p in made.local]))
-        with made.evaluating() as model, torch.no_grad():
+        with made.open_evaluation_model() as model, torch.no_grad():
             assert model(batch(2)[0]).shape == (2, POSITIONS, TOKENS)
     bound = {"fp64": 1e-12, "fp32": 1e-5}.get(precision, 2e-2)
     assert (losses[0] - losses[1]).abs().max() < bound
@@ -126,7 +126,7 @@ def test_scores_that_no_layer_returns_are_refused_with_the_remedy():
 def test_who_cannot_says_so(strategy):
     values = vars(request_for("ddp", MODEL, loss_chunks=2).settings)
     given = values | {"gpus": [2], "networks": {MODEL: MODEL}}
-    found = get_strategy_class(strategy).refusals(get_option_defaults(strategy), given)
+    found = get_strategy_class(strategy).iter_refused_values(get_option_defaults(strategy), given)
     assert any(
         reason.startswith(".loss_chunks = 2: ") and "set it to 1" in reason for reason in found
     )
@@ -155,4 +155,6 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     )
     assert made["memory"]["model_states"] == planned(request).model_states_bytes
     sent_bytes = made["communication"]["sent_bytes_per_step"]
-    assert sent_bytes == pytest.approx(wire_bytes(planned(request).collectives, 2, on_gloo=False))
+    assert sent_bytes == pytest.approx(
+        compute_wire_bytes(planned(request).collectives, 2, on_gloo=False)
+    )

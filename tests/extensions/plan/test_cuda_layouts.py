@@ -100,8 +100,8 @@ def test_batches_come_in_the_format_asked_for(tiny_data):
     plain = DeviceData.load(tiny_data, shape=(3, 16, 16))
     data = DeviceData.load(tiny_data, shape=(3, 16, 16), memory_format=torch.channels_last)
     for (x, _), (y, _) in (
-        (plain.batch(torch.arange(5)), data.batch(torch.arange(5))),
-        (plain.test_batch(3, 9), data.test_batch(3, 9)),
+        (plain.make_training_batch(torch.arange(5)), data.make_training_batch(torch.arange(5))),
+        (plain.make_test_batch(3, 9), data.make_test_batch(3, 9)),
     ):
         assert x.is_contiguous()
         assert y.is_contiguous(memory_format=torch.channels_last)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import cache
-from stratbench.extensions.plan.pages.check_text import check_text
+from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.study.config.config import load_config
 from stratbench.workload import users_code
 from stratbench.workload.known_values import KnownFakes
@@ -176,12 +176,12 @@ def test_stages_with_masks_are_measured(code):
 def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypatch, most, said):
     followed = []
     monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", most)
-    monkeypatch.setattr(check, "make_by_few_parts", lambda *asked: followed.append(asked))
+    monkeypatch.setattr(check, "make_footprint_by_few_parts", lambda *asked: followed.append(asked))
     checked = checked_of(code, ["Reads"], STRATEGIES)
     assert not followed
     assert not checked.refusal_reasons_by_cell
     assert len({r.unpredicted_reason for r in checked.rehearsals_by_request.values()}) == 1
-    assert check_text(checked).count("reads values of tensors") == said
+    assert format_check_result(checked).count("reads values of tensors") == said
 
 
 @pytest.mark.slow

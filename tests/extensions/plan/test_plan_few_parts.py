@@ -12,9 +12,9 @@ from test_plan_footprint import ADAMW, changed, request_for
 from stratbench.extensions.plan.footprint import fake, few_parts
 from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
 from stratbench.extensions.plan.footprint.few_parts import (
-    extrapolate_listed,
+    extrapolate_collective_entries,
     extrapolate_parts,
-    make_by_few_parts,
+    make_footprint_by_few_parts,
 )
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request
@@ -90,9 +90,11 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
     full = make_footprint(request)
     followed = []
     real = few_parts.follow
-    monkeypatch.setattr(few_parts, "follow", lambda *a, **k: followed.append(a) or real(*a, **k))
+    monkeypatch.setattr(
+        few_parts, "trace_two_steps", lambda *a, **k: followed.append(a) or real(*a, **k)
+    )
     monkeypatch.setattr(few_parts, "make_footprint", None)
-    assert_same(make_by_few_parts(request), full, request.num_accumulated_parts)
+    assert_same(make_footprint_by_few_parts(request), full, request.num_accumulated_parts)
     if options.get("pipeline_parallel_size") == 4:
         # Three of the first stage, three that the middle ones share, and two of the last.
         assert len(followed) == 8
@@ -101,8 +103,10 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
 @pytest.mark.slow
 def test_what_few_parts_do_not_tell_is_followed_whole(monkeypatch):
     request = request_of("pipeline", 2, {"microbatches": 6, "pipeline_parallel_size": 2})
-    monkeypatch.setattr(few_parts, "combine_weighted", raise_unlike)
-    assert_same(make_by_few_parts(request), make_footprint(request), request.num_accumulated_parts)
+    monkeypatch.setattr(few_parts, "sum_weighted_numbers", raise_unlike)
+    assert_same(
+        make_footprint_by_few_parts(request), make_footprint(request), request.num_accumulated_parts
+    )
 
 
 def raise_unlike(*_: object) -> None:
@@ -117,11 +121,11 @@ def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them()
         ("send", 0.0, 2, 4.0 + 1e-9),
         ("all_reduce", 16),
     ]
-    assert extrapolate_listed(few, more, 3) == [few[0], *[few[1]] * 5, few[2]]
-    assert extrapolate_listed(few, few, 3) == few
+    assert extrapolate_collective_entries(few, more, 3) == [few[0], *[few[1]] * 5, few[2]]
+    assert extrapolate_collective_entries(few, few, 3) == few
     for unlike in ([few[0], few[1], ("all_reduce", 17)], [*few[1:], few[0], few[0]], few[:1]):
         with pytest.raises(UnlikeError):
-            extrapolate_listed(few, unlike, 3)
+            extrapolate_collective_entries(few, unlike, 3)
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.footprint import fake, footprint, torch_internals
-from stratbench.extensions.plan.footprint.footprint import Affine, upper_envelope
+from stratbench.extensions.plan.footprint.footprint import Affine, find_upper_envelope
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.extensions.plan.pages.answers import compute_parameter_growth
 from stratbench.strategies import base, get_option_defaults, get_strategy_class
 from stratbench.workload.data.datasets import describe_data_set
@@ -231,7 +231,7 @@ def planned(request: Request) -> footprint.Footprint:
 def peak_of(request: Request, batch: int) -> int:
     """By running one step of that batch, not by the line through two others; of each kind of steps."""
     trace, made = fake.trace_steps(request, [batch])
-    later = [fake.trace_steps(request, [batch], n)[0] for n in made.first_steps[1:]]
+    later = [fake.trace_steps(request, [batch], n)[0] for n in made.list_first_steps_by_kind[1:]]
     return max(
         max(t.list_live_bytes(t.phases[1].first_event, t.phases[4].first_event))
         for t in (trace, *later)
@@ -511,7 +511,7 @@ def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
 
 def test_torch_is_as_it_was_after_a_footprint():
     before = torch.optim.SGD
-    with contextlib.suppress(ValueError), fake.torch_on_fakes(on_cuda=True, fused=True):
+    with contextlib.suppress(ValueError), fake.patch_torch_for_fakes(on_cuda=True, fused=True):
         assert torch.optim.SGD is not before
         raise ValueError("a model that cannot be planned")
     assert torch.optim.SGD is before
@@ -774,7 +774,9 @@ def test_groups_of_workers_hold_a_model_each():
     assert {c[2] for c in pairs.collectives} == {2}
     assert {c[4] for c in between} == {2}  # replicas of a shard are two ranks apart
     assert sum(c[1] for c in between) == pairs.model_states_bytes["gradients_bytes"]
-    assert wire_bytes(pairs.collectives, 4, on_gloo=False) > wire_bytes(two.collectives, 2, False)
+    assert compute_wire_bytes(pairs.collectives, 4, on_gloo=False) > compute_wire_bytes(
+        two.collectives, 2, False
+    )
 
 
 @pytest.mark.slow
@@ -823,7 +825,7 @@ def test_the_largest_batch_is_the_last_that_fits():
 
 def test_the_envelope_holds_every_line_that_is_highest_somewhere():
     lines = [Affine(10, 1), Affine(0, 3), Affine(8, 1.5), Affine(-100, 3), Affine(-20, 4)]
-    kept = upper_envelope(lines)
+    kept = find_upper_envelope(lines)
     for batch in range(1, 60):
         highest = max(lines, key=lambda line: line.evaluate_at(batch))
         assert max(lines[i].evaluate_at(batch) for i in kept) == highest.evaluate_at(batch)

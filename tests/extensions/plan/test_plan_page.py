@@ -100,9 +100,9 @@ def planned(results: Path, **changes: Any) -> schedule.Plan:
 @pytest.fixture(scope="module", autouse=True)
 def short_public_runs() -> Iterator[None]:
     """Have public runs say something of steps that are as short as a compact network's."""
-    known = public_runs.band()
+    known = public_runs.get_public_band()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(public_runs, "band", lambda: known._replace(least_s=0.0))
+        patch.setattr(public_runs, "get_public_band", lambda: known._replace(least_s=0.0))
         yield
 
 
@@ -441,4 +441,4 @@ def test_the_steps_in_which_workers_exchange_follow_from_what_the_page_is_told(n
     start, period = what_fits.find_exchange_steps(strategy)
     for steps in (1, 3, 7, 24, 25, 100, 1001, 5000):
         apart = max(0, steps - start)
-        assert strategy.exchanges(steps) == steps - apart + -(-apart // period), steps
+        assert strategy.count_exchanges(steps) == steps - apart + -(-apart // period), steps

@@ -24,7 +24,7 @@ from stratbench.extensions.plan.duration import Span
 from stratbench.extensions.plan.footprint import cache, traffic
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.extensions.plan.pages import table
 from stratbench.extensions.plan.pages.answers import answer_questions
 from stratbench.extensions.plan.pages.text import format_plan, write_html
@@ -199,7 +199,7 @@ def test_what_is_not_known_is_counted_apart(plan_of):
     assert "no cell could be predicted" in told
     assert "all cells fit" not in told
     assert "nothing left to do" not in told
-    assert quantities.totals(plan, plan.device)["gpu_hours"] is None
+    assert quantities.sum_totals(plan, plan.device)["gpu_hours"] is None
     assert "all cells fit" in format_plan(plan_of(strategies=["ddp"], gpus=[2]))
 
 
@@ -272,8 +272,8 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
     asked = cell(plan_of(), "ps-async-modified", 8).job_request
     assert (asked.nodes, asked.gres, asked.cpus, asked.runtime_min) == (2, "gpu:4", 4 * 8 + 4, 60)
-    assert "--nodes=2" in asked.sbatch
-    assert "--gres=gpu:4" in asked.sbatch
+    assert "--nodes=2" in asked.sbatch_command
+    assert "--gres=gpu:4" in asked.sbatch_command
 
 
 def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, tmp_path: Path):
@@ -283,23 +283,23 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     # Two workers' mirrors of weights and gradients; weights, momentum and snapshot of the server.
     assert planned.needs.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
     assert planned.job_request.mem_mib == -(-planned.needs.host_bytes // (1 << 20))
-    assert planned.job_request.planned_mib
+    assert planned.job_request.is_memory_planned
     table.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
-    assert kept.host_mem_mib(planned.cell) == planned.job_request.mem_mib
+    assert kept.get_host_mem_mib(planned.cell) == planned.job_request.mem_mib
     settings, longest_s = planned.subject.settings, round(planned.fit.total_span.high_s)
     further = replace(settings, seed=7)  # of another repeat
     for same in (settings, further):
-        assert kept.longest_s(planned.cell, same, plan.cluster) == longest_s
+        assert kept.get_max_time_s(planned.cell, same, plan.cluster) == longest_s
     # What was planned for fewer epochs, or for another GPU, is no limit of what is trained now.
     longer = replace(settings, epochs=200)
-    assert kept.longest_s(planned.cell, longer, plan.cluster) is None
-    assert kept.longest_s(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
+    assert kept.get_max_time_s(planned.cell, longer, plan.cluster) is None
+    assert kept.get_max_time_s(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
     without = resources.build_job_request(
         planned.cell, planned.subject.settings, plan.cluster, None
     )
     assert without.mem_mib < planned.job_request.mem_mib
-    assert plan_file.PlanFile(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
+    assert plan_file.PlanFile(tmp_path / "missing.json").get_host_mem_mib(planned.cell) == 0
 
 
 def test_the_servers_of_an_elastic_cell_ask_for_their_memory_in_a_job_of_their_own(plan_of):
@@ -344,10 +344,10 @@ def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_p
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     settings = planned.subject.settings
     assert plan.gpu is not None
-    assert kept.why_infeasible(planned.cell, settings, plan.cluster) == planned.reason
+    assert kept.infeasible_reason(planned.cell, settings, plan.cluster) == planned.reason
     other = replace(settings, lr=0.5)
-    assert kept.why_infeasible(planned.cell, other, plan.cluster) is None
-    assert kept.why_infeasible(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
+    assert kept.infeasible_reason(planned.cell, other, plan.cluster) is None
+    assert kept.infeasible_reason(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
 
 
 def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says():
@@ -478,14 +478,14 @@ def test_where_some_cells_are_on_cpus_each_is_judged_by_its_own_memory(plan_of):
 
 def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypatch):
     plan = plan_of(strategies=["ddp"], gpus=[2])
-    assert quantities.totals(plan, plan.device)["gpu_hours"][1] > 0
+    assert quantities.sum_totals(plan, plan.device)["gpu_hours"][1] > 0
     small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
     monkeypatch.setattr(schedule.nodes, "read_cluster_nodes", lambda: small)
     record = record_of("ddp", 2, 5.0) | {"status": "unsupported", "reason": "it cannot"}
     found = {plan.cells[0].cell: record | {"time": {"train_time_s": None}}}
     plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
     assert (plan.cells[0].state, plan.unheld) == ("unsupported", [])
-    assert quantities.totals(plan, plan.device)["gpu_hours"] == (0, 0)
+    assert quantities.sum_totals(plan, plan.device)["gpu_hours"] == (0, 0)
     assert "nothing left to do" in format_plan(plan)
 
 
@@ -569,13 +569,13 @@ def test_repeats_of_the_cell_are_the_best_source():
         record_of("ddp", 4, 120, repeat=1),
         record_of("ddp", 2, 150),
     ]
-    span = duration.estimate_from_records(TARGET, records)
+    span = duration.estimate_time_from_records(TARGET, records)
     assert (span.low_s, span.high_s) == pytest.approx((90, 132))
     assert "2 records" in span.source
 
 
 def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
-    span = duration.estimate_from_records(
+    span = duration.estimate_time_from_records(
         TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)]
     )
     assert (span.low_s, span.high_s) == pytest.approx((45, 110))
@@ -584,7 +584,9 @@ def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
 def test_records_of_other_experiments_and_failures_do_not_count():
     oom = record_of("ddp", 4, 100) | {"status": "oom"}
     assert (
-        duration.estimate_from_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
+        duration.estimate_time_from_records(
+            TARGET, [oom, record_of("ddp", 4, 100, experiment="other")]
+        )
         is None
     )
 
@@ -618,12 +620,12 @@ def test_records_of_any_gpu_that_a_short_name_may_mean_count():
 
 
 def test_ring_traffic():
-    assert traffic.CollectiveCall("all_reduce", 100).wire_bytes(4) == 150
-    assert traffic.CollectiveCall("all_gather", 100).wire_bytes(4) == 75
-    assert traffic.CollectiveCall("all_reduce", 100).wire_bytes(1) == 0
+    assert traffic.CollectiveCall("all_reduce", 100).count_wire_bytes(4) == 150
+    assert traffic.CollectiveCall("all_gather", 100).count_wire_bytes(4) == 75
+    assert traffic.CollectiveCall("all_reduce", 100).count_wire_bytes(1) == 0
     mixed = [("all_gather", 100), ("reduce_scatter", 100)]
-    assert traffic.wire_bytes(mixed, 2, on_gloo=False) == 100
-    assert traffic.wire_bytes(mixed, 2, on_gloo=True) == 150
+    assert traffic.compute_wire_bytes(mixed, 2, on_gloo=False) == 100
+    assert traffic.compute_wire_bytes(mixed, 2, on_gloo=True) == 150
 
 
 def tensors_in(value: Any, seen: set[int]) -> int:
@@ -673,9 +675,9 @@ def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
     assert servers.predict_server_bytes(shared, flat, 2)["lanes"] == needs["lanes"]
     scaled = servers.predict_server_bytes(replace(over_tcp, precision="fp16"), flat, 1)
     assert scaled["lanes"] - needs["lanes"] == 2 * 500 // 2  # held as they came, until the verdict
-    assert servers.worker_traffic_bytes(over_tcp, flat) == (510, 1000)
-    assert servers.worker_traffic_bytes(shared, flat) == (1010, 1000)
-    assert servers.worker_traffic_bytes(shared, flat, between_nodes=True) == (510, 1000)
+    assert servers.compute_worker_traffic_bytes(over_tcp, flat) == (510, 1000)
+    assert servers.compute_worker_traffic_bytes(shared, flat) == (1010, 1000)
+    assert servers.compute_worker_traffic_bytes(shared, flat, between_nodes=True) == (510, 1000)
 
 
 # --- the cache and the command -------------------------------------------------------------------
@@ -725,7 +727,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
         config_of(tmp_path, strategies=["fsdp", "ddp", "ps-async"])
     )
     found = {
-        (cell.strategy, cell.gpus): subject_of(config, study, cell).request.workers_per_node
+        (cell.strategy, cell.gpus): make_subject(config, study, cell).request.workers_per_node
         for cell in study.cells
     }
     assert [found["fsdp", gpus] for gpus in (1, 2, 8)] == [1, 2, 4]
@@ -734,7 +736,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
 
 def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
     config, study = configuration.load_config(config_of(tmp_path))
-    request = subject_of(config, study, study.cells[0]).request.as_dict()
+    request = make_subject(config, study, study.cells[0]).request.as_dict()
     before = cache.make_cache_key(request)
     monkeypatch.setattr(cache, "hash_sources", lambda: "changed")
     assert cache.make_cache_key(request) != before
@@ -874,10 +876,10 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
 )
 def test_groups_lie_within_a_node_or_on_several(call: tuple, node_ranks: int, within: bool):
     made = traffic.CollectiveCall(*call)
-    assert made.listed == call
-    assert made.lies_within(node_ranks, 8) == within
-    sent = traffic.wire_bytes([call], 8, on_gloo=False, samples=1)
-    inside = traffic.wire_bytes([call], 8, on_gloo=False, samples=1, within=node_ranks)
+    assert made.as_tuple == call
+    assert made.is_within_node(node_ranks, 8) == within
+    sent = traffic.compute_wire_bytes([call], 8, on_gloo=False, samples=1)
+    inside = traffic.compute_wire_bytes([call], 8, on_gloo=False, samples=1, within=node_ranks)
     assert inside == (sent if within else 0)
 
 

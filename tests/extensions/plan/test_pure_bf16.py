@@ -117,10 +117,12 @@ def test_strategies_train_in_it(start_cell, warm, strategy):
 def test_who_cannot_says_why(strategy, options, remedy):
     values = settings(strategy if strategy != "ps-sync" else "ddp", precision=PRECISION)
     given = vars(values) | {"compile": False, "gpus": [2]}
-    found = get_strategy_class(strategy).refusals(get_option_defaults(strategy) | options, given)
+    found = get_strategy_class(strategy).iter_refused_values(
+        get_option_defaults(strategy) | options, given
+    )
     assert any(remedy in reason for reason in found)
 
 
 def test_its_rate_is_that_of_bf16():
     sheet = list_datasheets()[0]
-    assert sheet.tflops(PRECISION) == sheet.tflops("bf16")
+    assert sheet.get_peak_tflops(PRECISION) == sheet.get_peak_tflops("bf16")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stratbench.extensions.queue import background
-from stratbench.extensions.queue.answer import answer
+from stratbench.extensions.queue.answer import simulate_and_answer
 from stratbench.extensions.queue.break_even import (
     GANG,
     QueuedTraining,
@@ -254,7 +254,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     asked = QueueRequest(
         num_gpus=8, training_hours=2.0, history=str(path), nodes=8, reservations="one"
     )
-    found = answer(asked, 8, 0.03)
+    found = simulate_and_answer(asked, 8, 0.03)
     assert found["mode"] is None
     assert re.search(r"the waiting work grew by [\d,]+ GPU-hours", found["refused"])
     assert read_history(path, 8).mean_gpus_in_use < 0.9 * 64
@@ -262,7 +262,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     path = recorded(tmp_path, monkeypatch, background.make_poisson_arrivals(600, 0.7, 64, 3))
     steady = read_history(path, 8)
     assert steady.queue_growth_gpus < 0.05 * 64
-    assert answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
+    assert simulate_and_answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.extensions.servers.ps.member import Member
 from stratbench.extensions.servers.ps.scale import LossScale
-from stratbench.extensions.servers.ps.server import ServerConfig, serve
+from stratbench.extensions.servers.ps.server import ServerConfig, run_server
 from stratbench.extensions.servers.ps.snapshots import load_snapshot
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.extensions.servers.wire.frames import Frame
@@ -60,10 +60,10 @@ def batch(ticket: Ticket, dtype: torch.dtype = torch.float64) -> tuple[torch.Ten
 def serve_run(config: ServerConfig, secret: bytes) -> dict[str, Any]:
     """Run one server, of an elastic run where the config is of one."""
     if type(config) is ServerConfig:
-        return serve(config, secret)
+        return run_server(config, secret)
     from stratbench.extensions.elastic.servers.run import make_run
 
-    return serve(config, secret, make_run=make_run)
+    return run_server(config, secret, make_run=make_run)
 
 
 def config(folder: Path, **changed: Any) -> ServerConfig:

@@ -7,7 +7,7 @@ import pytest
 from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.servers.ps.store import Store
-from stratbench.extensions.servers.strategy import node_of_server
+from stratbench.extensions.servers.strategy import find_node_of_server
 from stratbench.extensions.servers.wire.shm import Layout
 from stratbench.strategies import REGISTRY, get_strategy_class, resolve_options
 from stratbench.study.resources import build_job_request
@@ -40,7 +40,7 @@ def test_every_server_strategy_can_have_a_server_beside_each_worker(strategy):
 )
 def test_the_node_of_each_server(server_placement, servers, workers, nodes, expected):
     s = placed(server_placement, workers, servers=servers)
-    assert [node_of_server(s, k, nodes) for k in range(s.options["servers"])] == expected
+    assert [find_node_of_server(s, k, nodes) for k in range(s.options["servers"])] == expected
 
 
 @pytest.mark.parametrize("n_servers", [1, 2, 3, 4, 8])

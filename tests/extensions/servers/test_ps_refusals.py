@@ -46,7 +46,7 @@ from stratbench.extensions.servers.wire.handshake import (
 from stratbench.extensions.servers.wire.transport import (
     Connection,
     connect_to_server,
-    rendezvous_file,
+    get_rendezvous_path,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -75,7 +75,7 @@ class Paused:
         self._reached, self._go = threading.Event(), threading.Event()
         self.worker = Worked(self.config, SECRET, before_push=self._pause, transport="tcp")
         assert self._reached.wait(PATIENCE_S)
-        endpoint = json.loads(rendezvous_file(self.config.rendezvous, 0).read_text())
+        endpoint = json.loads(get_rendezvous_path(self.config.rendezvous, 0).read_text())
         self.address = (endpoint["host"], endpoint["port"])
         self.local = "\0" + endpoint["local"]
 
@@ -184,7 +184,7 @@ def join_late(folder, before_join):
     """A run of one worker, which joins when `before_join(address)` has done its worst; statistics."""
     plan = config(folder)
     server = Served(plan, SECRET)
-    file = rendezvous_file(plan.rendezvous, 0)
+    file = get_rendezvous_path(plan.rendezvous, 0)
     while not file.exists():
         time.sleep(0.01)
     endpoint = json.loads(file.read_text())
@@ -380,12 +380,12 @@ class Recorder:
 
     def __init__(self, plan, folder, meddle=lambda seen, frame: [frame]):
         self.from_worker = []
-        endpoint = json.loads(rendezvous_file(plan.rendezvous, 0).read_text())
+        endpoint = json.loads(get_rendezvous_path(plan.rendezvous, 0).read_text())
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._address = (endpoint["host"], endpoint["port"])
         endpoint |= {"port": self._listener.getsockname()[1], "local": ""}
         self.rendezvous = folder / "between"
-        rendezvous_file(self.rendezvous, 0).write_text(json.dumps(endpoint))
+        get_rendezvous_path(self.rendezvous, 0).write_text(json.dumps(endpoint))
         self._meddle = meddle
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -420,7 +420,7 @@ def kind_of(frame):
 def start_through(folder, meddle, **changed):
     plan = config(folder, **changed)
     server = Served(plan, SECRET)
-    while not rendezvous_file(plan.rendezvous, 0).exists():
+    while not get_rendezvous_path(plan.rendezvous, 0).exists():
         time.sleep(0.01)
     recorder = Recorder(plan, folder, meddle)
     return (
@@ -477,7 +477,7 @@ def test_a_broken_stream_loses_that_worker_only(tmp_path, meddle):
     plan = config(tmp_path, workers=2, slices_per_step=2, steps_per_epoch=10)
     server = Served(plan, SECRET)
     other = Worked(plan, SECRET, 1)
-    while not rendezvous_file(plan.rendezvous, 0).exists():
+    while not get_rendezvous_path(plan.rendezvous, 0).exists():
         time.sleep(0.01)
     recorder = Recorder(plan, tmp_path, garble)
     broken = Worked(replace(plan, rendezvous=str(recorder.rendezvous)), SECRET, 0, "tcp")
@@ -600,7 +600,7 @@ def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(
     monkeypatch.setattr(Member, "compute_silence_s", long)
     plan = config(tmp_path, workers=2, shard_bytes=1 << 20)
     server = Served(plan, SECRET)
-    while not rendezvous_file(plan.rendezvous, 0).exists():
+    while not get_rendezvous_path(plan.rendezvous, 0).exists():
         time.sleep(0.01)
     insider = Insider(plan, 0)
     insider.until(Kind.INIT)

@@ -15,7 +15,7 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.extensions.splitting import tensor
 from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.workload import users_code
@@ -251,7 +251,7 @@ def test_what_is_stated_wrongly_is_refused_before_any_job(cell, strategy, stated
     options = {key: stated[key] for key in stated if key == "sequence_parallel"}
     s = cell(strategy, 2, stated, **options)
     request = Request.from_settings(s, describe_data_set("text", s.data_spec), False, 2)
-    assert said in check.rehearse(request, check.check_network(request)).refusal_reason
+    assert said in check.rehearse_strategy(request, check.check_network(request)).refusal_reason
 
 
 #: The stream between layers by positions, too.
@@ -274,7 +274,7 @@ def test_the_stream_between_layers_is_divided_by_positions(cell, trained):
         assert losses(found) == pytest.approx(expected, abs=1e-12)
         planned = footprint.make_footprint(planned_as(s))
         assert planned.model_states_bytes == found["memory"]["model_states"]
-        sent_bytes = wire_bytes(planned.collectives, s.gpus, False, s.per_worker_batch)
+        sent_bytes = compute_wire_bytes(planned.collectives, s.gpus, False, s.per_worker_batch)
         assert found["communication"]["sent_bytes_per_step"] == pytest.approx(sent_bytes)
 
 

@@ -186,14 +186,14 @@ def trajectory(
     mesh, each = strategy.worker.mesh, strategy.worker.settings.per_worker_batch
     saved = strategy.save()
     strategy.step(x[:each].flip(0), y[:each])
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         evaluated(x[:4])
     strategy.restore(saved)
     batches = islice(strategy.batches(torch.arange(len(x)), 0), steps_of(way))
     losses = torch.stack([strategy.step(x[i], y[i]) for i in batches])
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         scores = evaluated(x[:4])
-    if not mesh.speaks(rank):
+    if not mesh.reports_for_replica(rank):
         losses = torch.zeros_like(losses)
     if world > 1:
         dist.all_reduce(losses)
@@ -217,7 +217,7 @@ def traffic(options: dict[str, Any], rank: int, world: int) -> float:
     strategy._counts_step = False  # its own count is looked at elsewhere
     with CollectiveCount() as count:
         strategy.step(x[:BATCH], y[:BATCH])
-    sent = torch.tensor(float(sum(c.n_bytes for c in count.calls if c.kind == "send")))
+    sent = torch.tensor(float(sum(c.n_bytes for c in count.calls if c.collective_name == "send")))
     dist.all_reduce(sent)
     return float(sent)
 
@@ -233,7 +233,7 @@ def held(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     trace.tag_storages(
         "optimizer", (t for state in strategy.optimizer.state.values() for t in state.values())
     )
-    for part, tensors in strategy.kept_tensors().items():
+    for part, tensors in strategy.list_persistent_tensors().items():
         trace.tag_storages(part, tensors)
     first = len(trace.events)
     with trace:
@@ -273,7 +273,7 @@ def tried(way: str, world: int) -> dict[str, dict[str, Any]]:
 def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
     """Whether the network has so many stages."""
     kind = WAYS[way][1]
-    most = models.MODELS[kind].most_stages if kind in models.MODELS else LAYERS + 2
+    most = models.MODELS[kind].max_stages if kind in models.MODELS else LAYERS + 2
     return Pipeline(Pipeline.Options(**options)).count_stages(world) <= most
 
 
@@ -410,7 +410,7 @@ def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
         # What is sent lives until it has gone, which the plan takes for at once; what is received may come
         # late.
         calls = [CollectiveCall(*c) for c in footprint.collectives if c[0] == "send"]
-        under_way = sum(c.wire_bytes(world, BATCH) for c in calls)
+        under_way = sum(c.count_wire_bytes(world, BATCH) for c in calls)
         planned_bytes, peak = footprint.compute_training_peak(BATCH).n_bytes, seen["peaks"][stage]
         assert 0.98 * planned_bytes <= peak <= 1.01 * planned_bytes + under_way
 
@@ -460,7 +460,9 @@ def cut(name: str):
     return (
         model,
         shape,
-        list_units(model, declared.pieces_of(name, model), models.list_wrap_groups(name, model)),
+        list_units(
+            model, declared.make_declared_pieces(name, model), models.list_wrap_groups(name, model)
+        ),
     )
 
 
@@ -484,8 +486,10 @@ def test_the_most_stages_are_the_units(name):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
     with FakeTensorMode():
         model = models.build_fake_model(name, VOCABULARY, shape)
-    units = list_units(model, declared.pieces_of(name, model), models.list_wrap_groups(name, model))
-    assert len(units) == models.MODELS[name].most_stages
+    units = list_units(
+        model, declared.make_declared_pieces(name, model), models.list_wrap_groups(name, model)
+    )
+    assert len(units) == models.MODELS[name].max_stages
     assert all(any(True for p in unit for _ in p.iter_parameters(model)) for unit in units)
 
 
@@ -554,7 +558,7 @@ def refused(**values: Any) -> list[str]:
     options = get_option_defaults("pipeline") | values.pop("options", {})
     block |= values
     block["networks"] = {name: name for name in block["models"]}
-    return list(Pipeline.refusals(options, block))
+    return list(Pipeline.iter_refused_values(options, block))
 
 
 def test_what_cannot_be_cut_is_refused_before_any_job():

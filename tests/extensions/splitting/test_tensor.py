@@ -174,7 +174,7 @@ def trajectory(
         x[: strategy.worker.settings.per_worker_batch].flip(0),
         y[: BATCH // strategy.worker.data_workers],
     )
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         evaluated(x[:4])
     strategy.restore(saved)
     batches = islice(strategy.batches(torch.arange(len(x)), 0), steps_of(way))
@@ -183,7 +183,7 @@ def trajectory(
     if world > 1:
         dist.all_reduce(together)
     weights = whole_weights(model)
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         scores = evaluated(x[:4])
     return {
         "losses": together / world, "weights": weights, "scores": scores,
@@ -210,7 +210,7 @@ def traffic(rank: int, world: int, batch: int) -> dict[str, int]:
     with CollectiveCount() as count:
         strategy.step(x[:batch], y[:batch])
     stream = batch * POSITIONS * WIDTH * 8
-    kinds = [c.kind for c in count.calls if c.n_bytes == stream]
+    kinds = [c.collective_name for c in count.calls if c.n_bytes == stream]
     return {kind: kinds.count(kind) for kind in set(kinds)}
 
 
@@ -331,7 +331,7 @@ def refused(**values: Any) -> list[str]:
     } | values.pop("options", {})
     block |= values
     block["networks"] = {name: name for name in block["models"]}
-    return list(TensorParallel.refusals(options, block))
+    return list(TensorParallel.iter_refused_values(options, block))
 
 
 def test_what_cannot_be_divided_is_refused_before_any_job():
@@ -398,7 +398,7 @@ def test_a_collective_that_is_not_known_ends_no_training(monkeypatch):
     monkeypatch.setattr(collective_count, "detect_collective", raising)
     with CollectiveCount() as count:
         assert float(torch.ones(2).sum()) == 2
-    assert math.isnan(count.wire_bytes(2))
+    assert math.isnan(count.count_wire_bytes(2))
 
 
 def raising(*_: Any) -> None:

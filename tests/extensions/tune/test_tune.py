@@ -12,7 +12,7 @@ import yaml
 from synthetic_files import Files
 from synthetic_paired import World
 
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.extensions.tune import sieves, space, subcommand
 from stratbench.extensions.tune.__main__ import main
 from stratbench.extensions.tune.differences import KINDS, Margin
@@ -24,9 +24,9 @@ from stratbench.extensions.tune.sieves import (
     TOO_SLOW,
     UNSUPPORTED,
     Sieved,
-    _apply_plan,
-    drop_slow,
-    sieve,
+    _filter_by_plan,
+    drop_slow_combinations,
+    filter_combinations,
 )
 from stratbench.extensions.tune.space import Combination, list_combinations, list_strategies
 from stratbench.extensions.verdict.blocks import hash_trained_settings
@@ -111,7 +111,7 @@ def test_only_what_is_planned_far_slower_than_the_fastest_is_dropped():
         each("deepspeed", 1.0, UNSUPPORTED),
     ]
     by_name = {s.combination.name: s for s in given}
-    drop_slow(by_name, "ddp", 1.3, {})
+    drop_slow_combinations(by_name, "ddp", 1.3, {})
     fates = {name: s.outcome for name, s in by_name.items()}
     assert fates == {
         "ddp": MEASURED,  # the baseline, whatever it takes
@@ -141,7 +141,7 @@ def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
         each(Combination("fsdp"), 50.0, sharding=3.0),  # no evidence
     ]
     by_name = {s.combination.name: s for s in given}
-    drop_slow(by_name, "zero1", None, {("checkpointing", True): Margin(1.2, 9, 4)})
+    drop_slow_combinations(by_name, "zero1", None, {("checkpointing", True): Margin(1.2, 9, 4)})
     dropped = {name: s.reason for name, s in by_name.items() if s.outcome == TOO_SLOW}
     assert dropped == {
         "ddp_checkpointing": "planned 1.21 times as long as ddp (kept up to 1.20)",
@@ -150,7 +150,9 @@ def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
         ),
     }
     by_name = {s.combination.name: s for s in given}
-    drop_slow(by_name, "ddp_checkpointing", None, {("checkpointing", True): Margin(1.2, 9, 4)})
+    drop_slow_combinations(
+        by_name, "ddp_checkpointing", None, {("checkpointing", True): Margin(1.2, 9, 4)}
+    )
     assert by_name["ddp_checkpointing"].outcome == MEASURED  # the baseline
 
 
@@ -197,7 +199,7 @@ def test_a_cell_says_what_it_has_of_each_kind(strategy, options, settings, amoun
     )
     (cell,) = study.cells
     plain = dict.fromkeys(KINDS, 0) | {"micro-batch": 4, "tensor": 1, "pipeline": 1}
-    assert sieves.measure_difference_amounts(subject_of(whole, study, cell)) == plain | amounts
+    assert sieves.measure_difference_amounts(make_subject(whole, study, cell)) == plain | amounts
 
 
 @pytest.mark.slow
@@ -225,7 +227,7 @@ def test_what_the_config_refuses_is_not_measured():
         Combination("ddp", {}, {"gradient_accumulation_steps": 3}),
         Combination("ps-sync", {}, {"gradient_accumulation_steps": 2}),
     ]
-    sieved = sieve(config_of(), "first", 2, "gpt-compact", found, "ddp")
+    sieved = filter_combinations(config_of(), "first", 2, "gpt-compact", found, "ddp")
     assert [s.outcome for s in sieved] == [UNSUPPORTED, UNSUPPORTED]
     assert "cannot be divided" in sieved[0].reason
     assert "ps-sync" in sieved[1].reason
@@ -242,13 +244,13 @@ def test_half_again_a_workers_memory_is_tried(needed_bytes, fate):
     )
     on_cpus = SimpleNamespace(request=SimpleNamespace(is_on_cuda=False))
     planned = SimpleNamespace(state="to do", fit=fit, subject=on_cpus)
-    assert _apply_plan(Combination("ddp"), planned, memory_margin=0.25).outcome == fate
+    assert _filter_by_plan(Combination("ddp"), planned, memory_margin=0.25).outcome == fate
 
 
 def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_path):
     files = Files(tmp_path, World(steps_s={"ddp": 0.1, "fsdp": 0.2}, scores={}, oom=["ddp"]))
     files.run(files.next_round())
-    failed = sieves.read_out_of_memory(str(tmp_path), "demo")
+    failed = sieves.read_out_of_memory_combinations(str(tmp_path), "demo")
     cells = [cell for cell in files.study.cells if cell.strategy == "ddp"]
     assert failed == {("ddp", hash_trained_settings(files.study.settings(cell))) for cell in cells}
 
@@ -265,7 +267,7 @@ def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_
             ),
         ]
         by_name = {s.combination.name: s for s in given}
-        drop_slow(by_name, "fsdp", None, {("checkpointing", True): Margin(1.2, 9, 4)})
+        drop_slow_combinations(by_name, "fsdp", None, {("checkpointing", True): Margin(1.2, 9, 4)})
         return {name: s.outcome for name, s in by_name.items()}
 
     assert fates(MEASURED) == {"ddp": MEASURED, "ddp_checkpointing": TOO_SLOW}
@@ -281,7 +283,7 @@ def test_a_budget_puts_off_the_planned_slowest_and_a_larger_one_measures_them():
             for name, time_s in (("ddp", 9.0), ("zero1", 3.0), ("fsdp", 2.0), ("tensor", 4.0))
         ] + [Sieved(Combination("pipeline"), MEASURED)]
         by_name = {s.combination.name: s for s in given}
-        sieves.postpone_beyond_budget(by_name, "ddp", budget_gpu_hours)
+        sieves.postpone_combinations_beyond_budget(by_name, "ddp", budget_gpu_hours)
         later = [s for s in by_name.values() if s.outcome == LATER]
         assert all("a larger budget measures it" in s.reason for s in later)
         return [name for name, s in by_name.items() if s.outcome == MEASURED]

@@ -19,7 +19,7 @@ from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
 from stratbench.extensions.verdict.paired.next_round import determine_next_round, find_next_round
 from stratbench.extensions.verdict.paired.rounds import Course
 from stratbench.extensions.verdict.paired.verdict import make_verdict
-from stratbench.extensions.verdict.paired_results import paired_results, read_verdict
+from stratbench.extensions.verdict.paired_results import collect_paired_results, read_verdict
 
 ONE = ComparisonKey("e", "m", 1)
 #: `ps-x` leads by 4 %.
@@ -226,7 +226,7 @@ def test_copied_blocks_and_other_devices_claim_nothing_and_are_noted(world, word
     assert (comparison["claim"], comparison["confidence"]) == ("none", "low")
     assert words in comparison["text"]
     assert any(words in note for note in verdict["notes"])
-    assert not paired_results(verdict)
+    assert not collect_paired_results(verdict)
     json.dumps(verdict, allow_nan=False)
 
 

@@ -19,9 +19,9 @@ class Extension:
     """Declaration of the additions of one extension to the core."""
 
     #: The purpose of the extension, in a line.
-    says: str
+    summary: str
     #: The other extensions that this extension imports.
-    needs: tuple[str, ...] = ()
+    required_extensions: tuple[str, ...] = ()
     #: Strategies by name: a class, or a function that returns the class for a strategy's name.
     strategies: Mapping[str, str] = field(default_factory=dict)
     #: Paths of the `Library` objects for libraries of models, by package (`workload.network.libraries`).
@@ -36,25 +36,25 @@ class Extension:
     keys: Mapping[str, str] = field(default_factory=dict)
     #: A function that returns a cell's request to the scheduler, as `study.resources.build_job_request` does,
     #: or None for cells of others.
-    request: str | None = None
+    build_job_request: str | None = None
     #: The class that runs the extension's cells: a `train.running.runner.Runner`.
-    runner: str | None = None
+    runner_class: str | None = None
     #: The class of an activity next to a worker's training loop: a `train.beside.beside.Beside`.
-    beside: str | None = None
+    activity_class: str | None = None
     #: Files in `workflow/rules`, which add to the lists at the top of common.smk.
-    rules: tuple[str, ...] = ()
+    rule_files: tuple[str, ...] = ()
     #: A function that adds subcommands to a `command.subcommands.SubcommandAdder`.
     commands: str | None = None
     #: Further columns of cells.csv, as tuples of arguments of `analysis.records.columns.Column`.
     columns: str | None = None
     #: A function that modifies the rows of cells.csv in place before they are written, such as their status.
-    judge: str | None = None
+    modify_cell_rows: str | None = None
     #: Modules with audit rules.
-    audited: tuple[str, ...] = ()
+    audit_modules: tuple[str, ...] = ()
     #: Additions to decisions and the report: an `analysis.records.reading.Reading`.
-    reading: str | None = None
+    report_additions: str | None = None
     #: Additions to plans: a `plan.schedule.PlanAddition`.
-    plans: str | None = None
+    plan_additions: str | None = None
 
 
 @cache
@@ -68,7 +68,7 @@ def load_extensions() -> dict[str, Extension]:
     names = import_module(".extensions", "stratbench").NAMES
     by_name = {name: import_module(f".extensions.{name}", "stratbench").EXTENSION for name in names}
     for name, extension in by_name.items():
-        if lacking := set(extension.needs) - by_name.keys():
+        if lacking := set(extension.required_extensions) - by_name.keys():
             raise ModuleNotFoundError(
                 f"the extension {name} needs the deleted extension {', '.join(sorted(lacking))}; restore "
                 f"that extension, or delete {name} as well"

@@ -85,7 +85,7 @@ class Keys:
     workers_are_jobs: ClassVar[bool] = False
 
     @classmethod
-    def complete(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    def complete_values(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values to store for an extension's keys, in `more` of Settings or Constraints.
 
         Args:
@@ -95,7 +95,9 @@ class Keys:
         return own
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], whole: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield a message per contradiction between a config block and the extension's keys there.
 
         Args:
@@ -231,7 +233,7 @@ class Settings:
         # These fields distinguish most settings; some other fields are dicts, which have no hash.
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
-    def of(self, keys: type[Given]) -> Given:
+    def get_extension_keys(self, keys: type[Given]) -> Given:
         """Return an extension's keys, with defaults where the study gives no value."""
         return keys(**self.more.get(keys.extension, {}))
 
@@ -244,14 +246,14 @@ class Settings:
             if name in self.more
         )
 
-    def share_of_lr(self, step: int, steps: int) -> float:
+    def compute_lr_factor(self, step: int, steps: int) -> float:
         """Return the factor on the learning rate in step number `step`, from 0, of `steps`."""
         return compute_lr_factor(
             self.schedule, step, steps, self.lr_warmup_steps, self.final_lr / self.lr
         )
 
     @property
-    def changes_lr(self) -> bool:
+    def has_changing_lr(self) -> bool:
         """Whether the learning rate differs between steps."""
         return self.schedule != "constant" or self.lr_warmup_steps > 0
 
@@ -259,7 +261,7 @@ class Settings:
         """Return the number of steps of the whole training on `train_samples` samples."""
         return self.steps or self.epochs * (train_samples // self.global_batch)
 
-    def passes(self, train_samples: int) -> int:
+    def count_passes(self, train_samples: int) -> int:
         """Return the number of passes over the training set. With `steps` the last may be incomplete."""
         return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
@@ -272,7 +274,7 @@ class Settings:
         """Return the settings as canonical JSON: equal settings give equal texts."""
         return json.dumps(self.as_dict(), sort_keys=True)
 
-    def as_parameter(self, key: str) -> str:
+    def format_setting(self, key: str) -> str:
         """Return one setting as a text such as `lr=0.1`; equal values give equal texts."""
         return f"{key}={json.dumps(getattr(self, key), sort_keys=True)}"
 
@@ -282,7 +284,7 @@ class Settings:
         return cls(**json.loads(text))
 
     @classmethod
-    def of_record(cls, recorded: Mapping[str, Any]) -> Settings:
+    def from_recorded_values(cls, recorded: Mapping[str, Any]) -> Settings:
         """Return the settings in a record, ignoring keys that are no longer settings."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in recorded.items() if key in known})

@@ -58,7 +58,7 @@ class SubcommandAdder:
             )
         return added
 
-    def find(self, name: str) -> argparse.ArgumentParser:
+    def find_subcommand(self, name: str) -> argparse.ArgumentParser:
         """Return the parser of an added subcommand."""
         return self._parsers.choices[name]
 

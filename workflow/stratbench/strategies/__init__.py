@@ -91,11 +91,11 @@ def get_traits(
         traits = replace(traits, ends_with_a_worker=False)
     if not adds_up:
         # DDP computes one part of a batch per worker.
-        parts = strategy.mesh(gpus).replicas * strategy.parts
+        parts = strategy.mesh(gpus).replicas * strategy.num_batch_parts
         traits = replace(
             traits,
             is_synchronous_on_one_worker=traits.is_synchronous_on_one_worker
-            and strategy.parts == 1,
+            and strategy.num_batch_parts == 1,
             equals_ddp=traits.equals_ddp and parts == gpus,
         )
     if not moves_by_zeros:

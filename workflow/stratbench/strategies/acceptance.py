@@ -32,7 +32,7 @@ def check_model(
         model: The built model.
         worker: This worker, with a `trial` of the model.
     """
-    for reason in strategy.refusals_of_model(model, worker):
+    for reason in strategy.iter_model_refusals(model, worker):
         name = worker.settings.strategy
         raise Refused(f"{models.describe_model(network)}: {name} cannot train it: {reason}")
 
@@ -75,14 +75,14 @@ def refuse_changed_scores(
         expected = model.eval()(x).float()
     model.train()
     yield
-    with strategy.evaluating() as divided, torch.no_grad():
+    with strategy.open_evaluation_model() as divided, torch.no_grad():
         actual = divided(x).float()
     bound = SCORES if worker.settings.precision in ("fp32", "fp64") else ROUNDED_SCORES
     if actual.shape == expected.shape:
         error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
     else:
         error = torch.full((), torch.inf, device=x.device)
-    if not worker.mesh.speaks(worker.rank):
+    if not worker.mesh.reports_for_replica(worker.rank):
         error.zero_()
     if worker.world_size > 1:
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
@@ -139,4 +139,4 @@ def updates_parameters_without_gradient(strategy: Strategy, trial: Trial, s: Set
         s: Settings of the cell.
     """
     goes_on = s.momentum or s.weight_decay or s.betas
-    return bool(strategy.updates_by_zeros and trial.at_times and goes_on)
+    return bool(strategy.updates_by_zeros and trial.sometimes_without_gradient and goes_on)

@@ -91,7 +91,7 @@ class Worker:
     #: Number of workers.
     world_size: int
     #: Number of workers on this worker's node.
-    local_world: int
+    local_world_size: int
     #: Device that this worker computes on.
     device: torch.device
     #: Folder of the run's files.
@@ -99,17 +99,17 @@ class Worker:
     #: The model's sharding groups in forward order: (label, modules).
     wrap_groups: list[tuple[str, list[nn.Module]]]
     #: Function that a step calls between forward and backward. It sleeps if the study slows this worker.
-    delay: Callable[[], None] = lambda: None
+    delay_step: Callable[[], None] = lambda: None
     #: Function that a step calls with the name of each of its phases when the phase ends.
-    mark: Callable[[str], None] = lambda phase: None
+    mark_phase_end: Callable[[str], None] = lambda phase: None
     #: Training task.
     task: Task = field(default_factory=Classification)
     #: Whether the task returns its loss as a sum and a weight (`tasks.LossKind`).
-    weighs: bool = False
+    has_weighted_loss: bool = False
     #: Number of steps of all epochs, over which a schedule changes the learning rate.
     total_steps: int = 1
     #: Counts compilations if the settings use torch.compile.
-    watch: CompileWatch | None = None
+    compile_watch: CompileWatch | None = None
     #: Heartbeat to update on progress, or None if no process reads it.
     heartbeat: Heartbeat | None = None
     #: Result of a trial step of the model if it is a user's own.
@@ -117,12 +117,12 @@ class Worker:
     #: Division of the workers, or None if each has a replica of the model.
     mesh: Mesh | None = None
     #: Hash of the model's initial weights, which all workers build from one seed.
-    start: str = ""
+    initial_weights_hash: str = ""
     #: Shape of one sample, as the model takes it.
     input_shape: tuple[int, ...] = ()
     #: Makes the worker's channel to parameter servers from a function that connects to an incarnation of the
     #: servers within a number of seconds. None: that function makes it.
-    channel_by: Callable[[Callable[[int | None, float], Any]], Any] | None = None
+    make_server_channel: Callable[[Callable[[int | None, float], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh(self.world_size)
@@ -133,7 +133,7 @@ class Worker:
         return self.mesh.place(self.rank).replica
 
     @property
-    def draws(self) -> int:
+    def random_stream_index(self) -> int:
         """Index of this worker's random stream. Workers with equal layers and samples share a stream."""
         return self.rank // self.mesh.tensor
 
@@ -214,7 +214,7 @@ class Strategy:
     #: Whether a rank computes and stores the same with any number of workers, so that the plan needs to
     #: predict only one number of workers.
     alike_on_any_count: ClassVar[bool] = False
-    #: Kinds of collectives that the strategy's steps may start (`CollectiveCall.kind`), for the measurement
+    #: Names of collectives that its steps may start (`CollectiveCall.collective_name`), for the measurement
     #: of links. None: unknown, and all kinds are measured.
     collectives: ClassVar[tuple[str, ...] | None] = None
     #: Phases of a step that contain no wait for other workers: they show how the workers' computation times
@@ -278,7 +278,9 @@ class Strategy:
         """
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield a message for each value of an experiment that the strategy does not support.
 
         The messages have the form `.key = ...: reason`.
@@ -313,7 +315,7 @@ class Strategy:
         return cls.needs
 
     @classmethod
-    def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
+    def list_user_files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
         """Return the user's files that the strategy's options name, by file name.
 
         If one of these files changes, cells are trained again.
@@ -321,16 +323,16 @@ class Strategy:
         return {}
 
     @classmethod
-    def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
+    def iter_unmet_requirements(cls, options: Mapping[str, Any]) -> Iterator[str]:
         """Yield a sentence per requirement of the strategy's options that this machine does not meet."""
         yield from ()
 
-    def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: Worker) -> Iterator[str]:
         """Yield reasons why the strategy cannot train a model, each with its remedy.
 
         It is called before `setup`. `worker.trial` has the result of a trial step.
         """
-        s, sparse = worker.settings, worker.trial.sparse
+        s, sparse = worker.settings, worker.trial.sparse_gradient_parameters
         by = {
             "AdamW does not take": s.optimizer == "adamw",
             "weight_decay cannot be added to": bool(s.weight_decay),
@@ -342,7 +344,7 @@ class Strategy:
             )
 
     @classmethod
-    def on_fakes(cls) -> AbstractContextManager:
+    def support_fake_tensors(cls) -> AbstractContextManager:
         """Return a context in which the strategy's libraries work with fake tensors and process groups."""
         return nullcontext()
 
@@ -367,12 +369,12 @@ class Strategy:
         return Mesh(gpus)
 
     @property
-    def plain_steps(self) -> int:
+    def num_plain_steps(self) -> int:
         """Number of first steps that only average gradients, before the strategy's own kind of step."""
         return 0
 
     @property
-    def parts(self) -> int:
+    def num_batch_parts(self) -> int:
         """Number of equal parts into which the strategy divides each batch.
 
         It divides each part of gradient accumulation instead if a batch has several.
@@ -389,19 +391,19 @@ class Strategy:
         return 0.0
 
     @property
-    def first_steps(self) -> tuple[int, ...]:
+    def list_first_steps_by_kind(self) -> tuple[int, ...]:
         """Indices of the training steps at which a new kind of step begins."""
         return (0,)
 
     @property
-    def period(self) -> int:
+    def steps_per_period(self) -> int:
         """Number of steps after which the strategy's work repeats.
 
         The work repeats only once the last kind of step has begun.
         """
         return 1
 
-    def own_length(self, discarded: int, timed: int) -> tuple[int, int]:
+    def choose_segment_steps(self, discarded: int, timed: int) -> tuple[int, int]:
         """Return the numbers of steps to discard and to time in a segment.
 
         Whole periods of the strategy are timed. Its first steps are discarded, because most steps of a
@@ -411,11 +413,14 @@ class Strategy:
             discarded: Smallest number of steps to discard.
             timed: Smallest number of steps to time.
         """
-        first, period = max(self.first_steps[-1], self.plain_steps), self.period
+        first, period = (
+            max(self.list_first_steps_by_kind[-1], self.num_plain_steps),
+            self.steps_per_period,
+        )
         before = first + -(-max(0, discarded - first) // period) * period
         return before, -(-timed // period) * period
 
-    def exchanges(self, steps: int) -> int:
+    def count_exchanges(self, steps: int) -> int:
         """Return the number of steps with communication among the first `steps` of a training."""
         return steps
 
@@ -428,13 +433,13 @@ class Strategy:
         raise NotImplementedError
 
     @property
-    def adds_again(self) -> bool:
+    def accumulates_repeatedly(self) -> bool:
         """Whether backward adds to a gradient several times, until the last sum is complete."""
-        return bool(self.worker.trial and self.worker.trial.again)
+        return bool(self.worker.trial and self.worker.trial.repeatedly_added_parameters)
 
-    def frozen_written(self) -> list[Tensor]:
+    def list_changed_frozen_parameters(self) -> list[Tensor]:
         """Return the frozen parameters that forward changes, which are saved and restored like buffers."""
-        written = set(self.worker.trial.overwritten if self.worker.trial else ())
+        written = set(self.worker.trial.overwritten_parameters if self.worker.trial else ())
         named = self.model.named_parameters() if written else ()
         return [p for name, p in named if name in written and not p.requires_grad]
 
@@ -447,7 +452,7 @@ class Strategy:
         """
         return []
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         """Return tensors that persist between steps besides model, optimizer and `extra_state`, by purpose.
 
         The purposes are `gradients`, `buckets`, `communication` and `received`; the plan shows the memory of
@@ -456,7 +461,7 @@ class Strategy:
         """
         return {}
 
-    def late_tensors(self) -> list[Tensor]:
+    def list_late_tensors(self) -> list[Tensor]:
         """Return the persistent tensors that only a later step than the first creates."""
         return []
 
@@ -471,7 +476,7 @@ class Strategy:
         from stratbench.strategies.saved import SavedState
         from stratbench.workload.network.changes import Attributes
 
-        names = self.worker.trial.attributes if self.worker.trial else ()
+        names = self.worker.trial.changed_attributes if self.worker.trial else ()
         attributes = Attributes(self.model, names) if names else None
         tensors = self.weights_and_buffers()
         return SavedState(tensors, self.optimizer, self.extra_state(), attributes)
@@ -507,7 +512,7 @@ class Strategy:
         return []
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
         """Yield the model in evaluation mode, with the weights and buffers to evaluate."""
         self.model.eval()
         try:
@@ -549,7 +554,7 @@ class Strategy:
         """
         return None
 
-    def check_alike(self) -> None:
+    def check_equal_collectives(self) -> None:
         """Raise Refused if workers have called different collectives. All workers call it between epochs."""
 
     def close(self) -> None:
@@ -594,12 +599,12 @@ class Collective(Strategy):
         No other code builds an optimizer. Its state should exist before the first step, as the moments do
         here: the plan assumes that the first step needs the memory of any step.
         """
-        kind, settings = self.optimizer_kind()
+        kind, settings = self.get_optimizer_class()
         optimizer = kind(self.local, **settings)
-        self.begin_states(optimizer, self.local)
+        self.create_optimizer_states(optimizer, self.local)
         return optimizer
 
-    def optimizer_kind(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    def get_optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Return the optimizer's class and its keyword arguments."""
         import torch
 
@@ -619,7 +624,9 @@ class Collective(Strategy):
             common["fused"] = False
         return torch.optim.SGD, common | {"momentum": s.momentum, "nesterov": s.nesterov}
 
-    def begin_states(self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
+    def create_optimizer_states(
+        self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]
+    ) -> None:
         """Create the optimizer's state for each of `tensors`, as the optimizer's first step would."""
         import torch
 
@@ -657,17 +664,17 @@ class Collective(Strategy):
     def link_gradients(self) -> None:
         """Assign the gradients to `updated_tensors`, unless these are the parameters themselves."""
 
-    def before_update(self) -> None:
+    def prepare_update(self) -> None:
         """Set the step's learning rate, and clip the gradients if the settings require clipping."""
         s = self.worker.settings
-        if s.changes_lr:
-            share = s.share_of_lr(self.steps, self.worker.total_steps)
+        if s.has_changing_lr:
+            share = s.compute_lr_factor(self.steps, self.worker.total_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = s.lr * share
         if s.max_grad_norm is not None:
-            self.clip(s.max_grad_norm)
+            self.clip_gradients(s.max_grad_norm)
 
-    def clip(self, norm: float) -> None:
+    def clip_gradients(self, norm: float) -> None:
         """Scale the gradients down if their norm is larger than `norm`, without synchronising the device."""
         from torch.nn.utils import clip_grads_with_norm_
 
@@ -679,9 +686,9 @@ class Collective(Strategy):
         """Return the Euclidean norm of the full gradient on the device, without synchronising."""
         from torch.nn.utils import get_total_norm
 
-        return get_total_norm([t.grad for t in self.normed_tensors() if t.grad is not None])
+        return get_total_norm([t.grad for t in self.list_normed_tensors() if t.grad is not None])
 
-    def normed_tensors(self) -> list[Tensor]:
+    def list_normed_tensors(self) -> list[Tensor]:
         """Return the tensors whose gradients this worker adds to the gradient norm.
 
         A tensor that several workers hold is counted by one of them.
@@ -690,13 +697,13 @@ class Collective(Strategy):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with create_autocast_context(self.worker.settings.precision, self.worker.device):
-            return self.mean_loss(x, y)
+            return self.compute_mean_loss(x, y)
 
-    def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def compute_mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of the compiled or wrapped model on part of a batch."""
         if self.chunked is None:
-            return self.loss_of(self.compiled(x), y)
-        with self.chunked.against(y):
+            return self.compute_part_loss(self.compiled(x), y)
+        with self.chunked.compute_loss_against(y):
             return self.compiled(x)
 
     def make_chunked_loss(self) -> ChunkedLoss:
@@ -713,7 +720,7 @@ class Collective(Strategy):
         tokens = torch.empty(shape, dtype=torch.int64, device=worker.device).zero_()
         return ChunkedLoss(self.model, tokens, worker.settings.loss_chunks, worker.task.loss)
 
-    def loss_of(self, outputs: Tensor, y: Tensor) -> Tensor:
+    def compute_part_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a part of the batch, on which backward is called.
 
         If the task returns a sum and a weight, each target counts as 1 here. The weight of the global batch
@@ -727,7 +734,9 @@ class Collective(Strategy):
 
         self.part_weights.append(get_local_shard(weight))
         return loss * (
-            self.worker.settings.gradient_accumulation_steps * self.parts / self.count_targets(y)
+            self.worker.settings.gradient_accumulation_steps
+            * self.num_batch_parts
+            / self.count_targets(y)
         )
 
     def count_targets(self, y: Tensor) -> float:
@@ -758,26 +767,26 @@ class Collective(Strategy):
         for weight in self.part_weights:
             own += weight
         self.part_weights.clear()
-        factor = divide_or_zero(full, self.mean_weight(own))
+        factor = divide_or_zero(full, self.average_batch_weight(own))
         by_kind: dict[Any, list[Tensor]] = {}
-        for gradient in self.gradients():
+        for gradient in self.list_gradients():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, dtype), gradients in by_kind.items():
             multiply_all(gradients, factor.to(device, dtype))
         return loss * factor.to(loss.dtype)
 
-    def mean_weight(self, own: Tensor) -> Tensor:
+    def average_batch_weight(self, own: Tensor) -> Tensor:
         """Return the mean weight of the replicas' batches. `own` is the weight of this worker's batch."""
         import torch.distributed as dist
 
         w = self.worker
         if w.world_size > 1:
-            if not w.mesh.speaks(w.rank):
+            if not w.mesh.reports_for_replica(w.rank):
                 own.zero_()
             dist.all_reduce(own)
         return own / w.mesh.replicas
 
-    def gradients(self) -> list[Tensor]:
+    def list_gradients(self) -> list[Tensor]:
         """Return the gradients that this worker's optimizer uses in the next update."""
         from stratbench.telemetry.shards import get_local_shard
 
@@ -801,13 +810,17 @@ class Collective(Strategy):
     def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute the batch's gradients of `updated_tensors`, and return the mean loss of the batch."""
         parts = self.worker.settings.gradient_accumulation_steps
-        loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
+        loss = self.add_gradients(x, y) if parts == 1 else self.accumulate_gradients(x, y, parts)
         self.link_gradients()
-        return self.correct_by_weight(loss, self.count_targets(y)) if self.worker.weighs else loss
+        return (
+            self.correct_by_weight(loss, self.count_targets(y))
+            if self.worker.has_weighted_loss
+            else loss
+        )
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.compute_gradients(x, y)
-        self.before_update()
+        self.prepare_update()
         self.update()
         self.steps += 1
         return loss
@@ -821,7 +834,7 @@ class Collective(Strategy):
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def accumulate(self, x: Tensor, y: Tensor, parts: int) -> Tensor:
+    def accumulate_gradients(self, x: Tensor, y: Tensor, parts: int) -> Tensor:
         """Add the gradients of the batch in equal parts; return the batch's mean loss.
 
         The last part synchronises the gradients. Memory for activations is that of one part.
@@ -833,11 +846,11 @@ class Collective(Strategy):
         """
         loss = 0.0
         for part, (own_x, own_y) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True), 1):
-            with self.synchronising(part == parts):
+            with self.create_sync_context(part == parts):
                 loss += self.add_gradients(own_x, own_y, parts, part == parts)
         return loss
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         """Return the context for a part of a batch.
 
         Gradients are synchronised only in the `last` part.
@@ -853,13 +866,13 @@ class Collective(Strategy):
             parts: Number of parts.
             last: Whether this is the last part.
         """
-        mark = self.worker.mark
+        mark = self.worker.mark_phase_end
         loss = self.forward(x, y)
         if parts > 1:
             loss = loss / parts
         mark("forward")
         if self.worker.settings.slowdown and last:
-            self.worker.delay()
+            self.worker.delay_step()
             mark("slowdown")
         self.backward(loss if self.scaler is None else self.scaler.scale(loss))
         mark("backward")
@@ -876,7 +889,7 @@ class Collective(Strategy):
         yield from mine[:, w.data_rank]
 
     def weights_and_buffers(self) -> list[Tensor]:
-        return [*self.local, *self.frozen_written(), *self.model.buffers()]
+        return [*self.local, *self.list_changed_frozen_parameters(), *self.model.buffers()]
 
     def state_tensors(self) -> list[Tensor]:
         """Return the tensors of this worker's training state, always in the same number and order."""
@@ -890,16 +903,16 @@ class Collective(Strategy):
         others = [t for t in [*states, *self.extra_state()] if torch.is_tensor(t)]
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
-    def counts(self) -> dict[str, Any]:
+    def export_counts(self) -> dict[str, Any]:
         """Return, as values for JSON, the counts since `reset` that are not in tensors."""
-        scale = None if self.scaler is None else self.scaler.counts()
+        scale = None if self.scaler is None else self.scaler.export_counts()
         return {"steps": self.steps, "scale": scale}
 
-    def go_on(self, counts: dict[str, Any]) -> None:
+    def load_counts(self, counts: dict[str, Any]) -> None:
         """Restore the values that `export_counts` returned; it must be called after `reset`."""
         self.steps = counts["steps"]
         if self.scaler is not None:
-            self.scaler.go_on(counts["scale"])
+            self.scaler.load_counts(counts["scale"])
 
     def optimizer_dtype(self) -> str | None:
         """Return the number formats of the optimizer's state per weight, or None without such state."""
@@ -910,7 +923,10 @@ class Collective(Strategy):
         return ", ".join(list_dtype_names(moments)) or None
 
     def report(self) -> dict[str, Any]:
-        s, skipped = self.worker.settings, 0 if self.scaler is None else self.scaler.skipped_steps()
+        s, skipped = (
+            self.worker.settings,
+            0 if self.scaler is None else self.scaler.count_skipped_steps(),
+        )
         return {
             "details": {"skipped_steps": skipped, "optimizer_dtype": self.optimizer_dtype()}
             | get_effective_dtypes(s.precision, self.worker.device),
@@ -954,16 +970,16 @@ def iter_unshardable_model_reasons(trial: Trial, as_parameters: bool = True) -> 
         trial: Result of a trial step of the model.
         as_parameters: Whether the shards replace the parameters in the model's modules.
     """
-    if trial.hooked:
-        yield lost_hooks_reason(trial.hooked)
-    if as_parameters and trial.elsewhere:
-        yield wrong_reference_reason(trial.elsewhere)
-    if as_parameters and trial.remade:
-        yield changed_class_reason(trial.remade)
-    if trial.overwritten:
-        yield lost_changes_reason(trial.overwritten)
-    if trial.again:
-        yield describe_repeated_gradients(trial.again)
+    if trial.hooked_parameters:
+        yield lost_hooks_reason(trial.hooked_parameters)
+    if as_parameters and trial.parameters_read_elsewhere:
+        yield wrong_reference_reason(trial.parameters_read_elsewhere)
+    if as_parameters and trial.class_dependent_parameters:
+        yield changed_class_reason(trial.class_dependent_parameters)
+    if trial.overwritten_parameters:
+        yield lost_changes_reason(trial.overwritten_parameters)
+    if trial.repeatedly_added_parameters:
+        yield describe_repeated_gradients(trial.repeatedly_added_parameters)
 
 
 def lost_hooks_reason(names: Sequence[str]) -> str:

@@ -44,13 +44,13 @@ def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: T
             flush=True,
         )
         return
-    before = Generators.now(worker.device)
+    before = Generators.capture_states(worker.device)
     compiled, strategy.compiled = strategy.compiled, getattr(strategy, "module", strategy.model)
     eager = strategy.gradients_of(x, y)
     strategy.compiled = compiled
     if not eager:
         return
-    is_random = before.differ_from(Generators.now(worker.device))
+    is_random = before.differ_from(Generators.capture_states(worker.device))
     compiled_gradients = strategy.gradients_of(x, y)
     if is_random:
         error, bound = _compute_largest_norm_ratio(compiled_gradients, eager), RANDOM_FACTOR

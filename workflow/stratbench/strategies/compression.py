@@ -34,10 +34,10 @@ class SixteenBits:
     def reset(self) -> None:
         """Do nothing, because compression to 16 bits has no state between steps."""
 
-    def kept_tensors(self) -> list[Tensor]:
+    def list_persistent_tensors(self) -> list[Tensor]:
         return []
 
-    def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
+    def compute_mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
         """Return the mean number of bytes all-reduced per step over the first `steps` steps."""
         return sum(2.0 * p.numel() for p in parameters)
 
@@ -84,18 +84,18 @@ class PowerSGD:
         """Reset the compression error and the step count; the next steps are sent uncompressed."""
         self._state = self._make_state()
 
-    def skip_start(self) -> None:
+    def begin_compression(self) -> None:
         """Make the communication hook compress gradients from the next step on."""
         self._state.iter = self._start
 
-    def kept_tensors(self) -> list[Tensor]:
+    def list_persistent_tensors(self) -> list[Tensor]:
         """Return the compression errors and the factors that the next step uses."""
         s = self._state
         return [
             t for state in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in state.values()
         ]
 
-    def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
+    def compute_mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
         """Return the mean number of bytes all-reduced per step over the first `steps` steps."""
         whole = sent = 0
         for p in parameters:

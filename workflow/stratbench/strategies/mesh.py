@@ -47,10 +47,10 @@ class Mesh:
     @property
     def workers(self) -> int:
         """Number of workers of the cell."""
-        return self.replicas * self.members
+        return self.replicas * self.workers_per_replica
 
     @property
-    def members(self) -> int:
+    def workers_per_replica(self) -> int:
         """Number of workers that share one replica of the model."""
         return self.tensor * self.stages
 
@@ -60,11 +60,11 @@ class Mesh:
         stage, replica = divmod(rest, self.replicas)
         return MeshCoordinate(replica, stage, tensor)
 
-    def rank(self, at: MeshCoordinate) -> int:
+    def get_rank(self, at: MeshCoordinate) -> int:
         """Return the rank of the worker at a mesh coordinate."""
         return (at.stage * self.replicas + at.replica) * self.tensor + at.tensor
 
-    def speaks(self, rank: int) -> bool:
+    def reports_for_replica(self, rank: int) -> bool:
         """Return whether a worker reports for its replica. The first worker of its last stage does."""
         at = self.place(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

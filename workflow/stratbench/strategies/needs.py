@@ -40,7 +40,11 @@ def iter_missing_requirements(strategies: Iterable[Used]) -> Iterator[str]:
             distribution, version = pin.split("==")
             wanted.setdefault((distribution, version), {})[name] = None
     yield from _iter_missing_packages(wanted)
-    lacks = (f"{name}: {reason}" for name, cls, o in strategies for reason in cls.faults_here(o))
+    lacks = (
+        f"{name}: {reason}"
+        for name, cls, o in strategies
+        for reason in cls.iter_unmet_requirements(o)
+    )
     yield from dict.fromkeys(lacks)
 
 

@@ -35,7 +35,7 @@ class Slowdown:
         self._active = factor > 1 or sigma > 0
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         s: Settings,
         rank: int,
@@ -71,7 +71,7 @@ class Slowdown:
         synchronise(self.device)
         time.sleep((self.factors[-1] - 1) * self.compute_s)
 
-    def summary(self) -> dict[str, Any]:
+    def summarize_delays(self) -> dict[str, Any]:
         """Return this worker's slowdown factors and undelayed step time, for the record."""
         return {
             "factor": self.factor,

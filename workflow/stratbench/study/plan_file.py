@@ -29,18 +29,20 @@ class PlanFile:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self.gpu, self.cells = None, {}
 
-    def host_mem_mib(self, cell: Cell) -> int:
+    def get_host_mem_mib(self, cell: Cell) -> int:
         """Return the host memory in MiB that the cell needs on a node. The result is 0 if it is unknown."""
         return self._get_planned_needs(cell).get("host_mem_mib") or 0
 
-    def servers_mem_mib(self, cell: Cell) -> int:
+    def get_servers_mem_mib(self, cell: Cell) -> int:
         """Return the host memory in MiB of all of the cell's servers together.
 
         The result is 0 if it is unknown.
         """
         return self._get_planned_needs(cell).get("servers_mem_mib") or 0
 
-    def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
+    def get_max_time_s(
+        self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
+    ) -> float | None:
         """Return the plan's upper estimate of the cell's time in seconds.
 
         The result is None if it is unknown.
@@ -59,7 +61,7 @@ class PlanFile:
             else None
         )
 
-    def why_infeasible(
+    def infeasible_reason(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
         """Return the reason why the cell cannot run, or None if the plan knows none.

@@ -43,7 +43,7 @@ class JobRequest:
     cpus: int
     mem_mib: int
     runtime_min: int
-    planned_mib: bool = False
+    is_memory_planned: bool = False
     server_cpus: int = 0
     workers: int = 0
     worker: JobRequest | None = None
@@ -56,7 +56,7 @@ class JobRequest:
         return f"gpu:{of_type}{self.gpus}" if self.gpus else ""
 
     @property
-    def options(self) -> list[str]:
+    def sbatch_options(self) -> list[str]:
         """The command-line options of sbatch for this request."""
         where = [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
         gpus = [f"--gres={self.gres}"] if self.gpus else []
@@ -65,10 +65,10 @@ class JobRequest:
         return [*where, *gpus, cpus, *memory, time]
 
     @property
-    def sbatch(self) -> str:
+    def sbatch_command(self) -> str:
         """The sbatch command of this request, followed by that of workers in separate jobs."""
-        each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
-        return f"sbatch {' '.join(self.options)}{each}"
+        each = f"; up to {self.workers} times: {self.worker.sbatch_command}" if self.worker else ""
+        return f"sbatch {' '.join(self.sbatch_options)}{each}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class PlannedNeeds:
 
     host_mem_mib: int = 0
     servers_mem_mib: int = 0
-    longest_s: float | None = None
+    max_time_s: float | None = None
 
 
 NO_PLAN = PlannedNeeds()
@@ -97,7 +97,7 @@ def build_job_request(
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
     """Return a cell's resource request, from the extension that replaces it if any."""
-    for _, make_request in iter_imported_additions("request"):
+    for _, make_request in iter_imported_additions("build_job_request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
     return build_plain_request(cell, settings, cluster, time_limit_s, needs)
@@ -138,8 +138,8 @@ def build_plain_request(
         gpus=of_node if on_gpus else 0,
         cpus=worker_cpus + server_cpus,
         mem_mib=mem_mib,
-        runtime_min=compute_job_runtime_min(time_limit_s, cluster, needs.longest_s),
-        planned_mib=planned_mib,
+        runtime_min=compute_job_runtime_min(time_limit_s, cluster, needs.max_time_s),
+        is_memory_planned=planned_mib,
         server_cpus=server_cpus,
         gpu_type=cluster["gpu_type"] if on_gpus else None,
     )
@@ -188,7 +188,7 @@ def combine_requests(requests: Iterable[JobRequest], runtime_min: int) -> JobReq
         cpus=max(r.cpus for r in requests),
         mem_mib=max(r.mem_mib for r in requests),
         runtime_min=runtime_min,
-        planned_mib=any(r.planned_mib for r in requests),
+        is_memory_planned=any(r.is_memory_planned for r in requests),
         server_cpus=max(r.server_cpus for r in requests),
         gpu_type=next((r.gpu_type for r in requests if r.gpu_type), None),
     )

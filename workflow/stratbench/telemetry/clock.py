@@ -92,11 +92,11 @@ class StepClock:
         self.core_waits = CoreWaits()
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether an epoch has begun and not ended."""
         return self._running
 
-    def begin(self, goes_on: bool = False) -> None:
+    def begin_epoch(self, goes_on: bool = False) -> None:
         """Start the clock of an epoch, after waiting for the device.
 
         Args:
@@ -104,27 +104,27 @@ class StepClock:
         """
         if self._running:
             raise RuntimeError(
-                "StepClock.begin: the preceding epoch has not ended; call end() first"
+                "StepClock.begin_epoch: the preceding epoch has not ended; call end() first"
             )
         self._running, self._goes_on = True, goes_on
         synchronise(self.device)
-        self.core_waits.begin()
+        self.core_waits.begin_span()
         self._begun_ns = self._issued_ns = time.perf_counter_ns()
         self._left_to_issue = _ISSUED_STEPS if self._on_cuda else 0
         self._stamps.append(self._record_event() if self._on_cuda else self._begun_ns)
 
-    def tick(self) -> None:
+    def mark_step_end(self) -> None:
         """Mark the end of a training step."""
         if self._left_to_issue:
             self._note_issue_time()
         self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
         if self._heartbeat is not None:
-            self._heartbeat.step()
+            self._heartbeat.record_step()
         if self._on_cuda and len(self._labels) > _UNREAD_EVENTS:
             self._compute_oldest_steps()
 
-    def mark(self, phase: str) -> None:
+    def mark_phase_end(self, phase: str) -> None:
         """Mark the end of `phase` within the current step."""
         self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(self._label_of.get(phase) or self._add_label(phase))
@@ -182,12 +182,12 @@ class StepClock:
         return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
 
     @property
-    def own_ms(self) -> list[float]:
+    def step_without_waits_ms(self) -> list[float]:
         """Time of each of the last steps in ms, minus waits for other workers."""
         return list(self._own_ms)
 
     @property
-    def issue_ms(self) -> float | None:
+    def shortest_issue_ms(self) -> float | None:
         """Shortest time in ms in which the host issued a step.
 
         Only the first two steps after each `begin` count. The time is None on a CPU, where the host is the
@@ -196,7 +196,7 @@ class StepClock:
         """
         return self._issue_ms
 
-    def history(self) -> dict[str, Any]:
+    def export_history(self) -> dict[str, Any]:
         """Return all measured times up to the last `end` as values for JSON, for `load_history`."""
         return {
             "epoch_starts_s": self.epoch_starts_s,
@@ -231,7 +231,8 @@ class StepClock:
         label = len(self._label_of) + 1
         if label > 255:
             raise ValueError(
-                f"StepClock.mark: {phase!r} is the 256th name of a phase; use the same names in each step"
+                f"StepClock.mark_phase_end: {phase!r} is the 256th name of a phase; use the same "
+                "names in each step"
             )
         self._label_of[phase] = label
         return label
@@ -244,7 +245,7 @@ class StepClock:
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()
-            heartbeat.alive()
+            heartbeat.record_progress()
 
     def _compute_oldest_steps(self) -> None:
         """Compute the times of the oldest steps that the device has completed.
@@ -299,13 +300,13 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         synchronise(self.device)
-        self._log.write(name, "start")
+        self._log.write_phase_event(name, "start")
         begun_ns = time.perf_counter_ns()
         yield
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - begun_ns
         self._total_ns[name] = self._total_ns.get(name, 0) + elapsed_ns
-        self._log.write(name, "end")
+        self._log.write_phase_event(name, "end")
 
     def as_dict(self) -> dict[str, float]:
         """Return the total seconds of each phase by name, where `setup` has the key `setup_s`."""

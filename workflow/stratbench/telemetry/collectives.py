@@ -22,35 +22,37 @@ class CollectiveCall:
             until code waits for its handle.
     """
 
-    kind: str
+    collective_name: str
     n_bytes: float
-    ranks: int | None = None
-    sample_bytes: float = 0
-    stride: int = field(default=1, compare=False)
+    group_size: int | None = None
+    bytes_per_sample: float = 0
+    rank_stride: int = field(default=1, compare=False)
     waiter: Literal["user", "stream", "none"] = field(default="none", compare=False)
 
     @property
-    def listed(self) -> tuple[Any, ...]:
+    def as_tuple(self) -> tuple[Any, ...]:
         """Kind and bytes, then ranks, bytes per sample and stride.
 
         Fields at the end that have their defaults are left out.
         """
-        if self.stride > 1:
+        if self.rank_stride > 1:
             return astuple(self)[:5]
-        if self.sample_bytes:
+        if self.bytes_per_sample:
             return astuple(self)[:4]
-        return (self.kind, self.n_bytes) if self.ranks is None else astuple(self)[:3]
+        return (
+            (self.collective_name, self.n_bytes) if self.group_size is None else astuple(self)[:3]
+        )
 
-    def lies_within(self, node_ranks: int, world_size: int) -> bool:
+    def is_within_node(self, node_ranks: int, world_size: int) -> bool:
         """Return whether each process group of this collective is within one node.
 
         Args:
             node_ranks: Number of ranks per node.
             world_size: Number of all ranks.
         """
-        return node_ranks % ((self.ranks or world_size) * self.stride) == 0
+        return node_ranks % ((self.group_size or world_size) * self.rank_stride) == 0
 
-    def wire_bytes(self, world_size: int, samples: int = 0) -> float:
+    def count_wire_bytes(self, world_size: int, samples: int = 0) -> float:
         """Return the bytes that a rank sends, and receives, by ring algorithms.
 
         An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, "Bandwidth optimal all-reduce
@@ -60,8 +62,11 @@ class CollectiveCall:
             world_size: Number of all ranks.
             samples: Samples of a worker, by which `sample_bytes` is multiplied.
         """
-        n_bytes = self.n_bytes + samples * self.sample_bytes
-        if self.kind == "send":
+        n_bytes = self.n_bytes + samples * self.bytes_per_sample
+        if self.collective_name == "send":
             return n_bytes
-        rounds, ranks = 2 if self.kind == "all_reduce" else 1, self.ranks or world_size
+        rounds, ranks = (
+            2 if self.collective_name == "all_reduce" else 1,
+            self.group_size or world_size,
+        )
         return rounds * (ranks - 1) / ranks * n_bytes

@@ -41,9 +41,9 @@ class Heartbeat:
         self._calls = 0
         self._steps = self._longest_step_ns = self._longest_pause_ns = 0
         self._last_ns = monotonic_ns()
-        self._write()
+        self._write_file()
 
-    def step(self) -> None:
+    def record_step(self) -> None:
         """Store that a training step is complete, or on CUDA that the step is queued."""
         now_ns = monotonic_ns()
         span_ns = now_ns - self._last_ns
@@ -51,9 +51,9 @@ class Heartbeat:
             self._longest_step_ns = span_ns
         self._last_ns = now_ns
         self._steps += 1
-        self._write()
+        self._write_file()
 
-    def call(self, group: int) -> None:
+    def record_group_call(self, group: int) -> None:
         """Store that a shard group is called, in which workers may wait for each other."""
         if self._calls < MAX_CALLS:
             _CALL.pack_into(self._map, _FORM.size + _CALLS.size + self._calls * _CALL.size, group)
@@ -65,14 +65,14 @@ class Heartbeat:
         self._calls = 0
         _CALLS.pack_into(self._map, _FORM.size, 0)
 
-    def alive(self) -> None:
+    def record_progress(self) -> None:
         """Store progress other than a training step: a phase, or a batch of an evaluation."""
         now_ns = monotonic_ns()
         self._longest_pause_ns = max(self._longest_pause_ns, now_ns - self._last_ns)
         self._last_ns = now_ns
-        self._write()
+        self._write_file()
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         _FORM.pack_into(
             self._map, 0, self._steps, self._last_ns, self._longest_step_ns, self._longest_pause_ns
         )
@@ -90,12 +90,12 @@ class HeartbeatReading(NamedTuple):
     """
 
     steps: int
-    quiet_s: float
+    without_progress_s: float
     longest_step_s: float
     longest_pause_s: float
 
     @property
-    def patience_s(self) -> float:
+    def max_without_progress_s(self) -> float:
         """Seconds without progress after which the worker counts as hung.
 
         Steps of a slow training take similar times, so 10 times the longest step is a hang. The warm-up
@@ -106,9 +106,9 @@ class HeartbeatReading(NamedTuple):
         return max(SHORTEST_HANG_S, steps_s, pauses_s)
 
     @property
-    def hangs(self) -> bool:
+    def is_hung(self) -> bool:
         """Whether the worker has made no progress for longer than `patience_s`."""
-        return self.quiet_s > self.patience_s
+        return self.without_progress_s > self.max_without_progress_s
 
 
 def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> HeartbeatReading | None:

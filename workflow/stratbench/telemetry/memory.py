@@ -103,7 +103,7 @@ class MemoryMeter:
         return figures
 
     def _read_nvml_memory(self) -> dict[str, int]:
-        gpu = self._nvml.gpu_of(get_cuda_uuid(self.device)) if self._nvml else None
+        gpu = self._nvml.find_gpu_by_uuid(get_cuda_uuid(self.device)) if self._nvml else None
         if gpu is None:
             return {}
         figures = {

@@ -79,14 +79,14 @@ class PauseWatch:
         self._ended.set()
         self._start_thread.join()
 
-    def look(self) -> None:
+    def wait_for_latest_reading(self) -> None:
         """Wait until `pauses` has all pauses up to now, including one that has just ended."""
         now_s = time.monotonic()
         with self._new_look:
             self._new_look.wait_for(lambda: self._looked_s >= now_s or self._ended.is_set())
 
     @property
-    def stopped_s(self) -> float:
+    def total_pause_s(self) -> float:
         """Total length of all pauses, in seconds of `time.monotonic`."""
         return sum(pause.length_s - pause.asleep_s for pause in self.pauses)
 

@@ -145,13 +145,13 @@ def _collect_gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
     }
     if uuid := get_cuda_uuid(device):
         gpu["uuid"] = uuid
-    if nvml_gpu := nvml.gpu_of(uuid):
-        gpu |= nvml_gpu.static()
+    if nvml_gpu := nvml.find_gpu_by_uuid(uuid):
+        gpu |= nvml_gpu.read_identity_and_settings()
     facts: dict[str, Any] = {"gpu": gpu}
     if nvml.reason:
         facts["nvml_reason"] = nvml.reason
     if driver := nvml.driver():
         facts["driver"] = driver
-    if topology := nvml.topology():
+    if topology := nvml.list_gpu_pair_paths():
         facts["topology"] = topology
     return facts

@@ -96,7 +96,7 @@ class Sampler:
         """Process id of the sampler, or None if the sampler could not start."""
         return self._process.pid if self._process else None
 
-    def watch(self, label: str, pid: int, below: bool = False) -> None:
+    def watch_process(self, label: str, pid: int, below: bool = False) -> None:
         """Add a process to all samples, the first of which is taken now.
 
         Args:
@@ -137,7 +137,7 @@ class CellProcesses:
         self._with_below: set[str] = set()
         self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
-    def refresh(self) -> bool:
+    def read_new_processes(self) -> bool:
         """Read new lines of the launcher's file, and return whether there were any."""
         if self._pids_file is None:
             return False
@@ -157,7 +157,7 @@ class CellProcesses:
                 self._with_below.add(label)
         return bool(new)
 
-    def sample(self) -> list[dict[str, Any]]:
+    def sample_processes(self) -> list[dict[str, Any]]:
         """Return a timeline row per running process. A process's first row has no `cpu_pct`.
 
         In a row for several processes, memory that they share counts for each of them.
@@ -194,7 +194,7 @@ class CellProcesses:
         used_s = sum(t - before.get(pid, 0.0) for pid, t in cpu_times_s.items())
         return {"cpu_pct": round(100 * used_s / (now_s - then_s), 1)}
 
-    def cores(self) -> set[int]:
+    def list_cores(self) -> set[int]:
         """Return the cores on which any of the processes may run."""
         cores: set[int] = set()
         for process in self._processes.values():
@@ -348,19 +348,19 @@ def sample_until(
     count, in_time = 0, True
     while True:
         ending = stop.is_set() or os.getppid() != parent_pid
-        if watched.refresh():
-            _bind_to_cores(allowed_cores - watched.cores())
+        if watched.read_new_processes():
+            _bind_to_cores(allowed_cores - watched.list_cores())
         t_s = round(time.monotonic() - origin_s, 3)
-        rows = [{"t_s": t_s} | row for row in (host.sample(), *watched.sample())]
+        rows = [{"t_s": t_s} | row for row in (host.sample(), *watched.sample_processes())]
         pcie_snapshots = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
         rows += sample_gpus(gpus, origin_s, pcie_snapshots)
         file.write(_format_csv({"node": node} | row for row in rows))
         file.flush()
         if foreign_processes is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
-            foreign_processes.look(t_s)
+            foreign_processes.poll_gpus(t_s)
         if ending:
             if foreign_processes is not None:
-                foreign_processes.write()
+                foreign_processes.write_file()
             return
         count += in_time
         in_time = _wait_until_due(wake, begun_s + count * period_s, parent_pid)
@@ -397,7 +397,7 @@ def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> l
     for gpu in gpus:
         name = gpu.uuid() if gpu.index is None else gpu.index
         t_s = round(time.monotonic() - origin_s, 3)
-        rows.append({"t_s": t_s, "kind": "gpu", "id": name, **gpu.counters()})
+        rows.append({"t_s": t_s, "kind": "gpu", "id": name, **gpu.read_counters()})
     if pcie_snapshots:
         for gpu, row in zip(gpus, rows, strict=True):
             if "pcie_tx_bytes" not in row:

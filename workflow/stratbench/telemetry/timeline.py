@@ -36,7 +36,7 @@ SAMPLE_COLUMNS = (
     "mem_available_bytes",  # host: memory that new processes could use
     # host: physical memory in use; gpu: memory in use on the device
     "mem_used_bytes",
-    # The columns from here on are for GPUs (see nvml.Gpu.counters).
+    # The columns from here on are for GPUs (see nvml.Gpu.read_counters).
     "gpu_util_pct",
     "mem_bus_util_pct",
     "power_w",
@@ -81,7 +81,7 @@ class PhaseLog:
         self._origin_s = origin_s
         self._alive = alive
 
-    def write(self, phase: str, event: str, at_s: float | None = None) -> None:
+    def write_phase_event(self, phase: str, event: str, at_s: float | None = None) -> None:
         """Write that a phase starts or ends.
 
         Args:
@@ -197,7 +197,7 @@ def compute_energy_joules(
     """
     of_gpu = _read_energy_series(sample_csvs)
     parts = [
-        of_gpu[gpu].joules(*interval) if gpu in of_gpu else None
+        of_gpu[gpu].compute_joules(*interval) if gpu in of_gpu else None
         for gpu, its in intervals.items()
         for interval in its
     ]
@@ -211,7 +211,7 @@ class _EnergySeries:
         self.counter: list[tuple[float, float]] = []
         self.power: list[tuple[float, float]] = []
 
-    def joules(self, t0_s: float, t1_s: float) -> float | None:
+    def compute_joules(self, t0_s: float, t1_s: float) -> float | None:
         counted = _compute_energy_by_counter(self.counter, t0_s, t1_s)
         return _compute_energy_by_power(self.power, t0_s, t1_s) if counted is None else counted
 

@@ -70,9 +70,9 @@ class Exits:
     #: Whether the agent ended the processes at the time limit.
     timed_out: bool
     #: Whether the agent ended the processes because no worker made progress.
-    hung: bool = False
+    has_hung: bool = False
     #: Names of processes that have failed while the others could continue.
-    tolerated: frozenset[str] = frozenset()
+    tolerated_processes: frozenset[str] = frozenset()
 
 
 class NodeProcesses:
@@ -89,23 +89,23 @@ class NodeProcesses:
         self.job, self.workers = job, workers
         self.processes = [*others, *workers]
 
-    def tolerates(self, name: str) -> bool:
+    def tolerates_failure(self, name: str) -> bool:
         """Return whether the other processes can continue after this process has failed."""
         return False
 
-    def stuck(self, ended: Mapping[str, int]) -> bool:
+    def cannot_succeed(self, ended: Mapping[str, int]) -> bool:
         """Return whether the running processes can no longer succeed, after others have ended.
 
         Args:
             ended: Exit codes of the processes that have ended, by name.
         """
-        return any(code != 0 and not self.tolerates(name) for name, code in ended.items())
+        return any(code != 0 and not self.tolerates_failure(name) for name, code in ended.items())
 
-    def hangs(self, awake_since_s: float) -> bool:
+    def are_workers_hung(self, awake_since_s: float) -> bool:
         """Return whether no worker has made progress for a long time (`standing.are_all_workers_hung`)."""
         return standing.are_all_workers_hung(self.job, self.workers, awake_since_s)
 
-    def abandoned(self) -> set[str]:
+    def list_lost_processes(self) -> set[str]:
         """Return the names of the processes that the other processes count as lost.
 
         The agent kills these processes.
@@ -122,7 +122,9 @@ def create_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
 
 def start_fork_server(job: Job) -> AbstractContextManager[Path]:
     """Return a context that runs a cell's fork server and yields the server's address."""
-    return run_fork_server(may_share=job.in_block or not job.use_cuda or is_shared_with_same_gpus())
+    return run_fork_server(
+        may_share=job.is_in_block or not job.use_cuda or is_shared_with_same_gpus()
+    )
 
 
 def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
@@ -130,7 +132,7 @@ def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
     text = job.to_json()
     return [
         Process(fork_server, format_worker_name(rank), "worker", text, rank, local_rank)
-        for local_rank, rank in enumerate(job.ranks_of(node))
+        for local_rank, rank in enumerate(job.list_ranks(node))
     ]
 
 
@@ -142,35 +144,39 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:create_node_process
     Args:
         job: Job of the cell.
         node: Number of the node.
-        making: Context manager that creates the processes, as `create_node_processes` does: "module:function".
+        making: Context manager that creates the processes, as "module:function" (`create_node_processes`).
     """
     set_environment(job, job.n_nodes == 1)
     with import_attribute(making)(job, node) as group:
         processes = group.processes
         gpus = assign_gpus(job, node)
-        job.folder.write_places(node, locate_processes([p.name for p in processes], gpus))
+        job.folder.write_process_locations(
+            node, locate_processes([p.name for p in processes], gpus)
+        )
         sampler = Sampler(
-            job.folder.samples(node),
-            job.folder.pids(node),
+            job.folder.get_samples_path(node),
+            job.folder.get_pid_list_path(node),
             job.origin_s,
-            foreign_processes=job.folder.foreign_processes(node),
+            foreign_processes=job.folder.get_foreign_processes_path(node),
             gpus=list(gpus.values()),
         )
         watch = PauseWatch()
         try:
             # Measured before training starts. The cell's own fork server may be importing PyTorch meanwhile.
-            job.folder.write_busy(node, measure_other_load())
+            job.folder.write_other_load(node, measure_other_load())
             for p in processes:
                 p.start()
-                sampler.watch(p.name, p.pid, below=p.starts_others)
+                sampler.watch_process(p.name, p.pid, below=p.starts_others)
             exits = wait_for_exits(group, watch)
-            failed = exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes)
+            failed = exits.timed_out or exits.has_hung or any(p.exit_code for p in exits.processes)
             if failed:
-                watch.look()
+                watch.wait_for_latest_reading()
                 late, since_s = exits.timed_out, watch.awake_since_s
                 standing.write_worker_states(job, node, processes, late, since_s)
             failed_names = (p.name for p in exits.processes if p.exit_code != 0)
-            return replace(exits, tolerated=frozenset(filter(group.tolerates, failed_names)))
+            return replace(
+                exits, tolerated_processes=frozenset(filter(group.tolerates_failure, failed_names))
+            )
         finally:
             kill_processes(processes)
             sampler.stop()
@@ -208,7 +214,7 @@ def assign_gpus(job: Job, node: int) -> dict[str, str]:
     """
     if not job.use_cuda:
         return {}
-    names = map(format_worker_name, job.ranks_of(node))
+    names = map(format_worker_name, job.list_ranks(node))
     return dict(zip(names, gpu_locks.list_visible_gpus(), strict=False))
 
 
@@ -245,9 +251,9 @@ def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
         if grace_ends is not None and now >= grace_ends:
             break
         if now >= next_look:
-            watch.look()
-            if group.hangs(watch.awake_since_s):
-                return Exits(_list_exits(processes, ended), timed_out=False, hung=True)
+            watch.wait_for_latest_reading()
+            if group.are_workers_hung(watch.awake_since_s):
+                return Exits(_list_exits(processes, ended), timed_out=False, has_hung=True)
             next_look = now + LOOK_S
         until = min(
             t for t in (deadline_s, grace_ends, now + (group.poll_s or LOOK_S)) if t is not None
@@ -257,11 +263,11 @@ def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
             process = running[sentinel]
             process.join()
             ended[process.name] = process.exitcode
-        abandoned = group.abandoned()
+        abandoned = group.list_lost_processes()
         for p in running.values():
             if p.name not in ended and p.name in abandoned:
                 p.kill()
-        if grace_ends is None and group.stuck(ended):
+        if grace_ends is None and group.cannot_succeed(ended):
             grace_ends = time.monotonic() + GRACE_S
     return Exits(_list_exits(processes, ended), timed_out=False)
 
@@ -273,9 +279,9 @@ def compute_extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
     """
     if job.deadline_s is None:
         return None
-    if time.monotonic() >= job.deadline_s + watch.stopped_s:
-        watch.look()  # a pause may have ended just now
-    return job.deadline_s + watch.stopped_s
+    if time.monotonic() >= job.deadline_s + watch.total_pause_s:
+        watch.wait_for_latest_reading()  # a pause may have ended just now
+    return job.deadline_s + watch.total_pause_s
 
 
 def _list_exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessExit]:
@@ -317,13 +323,17 @@ def main() -> None:
     node = int(os.environ["SLURM_NODEID"])
     try:
         with create_scratch_folder() as local:
-            exits = run_node(job.on_another_node(args.spent_s, local), node, args.processes)
+            exits = run_node(
+                job.for_another_node(args.earlier_attempts_s, local), node, args.processes
+            )
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)
     for p in exits.processes:
         print(f"node {node}: {p}", flush=True)
-    failed = any(p.exit_code != 0 and p.name not in exits.tolerated for p in exits.processes)
-    sys.exit(1 if exits.timed_out or exits.hung or failed else 0)
+    failed = any(
+        p.exit_code != 0 and p.name not in exits.tolerated_processes for p in exits.processes
+    )
+    sys.exit(1 if exits.timed_out or exits.has_hung or failed else 0)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def make_record(job: Job, ending: Ending) -> Record:
     if meta != job.data:
         raise DataError(f"{job.data_dir} was prepared again while the cell trained; start it again")
     ended = ending.status in ("ok", "diverged") and whole
-    run = runner.totals(job, whole) if ended else {}
+    run = runner.compute_totals(job, whole) if ended else {}
     communication = runner.communication(job, whole, run)
     task = build_task_entry(job, first, meta)
     return {
@@ -64,17 +64,21 @@ def make_record(job: Job, ending: Ending) -> Record:
         },
         "compute": efficiency.compute_flops_and_mfu(job, whole, run, runner.is_gang),
         "communication": communication,
-        "energy": efficiency.build_energy_entry(job, run, runner.gpu_intervals(job, whole)),
+        "energy": efficiency.build_energy_entry(job, run, runner.read_gpu_intervals(job, whole)),
         "memory": find_largest_memory(whole)
         | list_memory_by_stage(whole, get_mesh(s.strategy, s.options, s.gpus)),
         "score": build_score_entry(
             ending, first, run.get("per_epoch") or runner.epochs(job), task["better"]
         ),
-        "server": runner.server_entry(job),
+        "server": runner.build_server_entry(job),
         "workers": [build_worker_entry(w) for w in whole],
         "profile": build_profile_entry(job, runner.profile_note),
-        **({"pauses": pauses} if (pauses := build_pauses_entry(job, runner.trained)) else {}),
-        **({runner.section: runner.entry(job, whole)} if runner.section else {}),
+        **(
+            {"pauses": pauses}
+            if (pauses := build_pauses_entry(job, runner.read_training_phases))
+            else {}
+        ),
+        **({runner.section: runner.build_section_entry(job, whole)} if runner.section else {}),
         "provenance": build_provenance_entry(job, finished_at),
     }
 
@@ -151,11 +155,13 @@ def build_time_entry(
         "train_time_s": train_time_s,
         "epoch_times_s": run.get("epoch_times_s", []),
         # Several attempts may run on different nodes, whose clocks cannot be compared.
-        "start_skew_ms": compute_start_skew_ms(workers) if is_gang and not job.attempts else None,
+        "start_skew_ms": compute_start_skew_ms(workers)
+        if is_gang and not job.earlier_attempts
+        else None,
         "step_ms": summarize_step_times([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy.breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": compute_setup_s(first, is_gang, job.spent_s),
+        "setup_s": compute_setup_s(first, is_gang, job.earlier_attempts_s),
         "data_s": find_longest_phase_s(workers, "data_s"),
         "warmup_s": find_longest_phase_s(workers, "warmup_s"),
         **get_largest_compile_counts(workers),
@@ -218,7 +224,7 @@ def build_profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
 
     `note`: what it leaves out.
     """
-    trace = job.folder.profile_trace
+    trace = job.folder.profile_trace_path
     if not trace.exists():
         return None
     return {"trace": str(trace.relative_to(job.folder.logs)), "note": note}
@@ -300,7 +306,9 @@ def list_memory_by_stage(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str,
 
 def build_provenance_entry(job: Job, finished: datetime) -> dict[str, Any]:
     """Return the entry `provenance` of the record: versions, times, nodes and other load."""
-    first_unix_s = job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
+    first_unix_s = (
+        job.earlier_attempts[0]["started_unix_s"] if job.earlier_attempts else job.origin_unix_s
+    )
     return {
         "stratbench": __version__,
         "git": read_build_revision() if INSTALLED else read_git_state(ROOT),
@@ -312,10 +320,10 @@ def build_provenance_entry(job: Job, finished: datetime) -> dict[str, Any]:
         "device": "cuda" if job.use_cuda else "cpu",
         **({"planned_repeats": job.planned_repeats} if job.planned_repeats else {}),
         **({"software_gpu": True} if job.use_cuda and software_gpu.is_installed() else {}),
-        "busy_at_start": job.folder.read_busy(),
+        "busy_at_start": job.folder.read_other_load(),
         "gpus": {
-            name: device["gpu"] | {"node": job.node_of(parse_rank(name))}
-            for name, device in job.folder.read_places().items()
+            name: device["gpu"] | {"node": job.compute_node(parse_rank(name))}
+            for name, device in job.folder.read_process_locations().items()
             if "gpu" in device
         },
         "foreign_gpu_processes": job.folder.read_foreign_processes(),

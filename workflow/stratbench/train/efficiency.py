@@ -58,7 +58,7 @@ def sum_peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | Non
     if job.settings.precision == "fp64" or len(workers) < job.world_size:
         return None
     peaks = [find_datasheet(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
-    tflops = [peak and peak.tflops(job.settings.precision) for peak in peaks]
+    tflops = [peak and peak.get_peak_tflops(job.settings.precision) for peak in peaks]
     return None if None in tflops else 1e12 * sum(tflops)
 
 
@@ -147,7 +147,7 @@ def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> I
         index = w["provenance"].get("gpu", {}).get("index")
         if index is None:
             return None
-        log = job.folder.phases(w["rank"])
+        log = job.folder.get_phase_log_path(w["rank"])
         intervals[w["provenance"]["host"]["name"], str(index)] = [
             (i.start_s, i.end_s) for i in read_phases([log]) if i.phase == "train"
         ]
@@ -167,9 +167,9 @@ def build_energy_entry(
         run: Totals over all workers.
         intervals: Training intervals of each GPU, or None if not known for all GPUs.
     """
-    if not run.get("samples_applied") or intervals is None or job.attempts:
+    if not run.get("samples_applied") or intervals is None or job.earlier_attempts:
         return None
-    joules = compute_energy_joules(job.folder.sample_files(), intervals)
+    joules = compute_energy_joules(job.folder.list_sample_paths(), intervals)
     if joules is None:
         return None
     return {"train_joules": joules, "joules_per_sample": joules / run["samples_applied"]}

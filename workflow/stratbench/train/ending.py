@@ -55,7 +55,7 @@ def classify_ending(
         classify_rest: Function that classifies endings which depend on the kind of cell. None: that of a
             gang.
     """
-    workers = job.folder.read_workers(job.world_size)
+    workers = job.folder.read_worker_results(job.world_size)
     if refused := find_first_reason(workers, "unsupported"):
         return Ending("unsupported", refused)
     if find_first_reason(workers, "oom"):
@@ -109,7 +109,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
         # A worker did not reach a collective in time. It is one of those that still run.
         waits = hang_reason(read_worker_states(job)) if "Timed out waiting" in reason else None
         return Ending("error", f"{reason}; {waits}" if waits else reason)
-    if exits.timed_out or exits.hung:
+    if exits.timed_out or exits.has_hung:
         return make_ending_at_limit(job, exits)
     lost = [p for p in exits.processes if p.exit_code not in (0, None)]
     if lost:
@@ -124,7 +124,7 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
 def make_ending_at_limit(job: Job, exits: Exits) -> Ending:
     """Return the ending of a cell that hung or reached its time limit. Only a slow cell has a result."""
-    if exits.hung:
+    if exits.has_hung:
         return Ending("error", hang_reason(read_worker_states(job)) or "it hangs: no worker got on")
     return make_error_or_timeout(job, failed_at_limit_reason(job))
 
@@ -156,7 +156,7 @@ def read_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
     It reports an error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
     """
     for process in killed:
-        path = job.folder.log(process.name)
+        path = job.folder.get_log_path(process.name)
         if process.exit_code != -signal.SIGABRT or not path.exists():
             continue
         lines = read_last_lines(path)
@@ -177,7 +177,7 @@ def make_out_of_memory_ending(job: Job, workers: Mapping[int, Mapping[str, Any]]
             return Ending("oom", worker["reason"])
     rank, worker = next(iter(lacking.items()))
     name, others = format_worker_name(rank), worker["others"]
-    device = job.folder.read_places().get(name, {})
+    device = job.folder.read_process_locations().get(name, {})
     where = f"{describe_gpu(device.get('gpu', {}))} of {device.get('host')}"
     texts = [f"process {p['pid']} {_format_gib(p['bytes'])}" for p in others["processes"]]
     listed = ", ".join(texts) or f"others {_format_gib(others['others_bytes'])}"

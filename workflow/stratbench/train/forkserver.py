@@ -243,9 +243,9 @@ class _Server:
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         self._selector = selectors.DefaultSelector()
         for source, action in (
-            (listener, self._accept),
-            (sys.stdin.buffer.raw, self._owner_ended),
-            (self._wake, self._reap),
+            (listener, self._accept_connection),
+            (sys.stdin.buffer.raw, self._handle_owner_end),
+            (self._wake, self._reap_children),
         ):
             self._selector.register(source, selectors.EVENT_READ, action)
         self._wake_sender = wake
@@ -256,7 +256,7 @@ class _Server:
             for key, _ in self._selector.select():
                 key.data(key.fileobj)
 
-    def _owner_ended(self, stdin: Any) -> None:
+    def _handle_owner_end(self, stdin: Any) -> None:
         self._selector.unregister(stdin)
         self._selector.unregister(self._listener)
         path = Path(self._listener.getsockname())
@@ -266,7 +266,7 @@ class _Server:
             path.unlink()
             path.parent.rmdir()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept_connection(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:  # no file descriptor is free until a connection ends
@@ -275,10 +275,10 @@ class _Server:
         if not self._entries:
             self._entries = import_entry_functions()
         connection.settimeout(_REQUEST_TIMEOUT_S)
-        self._answer(connection, 0)
-        self._selector.register(connection, selectors.EVENT_READ, self._request)
+        self._send_answer(connection, 0)
+        self._selector.register(connection, selectors.EVENT_READ, self._handle_request)
 
-    def _request(self, connection: socket.socket) -> None:
+    def _handle_request(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         try:
             with connection.makefile("rb") as stream:
@@ -289,19 +289,19 @@ class _Server:
         try:
             pid = os.fork()
         except OSError as e:
-            self._answer(connection, -e.errno)
+            self._send_answer(connection, -e.errno)
             connection.close()
             return
         if pid == 0:
             connection.close()
-            self._be_child(request)
+            self._run_child(request)
         self._children[pid] = connection
         self._selector.register(
-            connection, selectors.EVENT_READ, lambda c: self._launcher_ended(c, pid)
+            connection, selectors.EVENT_READ, lambda c: self._handle_launcher_end(c, pid)
         )
-        self._answer(connection, pid)
+        self._send_answer(connection, pid)
 
-    def _launcher_ended(self, connection: socket.socket, pid: int) -> None:
+    def _handle_launcher_end(self, connection: socket.socket, pid: int) -> None:
         # `_reap` has handled the child in the same round.
         if self._children.get(pid) is not connection:
             return
@@ -309,7 +309,7 @@ class _Server:
         # The child is not reaped yet, so that the pid is still its own.
         os.kill(pid, signal.SIGKILL)
 
-    def _reap(self, wake: socket.socket) -> None:
+    def _reap_children(self, wake: socket.socket) -> None:
         wake.recv(4096)
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -318,15 +318,15 @@ class _Server:
             connection = self._children.pop(pid)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(connection)
-            self._answer(connection, os.waitstatus_to_exitcode(status))
+            self._send_answer(connection, os.waitstatus_to_exitcode(status))
             connection.close()
 
     @staticmethod
-    def _answer(connection: socket.socket, number: int) -> None:
+    def _send_answer(connection: socket.socket, number: int) -> None:
         with contextlib.suppress(OSError):  # the launcher may have ended
             connection.sendall(_ANSWER.pack(number))
 
-    def _be_child(self, request: dict[str, Any]) -> None:
+    def _run_child(self, request: dict[str, Any]) -> None:
         """Run the requested function in the forked process, and exit."""
         try:
             signal.set_wakeup_fd(-1)

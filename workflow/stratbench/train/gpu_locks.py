@@ -90,7 +90,7 @@ def _find_gpu_uuid(name: str, library: nvml.Nvml) -> str | None:
     # CUDA still knows MIG instances by older names, which begin with their GPU's.
     if library.reason or name.startswith("MIG-GPU-"):
         return name
-    return library.uuid_named(name)
+    return library.find_uuid(name)
 
 
 def wants_cuda(device: str, gpus: list[str]) -> bool:

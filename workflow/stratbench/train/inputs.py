@@ -27,7 +27,7 @@ def check_code_and_data(data: Path, s: Settings) -> None:
         ModelError: If the user's code has changed.
         DataError: If the prepared data do not match or do not suit the settings.
     """
-    files = get_strategy_class(s.strategy).files(s.options)
+    files = get_strategy_class(s.strategy).list_user_files(s.options)
     if files and users_code.hash_named_files(files) != s.options["sha256"]:
         names = format_names(list(files))
         raise ModelError(

@@ -175,11 +175,11 @@ def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) 
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
     runner = create_runner(settings)
-    runner.prepare(RunFolder.of_logs(args.logs), cell, settings, args.data)
+    runner.prepare(RunFolder.from_log_dir(args.logs), cell, settings, args.data)
     check_installed(cell.strategy, get_strategy_class(settings.strategy), settings.options)
     check_code_and_data(args.data, settings)
     with (
-        runner.hold_devices(settings, args) as use_cuda,
+        runner.reserve_gpus(settings, args) as use_cuda,
         create_job(cell, settings, use_cuda, args) as job,
     ):
         if settings.compile and (reason := missing_compiler_reason(job.use_cuda)):
@@ -188,10 +188,10 @@ def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) 
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
     agent.handle_stop_signals(lambda _: None)  # from here on a signal must not lose the result
-    merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), args.timeline)
+    merge_timeline(job.folder.list_sample_paths(), job.folder.list_phase_log_paths(), args.timeline)
     finished = assemble.make_record(job, ending)
     record.write_record(args.record, finished)
-    shutil.rmtree(job.folder.kept, ignore_errors=True)
+    shutil.rmtree(job.folder.saved_state_dir, ignore_errors=True)
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
@@ -264,14 +264,14 @@ def create_job(
             settings=settings,
             data_dir=args.data.resolve(),
             data=meta,
-            folder=RunFolder.of_logs(logs or args.logs, local),
+            folder=RunFolder.from_log_dir(logs or args.logs, local),
             workers_per_node=workers_per_node,
             use_cuda=use_cuda,
             threads=create_runner(settings).count_threads(settings, workers_per_node, args),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
-            in_block=in_block,
+            is_in_block=in_block,
             queue_wait_s=compute_queue_wait_s(),
             planned_repeats=None if in_block else args.repeats,
         )
@@ -296,10 +296,10 @@ def store_failure(
     Returns:
         The exit code of the launcher, 1.
     """
-    folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
-    logs = {p.name: read_last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
-    stacks = {p.name: read_stack_calls(p)[:EVIDENCE_LINES] for p in folder.stacks()}
-    places = folder.read_places()
+    folder, path = RunFolder.from_log_dir(log_dir), log_dir / record.FAILURE_FILE
+    logs = {p.name: read_last_lines(p)[-EVIDENCE_LINES:] for p in folder.list_log_paths()}
+    stacks = {p.name: read_stack_calls(p)[:EVIDENCE_LINES] for p in folder.list_stack_paths()}
+    places = folder.read_process_locations()
     if trace:
         logs["launcher"] = trace[-EVIDENCE_LINES:]
     evidence = {

@@ -37,13 +37,13 @@ class Progress:
     """Results of the finished epochs, also stored in a file so that a timeout loses no epoch."""
 
     folder: RunFolder | None
-    per_epoch: list[dict[str, Any]] = field(default_factory=list)
+    epoch_results: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, entry: dict[str, Any]) -> None:
+    def append_epoch(self, entry: dict[str, Any]) -> None:
         """Add the results of a finished epoch."""
-        self.per_epoch.append(entry)
+        self.epoch_results.append(entry)
         if self.folder is not None:
-            self.folder.add_epoch(entry)
+            self.folder.append_epoch(entry)
 
 
 @dataclass
@@ -92,21 +92,21 @@ def train(
         warm_up(strategy, data, worker)
     memory.start()
     clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
-    worker.mark = clock.mark
+    worker.mark_phase_end = clock.mark_phase_end
     reason = used = None
     in_all = s.total_steps(data.train_samples)
     steps_per_epoch = data.train_samples // s.global_batch
-    starts = [beside.begin(clock, progress.per_epoch) for beside in besides]
+    starts = [beside.restore_start(clock, progress.epoch_results) for beside in besides]
     start = max(starts, key=lambda each: each.steps, default=Start())
     for entry in start.epochs:
-        progress.add(entry)
+        progress.append_epoch(entry)
     first, taken = start.steps // steps_per_epoch, start.losses
     steps = first * steps_per_epoch
-    for epoch in range(first, s.passes(data.train_samples)):
+    for epoch in range(first, s.count_passes(data.train_samples)):
         max_steps = in_all - steps
         losses = train_epoch(strategy, data, worker, clock, log, epoch, max_steps, besides, taken)
         taken = ()
-        strategy.check_alike()
+        strategy.check_equal_collectives()
         # The peak is read before an evaluation, whose batches may need more memory than training.
         if used is None:
             used = memory.read()
@@ -121,8 +121,8 @@ def train(
                     strategy, data, worker.task, worker.rank, worker.mesh, worker.heartbeat
                 )
             entry = build_epoch_entry(epoch, clock.train_time_s, loss, evaluation)
-            strategy.check_alike()
-            progress.add(entry)
+            strategy.check_equal_collectives()
+            progress.append_epoch(entry)
             print_epoch_results(entry, clock, worker, samples=len(losses) * s.global_batch)
             mean_losses["test"] = evaluation.loss
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
@@ -136,7 +136,7 @@ def train(
 
 def find_next_stop(besides: Sequence[Beside]) -> int | None:
     """Return the step after which the clock must stop next for an activity, or None."""
-    stops = [beside.next_stop() for beside in besides]
+    stops = [beside.find_next_stop() for beside in besides]
     return min((stop for stop in stops if stop is not None), default=None)
 
 
@@ -149,8 +149,8 @@ def call_due_activities(besides: Sequence[Beside], step: int, losses: list[torch
         losses: Losses of the present epoch so far.
     """
     for beside in besides:
-        if beside.next_stop() == step:
-            beside.between(step, losses)
+        if beside.find_next_stop() == step:
+            beside.act_after_step(step, losses)
 
 
 def divergence_reason(mean_losses: dict[str, float], where: str) -> str | None:
@@ -205,17 +205,17 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
         worker: This worker.
     """
     s = worker.settings
-    saved, generators = strategy.save(), Generators.now(worker.device)
-    batch = data.practice_batches(strategy.samples_per_step(s), s)
+    saved, generators = strategy.save(), Generators.capture_states(worker.device)
+    batch = data.create_practice_batches(strategy.samples_per_step(s), s)
     # A compiled model may compile again in its second step, because the first step has created state.
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
         strategy.step(*batch())
     if s.compile:
         compiled.check_compiled_gradients(strategy, worker, *batch())
-    with strategy.evaluating() as model, torch.no_grad():
-        model(data.test_batch(0, choose_eval_batch(data.meta["shape"]))[0])
-    if worker.watch is not None:
-        worker.watch.end_warm_up()
+    with strategy.open_evaluation_model() as model, torch.no_grad():
+        model(data.make_test_batch(0, choose_eval_batch(data.meta["shape"]))[0])
+    if worker.compile_watch is not None:
+        worker.compile_watch.end_warm_up()
     strategy.restore(saved)
     generators.put_back(worker.device)
     if dist.is_initialized() and dist.get_backend() == "nccl":
@@ -262,7 +262,9 @@ def train_epoch(
         taken: Losses of steps of this epoch that an earlier attempt has taken.
     """
     s = worker.settings
-    order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
+    order, augmentation = data.draw_epoch_tables(s.seed, epoch, s.augment).to_device(
+        data.index_device
+    )
     collect_and_freeze_garbage()
     batches = islice(strategy.batches(order, epoch), len(taken), max_steps)
     losses, per_epoch = list(taken), data.train_samples // s.global_batch
@@ -271,13 +273,13 @@ def train_epoch(
         stop = find_next_stop(besides)
         until = last if stop is None else min(stop - epoch * per_epoch, last)
         stretch = islice(batches, until - len(losses))
-        log.write("train", "start")
+        log.write_phase_event("train", "start")
         # The clock starts right after this barrier, so that a delay would count for all workers.
         wait_for_all_workers(worker)
         losses += run_timed_steps(
             strategy, data, clock, stretch, augmentation, goes_on=bool(losses)
         )
-        log.write("train", "end")
+        log.write_phase_event("train", "end")
         if until == last:
             return losses
         call_due_activities(besides, stop, losses)
@@ -302,14 +304,14 @@ def run_timed_steps(
         goes_on: Whether the steps continue the epoch whose steps were timed last.
     """
     losses = []
-    clock.begin(goes_on)
+    clock.begin_epoch(goes_on)
     for indices, following in pair_with_next_batch(batches):
-        x, y = data.batch(indices, augmentation)
+        x, y = data.make_training_batch(indices, augmentation)
         if following is not None:
             data.prefetch(following, augmentation)
-        clock.mark("data")
+        clock.mark_phase_end("data")
         losses.append(strategy.step(x, y))
-        clock.tick()
+        clock.mark_step_end()
     clock.end()
     return losses
 
@@ -371,16 +373,20 @@ def evaluate_test_set(
     total, batch = data.test_samples, choose_eval_batch(data.meta["shape"])
     rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
     sums = torch.zeros(8, dtype=torch.float64, device=data.device)
-    with strategy.evaluating() as model, torch.no_grad():
+    with strategy.open_evaluation_model() as model, torch.no_grad():
         for i in range(rounds):
             start = (i * mesh.replicas + share) * batch
-            counts = start < total and mesh.speaks(rank)
-            x, y = data.test_batch(start, start + batch) if start < total else data.test_batch(0, 1)
+            counts = start < total and mesh.reports_for_replica(rank)
+            x, y = (
+                data.make_test_batch(start, start + batch)
+                if start < total
+                else data.make_test_batch(0, 1)
+            )
             outputs = model(x)
             if counts:
                 sums += compute_batch_sums(task, outputs, y)
             if heartbeat is not None:
-                heartbeat.alive()
+                heartbeat.record_progress()
     if mesh.workers > 1:
         dist.all_reduce(sums)
     return compute_evaluation(sums.tolist())
@@ -393,7 +399,7 @@ def average_over_replicas(value: torch.Tensor, worker: Worker) -> float:
     only.
     """
     if worker.world_size > 1:
-        if not worker.mesh.speaks(worker.rank):
+        if not worker.mesh.reports_for_replica(worker.rank):
             value = torch.zeros_like(value)
         dist.all_reduce(value)
     return float(value) / worker.mesh.replicas

@@ -46,18 +46,18 @@ class Standing:
     #: Exit code of the worker. None: it was running.
     exit_code: int | None = None
     #: Seconds since the worker's last progress. None: the worker has sent no heartbeat.
-    quiet_s: float | None = None
+    without_progress_s: float | None = None
     #: Seconds of the worker's longest step. None: the worker has sent no heartbeat.
     longest_step_s: float | None = None
-    #: Whether the worker counts as hung (`HeartbeatReading.hangs`).
-    hangs: bool = False
+    #: Whether the worker counts as hung (`HeartbeatReading.is_hung`).
+    is_hung: bool = False
     #: Innermost call, as `function (file.py:12)`. None: it was not requested, or the worker did not answer.
-    call: str | None = None
+    innermost_call: str | None = None
     #: Numbers of the shard groups that the worker has called in its last step.
-    groups: Sequence[int] = ()
+    called_groups: Sequence[int] = ()
 
     def __str__(self) -> str:
-        call = f", in {self.call}" if self.call else ""
+        call = f", in {self.innermost_call}" if self.innermost_call else ""
         return f"{self.steps} steps, in phase {self.phase}{call}"
 
 
@@ -75,12 +75,15 @@ def are_all_workers_hung(job: Job, workers: Sequence[Process], awake_since_s: fl
     ranks = [parse_rank(w.name) for w in workers if w.exitcode is None]
     now_s = time.monotonic()
     readings = [
-        read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
+        read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         for rank in ranks
         if rank is not None  # a command has no rank and sends no heartbeat
     ]
     return bool(readings) and all(
-        reading is not None and reading.steps and reading.hangs and reading.quiet_s > HUNG_S
+        reading is not None
+        and reading.steps
+        and reading.is_hung
+        and reading.without_progress_s > HUNG_S
         for reading in readings
     )
 
@@ -100,31 +103,31 @@ def write_worker_states(
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
     standings = {}
-    for rank in job.ranks_of(node):
+    for rank in job.list_ranks(node):
         if (name := format_worker_name(rank)) not in by_name:
             return  # a command trains, whose processes have no known state
-        reading = read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
+        reading = read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         standings[name] = {
             "steps": reading.steps if reading else 0,
             "phase": read_current_phase(job, rank),
             "exit_code": by_name[name].exitcode,
-            "quiet_s": reading and reading.quiet_s,
+            "without_progress_s": reading and reading.without_progress_s,
             "longest_step_s": reading and reading.longest_step_s,
-            "hangs": reading is not None and reading.hangs,
-            "groups": read_shard_group_calls(job.folder.heartbeat(rank)),
+            "is_hung": reading is not None and reading.is_hung,
+            "called_groups": read_shard_group_calls(job.folder.get_heartbeat_path(rank)),
         }
     running = [p for p in processes if p.exitcode is None]
     stepless = at_limit and not any(entry["steps"] for entry in standings.values())
-    if stepless or all(standings[p.name]["hangs"] for p in running if p.name in standings):
+    if stepless or all(standings[p.name]["is_hung"] for p in running if p.name in standings):
         request_stacks(job, running)
         for name, entry in standings.items():
-            entry["call"] = read_innermost_call(job.folder.stack(name))
-    job.folder.write_standing(node, standings)
+            entry["innermost_call"] = read_innermost_call(job.folder.get_stack_path(name))
+    job.folder.write_worker_states(node, standings)
 
 
 def read_current_phase(job: Job, rank: int) -> str:
     """Return a worker's present phase from its log, or `start` before its first phase."""
-    phases = read_phases([job.folder.phases(rank)])
+    phases = read_phases([job.folder.get_phase_log_path(rank)])
     open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
     if open_ones:
         return open_ones[-1]
@@ -134,11 +137,13 @@ def read_current_phase(job: Job, rank: int) -> str:
 
 def request_stacks(job: Job, running: Sequence[Process]) -> None:
     """Make processes write their stack traces, and wait for these for at most STACKS_S."""
-    answering = [p for p in running if p.pid is not None and job.folder.stack(p.name).exists()]
+    answering = [
+        p for p in running if p.pid is not None and job.folder.get_stack_path(p.name).exists()
+    ]
     for process in answering:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, STACK_SIGNAL)
-    paths = [job.folder.stack(process.name) for process in answering]
+    paths = [job.folder.get_stack_path(process.name) for process in answering]
     ends_s = time.monotonic() + STACKS_S
     before = None
     while time.monotonic() < ends_s:
@@ -190,7 +195,7 @@ def failed_at_limit_reason(job: Job) -> str | None:
     if it hung (`hang_reason`).
     """
     standings = read_worker_states(job)
-    results = job.folder.read_workers(job.world_size)
+    results = job.folder.read_worker_results(job.world_size)
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     ranks = range(job.world_size)
     if not any(_has_stepped(job, rank, standings.get(rank), results.get(rank)) for rank in ranks):
@@ -205,7 +210,8 @@ def failed_at_limit_reason(job: Job) -> str | None:
 def read_worker_states(job: Job) -> dict[int, Standing]:
     """Return the last state of each worker by rank. Workers whose agent has written none are absent."""
     return {
-        parse_rank(name): Standing(**entry) for name, entry in job.folder.read_standing().items()
+        parse_rank(name): Standing(**entry)
+        for name, entry in job.folder.read_worker_states().items()
     }
 
 
@@ -216,7 +222,7 @@ def find_first_unequal_step(standings: Mapping[int, Standing]) -> int | None:
     """
     first, *others = standings.values() or [Standing(0, "")]
     for other in others:
-        pairs = zip(first.groups, other.groups, strict=False)
+        pairs = zip(first.called_groups, other.called_groups, strict=False)
         if first.steps == other.steps and any(a != b for a, b in pairs):
             return first.steps + 1
     return None
@@ -225,9 +231,9 @@ def find_first_unequal_step(standings: Mapping[int, Standing]) -> int | None:
 def hang_reason(standings: Mapping[int, Standing]) -> str | None:
     """Return a sentence with each rank's last state if all running workers hang, or None."""
     running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
-    if not running or not all(standing.hangs for standing in running.values()):
+    if not running or not all(standing.is_hung for standing in running.values()):
         return None
-    quiet_s = min(s.quiet_s for s in running.values())
+    quiet_s = min(s.without_progress_s for s in running.values())
     longest_s = max(s.longest_step_s for s in running.values())
     return (
         f"it hangs: no worker got on for {quiet_s:.1f} s, and no step before had taken longer than "
@@ -246,7 +252,7 @@ def _has_stepped(
         return standing.steps > 0
     if result is not None and result["status"] in ("ok", "diverged"):
         return True
-    return any(p.phase == "train" for p in read_phases([job.folder.phases(rank)]))
+    return any(p.phase == "train" for p in read_phases([job.folder.get_phase_log_path(rank)]))
 
 
 def _format_rank_states(standings: Mapping[int, Standing]) -> str:

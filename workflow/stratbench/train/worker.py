@@ -72,8 +72,8 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         local_rank: Rank of the worker on its node.
     """
     job = Job.from_json(job_json)
-    redirect_output(job.folder.log(format_worker_name(rank)))
-    write_stacks_on_signal(job.folder.stack(format_worker_name(rank)))
+    redirect_output(job.folder.get_log_path(format_worker_name(rank)))
+    write_stacks_on_signal(job.folder.get_stack_path(format_worker_name(rank)))
     lock_cell_as_worker(job.folder.logs)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         exit_immediately(EXIT_ERROR)  # the agent checks the time limit, and reports it
@@ -86,9 +86,9 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         of_gpu = isinstance(e, RuntimeError) and "CPUAllocator" not in str(e)
         if code == EXIT_OOM and job.use_cuda and of_gpu:
             outcome["others"] = find_other_programs_on_gpu(job, rank)
-        job.folder.write_worker(rank, outcome)
+        job.folder.write_worker_result(rank, outcome)
         exit_immediately(code)
-    job.folder.write_worker(rank, result)
+    job.folder.write_worker_result(rank, result)
     exit_immediately(0)
 
 
@@ -138,8 +138,10 @@ def start_worker(job: Job, number: int, local_rank: int) -> WorkerStart:
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
     memory = MemoryMeter(device)  # created before model and data are in memory
-    heartbeat = Heartbeat(job.folder.heartbeat(number))
-    log = PhaseLog(job.folder.phases(number), number, job.origin_s, heartbeat.alive)
+    heartbeat = Heartbeat(job.folder.get_heartbeat_path(number))
+    log = PhaseLog(
+        job.folder.get_phase_log_path(number), number, job.origin_s, heartbeat.record_progress
+    )
     strategy = make_strategy(s.strategy, s.options)
     return WorkerStart(strategy, device, memory, heartbeat, log, Phases(device, log), job.elapsed_s)
 
@@ -183,19 +185,19 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     with phases("build"):
         ready = set_up_model(
             s, strategy, data, device, rank,
-            rank=rank, world_size=job.world_size, local_world=job.workers_beside(rank),
+            rank=rank, world_size=job.world_size, local_world_size=job.count_workers_on_node(rank),
             folder=job.folder, watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
         )  # fmt: skip
         built, worker = ready.built, ready.worker
     train = import_attribute(strategy.loop) if strategy.loop else loop.train
     # In a strategy's own training loop, the worker that evaluates stores the epochs.
     progress = loop.Progress(job.folder if rank == 0 or strategy.loop else None)
-    classes = [*(beside for _, beside in iter_imported_additions("beside")), Profile]
-    besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.takes(job)]
+    classes = [*(beside for _, beside in iter_imported_additions("activity_class")), Profile]
+    besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.is_active_in(job)]
     result = train(strategy, data, worker, phases, log, memory, progress, besides)
     measured = build_worker_result(result, start, rank)
     if watch is not None:
-        measured["compile"] = watch.summary()
+        measured["compile"] = watch.summarize_compilations()
     chosen = strategy.is_evaluator
     for beside in besides:
         measured |= beside.end(result.status, chosen)
@@ -236,28 +238,30 @@ def set_up_model(
         Refused: If the strategy cannot train a user's model.
     """
     built = build_model_and_task(s, strategy, data, device)
-    slowdown = Slowdown.of(s, slowed_as, built.model, built.shape, data.meta["classes"], device)
+    slowdown = Slowdown.from_settings(
+        s, slowed_as, built.model, built.shape, data.meta["classes"], device
+    )
     worker = Worker(
         settings=s,
         device=device,
         wrap_groups=built.groups,
-        delay=slowdown.wait,
+        delay_step=slowdown.wait,
         task=built.task,
-        weighs=built.loss_kind.weighs,
+        has_weighted_loss=built.loss_kind.weighs,
         total_steps=s.total_steps(data.train_samples),
         input_shape=built.shape,
         trial=built.trial,
-        start=built.facts["initial_weights_sha256"],
+        initial_weights_hash=built.facts["initial_weights_sha256"],
         **place,
     )
     check_equal_initial_weights(worker)
     if built.trial is not None:
         acceptance.check_model(strategy, built.network, built.model, worker)
-    two = data.test_batch(0, 2)
+    two = data.make_test_batch(0, 2)
     with acceptance.refuse_changed_scores(strategy, built.network, built.model, worker, *two):
         strategy.setup(built.model, worker)
     # From here on only operations that are random per worker, such as dropout, use the global generators.
-    seed_random_generators(s.seed + 1 + worker.draws)
+    seed_random_generators(s.seed + 1 + worker.random_stream_index)
     return Ready(built, slowdown, worker)
 
 
@@ -269,7 +273,9 @@ def check_equal_initial_weights(worker: Worker) -> None:
     """
     if worker.world_size == 1 or not dist.is_initialized():
         return
-    own = torch.tensor([*bytes.fromhex(worker.start)], dtype=torch.uint8, device=worker.device)
+    own = torch.tensor(
+        [*bytes.fromhex(worker.initial_weights_hash)], dtype=torch.uint8, device=worker.device
+    )
     all_of_them = own.new_empty(worker.world_size * len(own))
     dist.all_gather_into_tensor(all_of_them, own)
     if len({bytes(start.tolist()) for start in all_of_them.cpu().split(len(own))}) > 1:
@@ -298,11 +304,11 @@ def add_model_descriptions(
     }
     details = measured["strategy"]["details"]
     if ready.slowdown.factors:
-        details["slowdown"] = ready.slowdown.summary()
+        details["slowdown"] = ready.slowdown.summarize_delays()
     if built.trial is not None and acceptance.updates_parameters_without_gradient(
         strategy, built.trial, s
     ):
-        details["moved_by_zeros"] = list(built.trial.skipped)
+        details["moved_by_zeros"] = list(built.trial.skippable_names)
 
 
 def create_compile_watch(job: Job) -> CompileWatch:
@@ -310,8 +316,8 @@ def create_compile_watch(job: Job) -> CompileWatch:
 
     The cell shares the cache with no other cell.
     """
-    if job.folder.local is not None:  # a shared cache would make later cells faster
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.local / "compiled")
+    if job.folder.node_local_dir is not None:  # a shared cache would make later cells faster
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.node_local_dir / "compiled")
     return CompileWatch()
 
 
@@ -387,7 +393,7 @@ def build_model_and_task(
         )
         dtype = get_weights_dtype(s.precision)
         trial = models.take_model_trial(network, model, classes, shape, groups, task, dtype)
-        facts["dropout"] = trial.draws
+        facts["dropout"] = trial.draws_random_numbers
     return Built(network, model, shape, task, kind, groups, trial, facts, group_sizes)
 
 
@@ -435,7 +441,7 @@ def join_process_group(job: Job, rank: int, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
     if alone:
-        store = dist.FileStore(str(job.folder.store), job.world_size)
+        store = dist.FileStore(str(job.folder.store_path), job.world_size)
     else:
         store = connect_tcp_store(job.folder, rank, job.world_size)
     try:
@@ -479,14 +485,14 @@ def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> d
         "epoch_starts_s": clock.epoch_starts_s,
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
-        "own_ms": clock.own_ms,
+        "own_ms": clock.step_without_waits_ms,
         # In a strategy's own training loop, a step may wait for other processes.
-        "issue_ms": None if strategy.loop else clock.issue_ms,
-        "core_wait_s": clock.core_waits.longest_s,
+        "issue_ms": None if strategy.loop else clock.shortest_issue_ms,
+        "core_wait_s": clock.core_waits.longest_wait_s,
         "breakdown_ms": clock.phase_means_ms,
         "phases_s": start.phases.as_dict(),
         "started_s": start.started_s,
-        "per_epoch": result.progress.per_epoch,
+        "per_epoch": result.progress.epoch_results,
         "losses": result.losses,
         "memory": result.memory,
         "model_states": strategy.model_states(),
@@ -506,7 +512,7 @@ def describe_worker_error(e: Exception) -> tuple[dict[str, Any], int]:
 
 def find_other_programs_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
     """Return the other programs on this worker's GPU, or None if none is known."""
-    place = job.folder.read_places().get(format_worker_name(rank), {}).get("gpu", {})
+    place = job.folder.read_process_locations().get(format_worker_name(rank), {}).get("gpu", {})
     gpu = find_worker_gpu(Nvml(), place)
     if gpu is None:
         return None

@@ -40,7 +40,7 @@ class Generators(NamedTuple):
     cuda: Tensor | None
 
     @classmethod
-    def now(cls, device: torch.device | None = None) -> Generators:
+    def capture_states(cls, device: torch.device | None = None) -> Generators:
         """Return the present states of all random generators, including those of a CUDA `device`."""
         on_cuda = device is not None and device.type == "cuda"
         return cls(
@@ -81,7 +81,7 @@ class Generators(NamedTuple):
         return [t for t in states if t is not None]
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
         """Return the states that `tensors` has converted to tensors."""
         numbers, halves, of_torch, *of_cuda = tensors
         half, other = (None if math.isnan(h) else h for h in halves.tolist())
@@ -98,7 +98,7 @@ class Generators(NamedTuple):
 @contextmanager
 def restore_random_generators(device: torch.device | None = None) -> Iterator[Generators]:
     """Restore all generators after the block, and yield their states before it."""
-    states = Generators.now(device)
+    states = Generators.capture_states(device)
     try:
         yield states
     finally:

@@ -86,7 +86,10 @@ class KnownFakes(FakeTensorMode):
         The result is None if operands are unknown or too large.
         """
         recipe = self._build_recipe(op, args, kwargs, 1)
-        if recipe is None or sum(r.numbers for r in _collect_recipes(recipe, set())) > MAX_NUMBERS:
+        if (
+            recipe is None
+            or sum(r.num_elements for r in _collect_recipes(recipe, set())) > MAX_NUMBERS
+        ):
             return None
         return _compute_operand(recipe, {})
 
@@ -124,7 +127,7 @@ class KnownFakes(FakeTensorMode):
         if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.__name__:
             return None
         steps = 1 + max(
-            (r.steps for r in _iter_recipes([operands, list(named.values())])), default=0
+            (r.num_operations for r in _iter_recipes([operands, list(named.values())])), default=0
         )
         return Recipe(op, operands, named, numbers, steps) if steps <= MAX_STEPS else None
 
@@ -160,8 +163,8 @@ class Recipe:
     op: Any
     args: list[Any]
     kwargs: dict[str, Any]
-    numbers: int
-    steps: int
+    num_elements: int
+    num_operations: int
 
 
 class _Unknown(Exception):

@@ -211,7 +211,7 @@ def log_each_ddp_step(module: nn.parallel.DistributedDataParallel) -> None:
 class ObservableScaler(torch.amp.GradScaler):
     """A GradScaler that passes its overflow flags to `observe` before it uses the flags."""
 
-    def observe(self, flags: Iterable[Tensor]) -> None:
+    def process_overflow_flags(self, flags: Iterable[Tensor]) -> None:
         """Read or change the overflow flags.
 
         Args:
@@ -221,7 +221,7 @@ class ObservableScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         flags = super()._unscale_grads_(*args, **kwargs)
-        self.observe(flags.values())
+        self.process_overflow_flags(flags.values())
         return flags
 
 

@@ -42,9 +42,9 @@ class Candidate:
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     time_s: float | None = None
     #: Noun for the unit of the times: `repeat`, or `block` of a verdict.
-    unit: str = "repeat"
+    repetition_unit: str = "repeat"
     #: Whether the time is projected, and if so its 80 % interval and the projected results as text.
-    projected: bool = False
+    is_projected: bool = False
     time_low_s: float | None = None
     time_high_s: float | None = None
     projected_figures: str = ""
@@ -65,8 +65,8 @@ class Candidate:
     tokens_per_s: float | None = None
     mfu: float | None = None
     test_samples: float | None = None
-    on_cpu: bool = False
-    served: bool = False  # whether the candidate has parameter servers
+    is_on_cpu: bool = False
+    has_servers: bool = False  # whether the candidate has parameter servers
     #: Whether the result depends on the number of workers: by BatchNorm, or by a loss that does not add up.
     score_depends_on_workers: bool = True
     global_batch: float | None = None
@@ -80,15 +80,15 @@ class Candidate:
     price_per_gpu_hour: float | None = None
     #: If workers joined and left: GPU-seconds allocated to all workers, and the mean number of workers.
     #: None if all workers stay from start to end.
-    held_s: float | None = None
-    present: float | None = None
+    allocated_gpu_s: float | None = None
+    mean_num_workers: float | None = None
     #: Whether the candidate's number of repeats is the one that its records state as planned before they ran.
-    repeats_fixed: bool = False
-    kind: str = ""
-    reason: str = ""
-    doubts: list[str] = field(default_factory=list)
+    has_planned_repeats: bool = False
+    exclusion_kind: str = ""
+    exclusion_reason: str = ""
+    caveats: list[str] = field(default_factory=list)
     #: The claim of a verdict and its confidence, if the candidate leads the verdict's comparison.
-    claim: tuple[str, str] | None = None
+    verdict_claim: tuple[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -96,9 +96,9 @@ class Candidate:
         return f"{self.strategy} × {self.gpus}"
 
     @property
-    def diverged(self) -> bool:
+    def has_diverged(self) -> bool:
         """Whether the candidate is excluded because one of its trainings diverged."""
-        return self.reason.endswith(DIVERGED)
+        return self.exclusion_reason.endswith(DIVERGED)
 
     @property
     def rate_text(self) -> str:
@@ -128,7 +128,7 @@ class Candidate:
     @property
     def run(self) -> str:
         """Noun for one measurement of the training time: `run` or `block`."""
-        return "run" if self.unit == "repeat" else self.unit
+        return "run" if self.repetition_unit == "repeat" else self.repetition_unit
 
     @property
     def is_ranked_by_cost(self) -> bool:
@@ -140,7 +140,7 @@ class Candidate:
         """GPU-hours of the workers times the price, or None without a time or a price."""
         if self.time_s is None or self.price_per_gpu_hour is None:
             return None
-        held_s = self.time_s * self.gpus if self.held_s is None else self.held_s
+        held_s = self.time_s * self.gpus if self.allocated_gpu_s is None else self.allocated_gpu_s
         return held_s / 3600 * self.price_per_gpu_hour
 
     @property
@@ -159,13 +159,13 @@ class Candidate:
         """Mean score over the repeats, in the shown unit."""
         return float(self.scores.mean()) if len(self.scores) else None
 
-    def is_score_open(self, constraints: Constraints) -> bool:
+    def may_miss_score_tolerance(self, constraints: Constraints) -> bool:
         """Return whether the candidate's score may be worse than tolerated. False if unmeasured."""
         if self.skips_evaluation or self.score_loss_upper is None:
             return False
-        return bool(self.score_loss_upper > constraints.find_tolerance(self.score))
+        return bool(self.score_loss_upper > constraints.find_score_tolerance(self.score))
 
     def exclude(self, kind: str, reason: str) -> None:
         """Exclude the candidate for a reason. A candidate that is already excluded keeps its reason."""
-        if not self.kind:
-            self.kind, self.reason = kind, reason
+        if not self.exclusion_kind:
+            self.exclusion_kind, self.exclusion_reason = kind, reason

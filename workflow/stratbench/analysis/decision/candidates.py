@@ -47,17 +47,17 @@ def build_candidates(
     for key, on_it in iter_findings_by_group(findings, groups.all):
         candidate = build_measured_candidate(groups, key, constraints)
         for one in evidence:
-            one.measure(candidate, groups, key)
+            one.replace_measured_times(candidate, groups, key)
         exclude_by_records(candidate, groups.all[key], on_it, constraints)
         candidates.append(candidate)
     question = (str(rows.iloc[0]["experiment"]), str(rows.iloc[0]["model"]))
     for one in evidence:
-        candidates += one.extend(question, candidates, constraints)
+        candidates += one.iter_unmeasured_candidates(question, candidates, constraints)
     for candidate in candidates:
         exclude_by_constraints(candidate, constraints)
     exclude_by_score(candidates, constraints)
     for one in evidence:
-        one.exclude(question, candidates)
+        one.exclude_candidates(question, candidates)
     return candidates
 
 
@@ -91,25 +91,25 @@ def build_measured_candidate(groups: Repeats, group: Group, constraints: Constra
         times=times,
         time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
         score=score,
-        scores=score.factor * pd.Series(groups.values(group, "score_final"), dtype=float),
-        score_error=None if error is None else score.factor * error,
+        scores=score.display_factor * pd.Series(groups.values(group, "score_final"), dtype=float),
+        score_error=None if error is None else score.display_factor * error,
         skips_evaluation=bool(frame["steps"].notna().any()),
         test_samples=most("test_samples"),
         tokens_per_s=middle("throughput_samples_per_s", score.counts_per_sample)
-        if score.counts == "tokens"
+        if score.throughput_unit == "tokens"
         else None,
         mfu=middle("mfu"),
         memory_bytes=most("peak_memory_bytes"),
         model_states_bytes=most("model_states_bytes"),
         gpu_memory_bytes=None if on_cpu else min(cards, default=None),
-        on_cpu=on_cpu,
-        served=groups.have_servers([group]),
+        is_on_cpu=on_cpu,
+        has_servers=groups.has_servers([group]),
         score_depends_on_workers=not is_ever_false(ok["batchnorm"])
         or is_ever_false(ok["loss_adds_up"]),
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
-        repeats_fixed=has_planned_repeats(frame),
+        has_planned_repeats=has_planned_repeats(frame),
     )
 
 
@@ -175,8 +175,8 @@ def exclude_by_records(
             candidate.exclude(
                 "does not learn", f"the audit: {candidate.score.name} {finding['figures']}"
             )
-        elif finding["severity"] == "warning" and finding["rule"] not in candidate.doubts:
-            candidate.doubts.append(finding["rule"])
+        elif finding["severity"] == "warning" and finding["rule"] not in candidate.caveats:
+            candidate.caveats.append(finding["rule"])
 
 
 def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> None:
@@ -195,7 +195,7 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
                 "too slow", format_amount_and_limit(time_s, constraints.deadline_s, "s")
             )
         elif most_s > constraints.deadline_s:
-            candidate.doubts.append(
+            candidate.caveats.append(
                 f"it may take {format_amount_and_limit(most_s, constraints.deadline_s, 's')}"
             )
     stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
@@ -214,18 +214,18 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
         limit_bytes: Memory of a worker.
         margin: Reserve as a fraction of the peak.
     """
-    held = candidate.model_states_bytes if candidate.on_cpu else candidate.memory_bytes
-    what = "model states alone" if candidate.on_cpu else "peak"
+    held = candidate.model_states_bytes if candidate.is_on_cpu else candidate.memory_bytes
+    what = "model states alone" if candidate.is_on_cpu else "peak"
     if held is not None and held * (1 + margin) > limit_bytes:
         reserve = f" plus a reserve of {100 * margin:g} %" if held <= limit_bytes else ""
         name, unit = choose_byte_unit(limit_bytes)
         sizes = format_amount_and_limit(held / unit, limit_bytes / unit, name, reserve)
         candidate.exclude("does not fit", f"{what} {sizes}")
-    elif candidate.on_cpu or held is None:
+    elif candidate.is_on_cpu or held is None:
         reason = (
-            "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
+            "its records are of CPU processes" if candidate.is_on_cpu else "memory was not recorded"
         )
-        candidate.doubts.append(f"whether it fits is not known: {reason}")
+        candidate.caveats.append(f"whether it fits is not known: {reason}")
 
 
 def format_amount_and_limit(amount: float, limit: float, unit: str, addition: str = "") -> str:

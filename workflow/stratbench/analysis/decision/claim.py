@@ -67,7 +67,7 @@ def find_better_excluded(
     """
     best = {}
     for kind in kinds:
-        timed = [c for c in candidates if c.kind == kind and c.time_s is not None]
+        timed = [c for c in candidates if c.exclusion_kind == kind and c.time_s is not None]
         one = min(timed, key=lambda c: (c.objective, c.gpus), default=None)
         if one and (first is None or one.objective < first.objective):
             best[kind] = one
@@ -85,7 +85,7 @@ def compute_claim(
         constraints: Constraints of the decision.
         score_open: Whether the score may be worse than allowed.
     """
-    first = ranking.first
+    first = ranking.chosen_candidate
     quick = "cheap" if first.is_ranked_by_cost else "fast"
     they_have = [
         REMAINING_HAVE[kind].format(score=first.score.name)
@@ -96,8 +96,8 @@ def compute_claim(
     but = f", but its {first.score.name} may be worse than allowed" if score_open else ""
     margin = f"{100 * constraints.equivalence_margin:g} %"
     ties = [c for c in ranking.comparisons if c.status == "tied"]
-    if first.projected:
-        not_faster = f"Not significantly {quick}er than {ties[0].rival.name}" if ties else ""
+    if first.is_projected:
+        not_faster = f"Not significantly {quick}er than {ties[0].alternative.name}" if ties else ""
         workers = format_count(first.gpus, "worker")
         text = f"{not_faster or best} by projection; nothing was measured on {workers}."
         return Claim("projected", text)
@@ -111,7 +111,7 @@ def compute_claim(
     if not ties:
         text = f"{best}{but}." if but else f"{best}: {describe_distance(ranking.comparisons[0])}."
         return Claim("winner", text)
-    names = [c.rival.name for c in ties]
+    names = [c.alternative.name for c in ties]
     named = join_with_and(names) if len(ties) == 2 else format_names(names, 1)
     most = constraints.equivalence_margin + 1e-12
     known_equal = ranking.max_lead is not None and ranking.max_lead <= most
@@ -119,14 +119,14 @@ def compute_claim(
         return Claim(
             "tie",
             f"As {quick} as {named} within {margin}"
-            f"{describe_advantage(first, [c.rival for c in ties])}{but}.",
+            f"{describe_advantage(first, [c.alternative for c in ties])}{but}.",
         )
     return Claim("apart", f"Not significantly {quick}er than {named}{but}.")
 
 
 def describe_distance(c: ComparisonWithChoice, rival: str = "the next") -> str:
     """Return how far an alternative is behind the choice: `the next takes 9 % longer`."""
-    ratio, by_cost = c.ratio.value, c.rival.is_ranked_by_cost
+    ratio, by_cost = c.ratio.value, c.alternative.is_ranked_by_cost
     if ratio >= 2:
         many = f"{ratio:.1f} times as"
         return f"{rival} costs {many} much" if by_cost else f"{rival} takes {many} long"

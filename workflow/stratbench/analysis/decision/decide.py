@@ -71,14 +71,16 @@ class Decision:
     changes: tuple[str, ...]
     #: (strategy, reason) for each strategy that is excluded at every number of workers.
     excluded: tuple[tuple[str, str], ...]
-    matrix: tuple[dict[str, Any], ...]
+    matrix_rows: tuple[dict[str, Any], ...]
     #: The answer in a few words.
-    short: ShortAnswer
+    short_answer: ShortAnswer
 
     @property
     def headline(self) -> str:
         """The chosen candidate and the conclusion as text: `ddp × 4. Fastest, in one run each`."""
-        return f"{self.short.name or 'Nothing can be recommended'}. {self.short.claim}"
+        return (
+            f"{self.short_answer.name or 'Nothing can be recommended'}. {self.short_answer.claim}"
+        )
 
 
 def make_decisions(
@@ -147,7 +149,11 @@ def decide_model(
         evidence: Evidence of extensions.
     """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
-    ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.comparisons)]
+    ranked = (
+        []
+        if ranking is None
+        else [ranking.chosen_candidate, *(c.alternative for c in ranking.comparisons)]
+    )
     common = {"experiment": experiment, "dataset": dataset, "model": model}
     common["matrix"] = build_matrix_rows((experiment, dataset, model), candidates, ranking)
     common["excluded"] = tuple(iter_excluded_strategies(candidates, {c.strategy for c in ranked}))
@@ -161,11 +167,11 @@ def decide_model(
             confidence="none",
             sure=("No candidate is left to rank.",),
             changes=tuple(iter_constraint_changes(candidates, None)),
-            short=nothing,
+            short_answer=nothing,
         )
     noun = choose_noun_for_workers(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
-    score_open = ranking.first.is_score_open(constraints)
+    score_open = ranking.chosen_candidate.may_miss_score_tolerance(constraints)
     sure = compute_confidence(
         ranking,
         constraints,
@@ -174,17 +180,23 @@ def decide_model(
         has_requested_worker_count(candidates, constraints),
     )
     unknown = list(
-        iter_unanswered_constraints(candidates, ranking.first, noun, constraints, bool(slowed))
+        iter_unanswered_constraints(
+            candidates, ranking.chosen_candidate, noun, constraints, bool(slowed)
+        )
     )
-    further = (s for one in evidence for s in one.changes((experiment, model), ranking.first))
+    further = (
+        s
+        for one in evidence
+        for s in one.iter_answer_changes((experiment, model), ranking.chosen_candidate)
+    )
     return Decision(
         **common,
-        choice=ranking.first,
+        choice=ranking.chosen_candidate,
         reason=describe_choice(candidates, ranking, noun, constraints),
         confidence=sure.level,
         sure=sure.sentences,
         changes=(*iter_answer_changes(candidates, ranking, constraints), *further),
-        short=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
+        short_answer=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
 
 
@@ -199,12 +211,12 @@ def build_matrix_rows(
         ranking: Ranking of the candidates, or None if all are excluded.
     """
     compared = [] if ranking is None else list(ranking.comparisons)
-    places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
+    places = {id(c.alternative): (place, c) for place, c in enumerate(compared, 2)}
     rows = []
     for c in candidates:
         place, against = places.get(id(c), (None, None))
-        status = c.kind
-        if ranking is not None and c is ranking.first:
+        status = c.exclusion_kind
+        if ranking is not None and c is ranking.chosen_candidate:
             place, status = 1, "recommended"
         elif against is not None:
             status = "tied" if against.status == "tied" else "possible"
@@ -216,14 +228,15 @@ def build_matrix_rows(
             else (None, None, None)
         )
         rows.append(dict(zip(MATRIX_COLUMNS, where, strict=False)) | {
-            "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place, "reason": c.reason,
+            "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place,
+            "reason": c.exclusion_reason,
             "basis": c.basis, "repeats": len(c.times), "time_s": c.time_s, "time_low_s": c.time_low_s,
             "time_high_s": c.time_high_s, "cost": c.cost,
             "memory_mib": c.memory_bytes and c.memory_bytes / MIB, "score": c.mean_score,
             "score_name": c.score.name, "score_unit": c.score.shown_unit,
             **dict(zip(("ratio_to_first", "low", "high"), ratio, strict=True)),
             "score_loss_upper": c.score_loss_upper,
-            "doubts": "; ".join(c.doubts),
+            "doubts": "; ".join(c.caveats),
         })  # fmt: skip
     return tuple(rows)
 
@@ -251,7 +264,7 @@ def describe_decisions(
         constraints: Texts on the constraints; if empty, `limits` gives them.
         further: Answers of extensions.
     """
-    lines = [f"Constraints: {'; '.join(constraints or limits.sentences())}.", *notes, ""]
+    lines = [f"Constraints: {'; '.join(constraints or limits.iter_sentences())}.", *notes, ""]
     common = find_common_sentences(decisions)
     for d in decisions:
         lines.append(format_title(d))
@@ -278,7 +291,7 @@ def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]
     """Return (name, short answer) pairs. A name is the model, with its experiment if ambiguous."""
     models = [d.model for d in decisions]
     return [
-        (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)
+        (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short_answer)
         for d in decisions
     ]
 
@@ -306,7 +319,7 @@ def build_answers_json(
     """
     return {
         "common": find_common_sentences(decisions),
-        "constraints": list(constraints.sentences()),
+        "constraints": list(constraints.iter_sentences()),
         "equivalence_margin": constraints.equivalence_margin,
         "by_cost": constraints.price_per_gpu_hour is not None,
         "across": list(notes),
@@ -320,7 +333,9 @@ def build_answer(decision: Decision) -> dict[str, Any]:
     """Return the entry of answers.json for a decision."""
     words = ("experiment", "dataset", "model", "headline", "reason")
     words += ("confidence", "sure", "changes", "excluded")
-    return {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
+    return {name: getattr(decision, name) for name in words} | {
+        "short": asdict(decision.short_answer)
+    }
 
 
 def write_decisions(
@@ -341,8 +356,10 @@ def write_decisions(
         answers_out: JSON file to write.
         evidence: Evidence of extensions by their names.
     """
-    further = {name: answer for name, one in evidence.items() if (answer := one.answer())}
-    rows = [row for decision in decisions for row in decision.matrix]
+    further = {
+        name: answer for name, one in evidence.items() if (answer := one.build_separate_answer())
+    }
+    rows = [row for decision in decisions for row in decision.matrix_rows]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = describe_study_findings(findings)
     write_atomic(
@@ -361,9 +378,9 @@ def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, E
     """
     paths = dict(pair.split("=", 1) for pair in pairs)
     return {
-        name: reading.evidence(paths.get(name, ""), constraints)
+        name: reading.read_evidence(paths.get(name, ""), constraints)
         for name, reading in list_readings().items()
-        if reading.evidence is not None
+        if reading.read_evidence is not None
     }
 
 

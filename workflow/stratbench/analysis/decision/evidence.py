@@ -17,7 +17,7 @@ Question = tuple[str, str]
 class Evidence:
     """Base class of an extension's evidence for decisions. All methods are optional and called in order."""
 
-    def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
+    def replace_measured_times(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
         """Replace the times of a measured candidate, or exclude the candidate.
 
         Args:
@@ -26,7 +26,7 @@ class Evidence:
             group: The repeats of the candidate.
         """
 
-    def extend(
+    def iter_unmeasured_candidates(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterable[Candidate]:
         """Yield candidates on unmeasured numbers of workers.
@@ -38,13 +38,13 @@ class Evidence:
         """
         return ()
 
-    def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
+    def exclude_candidates(self, question: Question, candidates: Sequence[Candidate]) -> None:
         """Exclude further candidates, after constraints and the score tolerance have excluded theirs."""
 
-    def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
+    def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on what would change the choice."""
         return ()
 
-    def answer(self) -> Mapping[str, Any] | None:
+    def build_separate_answer(self) -> Mapping[str, Any] | None:
         """Return an additional answer with texts `headline` and `lines`. None if not requested."""
         return None

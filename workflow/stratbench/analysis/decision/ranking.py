@@ -109,7 +109,7 @@ def compare_with_choice(
 class ComparisonWithChoice:
     """The ratio of an alternative's objective to the choice's, over a number of repeats."""
 
-    rival: Candidate
+    alternative: Candidate
     ratio: IntervalEstimate
     repeats: int
     #: `slower`, `tied` (a near tie, or no clear difference), or `unknown`.
@@ -152,24 +152,26 @@ class RankingNoise:
 class Ranking:
     """The chosen candidate, and comparisons with all others in the order of their objectives."""
 
-    first: Candidate
+    chosen_candidate: Candidate
     comparisons: tuple[ComparisonWithChoice, ...]
     #: The fraction by which an alternative may be faster (or cheaper) than the choice; None if unknown.
     max_lead: float | None
     #: Noise of the repeats; None if unknown.
     noise: RankingNoise | None
     #: Whether intervals are corrected for repeated looks, since the number of repeats was not planned.
-    corrects_repeated_looks: bool
+    corrects_for_interim_looks: bool
 
     @property
     def tied_alternatives(self) -> list[Candidate]:
         """The alternatives without a significant difference from the choice."""
-        return [c.rival for c in self.comparisons if c.status == "tied"]
+        return [c.alternative for c in self.comparisons if c.status == "tied"]
 
     @property
     def nearest_alternatives(self) -> list[ComparisonWithChoice]:
         """The best alternative, and the best with another strategy than the choice."""
-        others = (c for c in self.comparisons if c.rival.strategy != self.first.strategy)
+        others = (
+            c for c in self.comparisons if c.alternative.strategy != self.chosen_candidate.strategy
+        )
         other = next(others, None)
         return [c for c in self.comparisons if c is self.comparisons[0] or c is other]
 
@@ -182,17 +184,19 @@ class Ranking:
     def repeats(self) -> int:
         """The smallest number of repeats behind an interval, else the choice's number of repeats."""
         with_interval = [
-            c.repeats for c in self.comparisons if c.ratio.low is not None and not c.rival.projected
+            c.repeats
+            for c in self.comparisons
+            if c.ratio.low is not None and not c.alternative.is_projected
         ]
-        return min(with_interval, default=len(self.first.times))
+        return min(with_interval, default=len(self.chosen_candidate.times))
 
     @property
     def chance_reason(self) -> str | None:
         """Why the ranking may be due to chance. None if repeats decide it or nothing is compared."""
-        if not self.comparisons or self.first.projected:
+        if not self.comparisons or self.chosen_candidate.is_projected:
             return None
-        if len(self.first.times) < 2:
-            return f"measured in one {self.first.unit}"
+        if len(self.chosen_candidate.times) < 2:
+            return f"measured in one {self.chosen_candidate.repetition_unit}"
         if any(c.ratio.low is None and c.status != "slower" for c in self.comparisons):
             return "some rivals were measured once, or not at all"
         return None
@@ -207,24 +211,24 @@ def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> l
         A ranking per model, or None for a model whose candidates are all excluded.
     """
     comparisons = [RankedGroup.from_candidates(differences, margin) for differences in studied]
-    if not any(comparison.remaining for comparison in comparisons):
+    if not any(comparison.remaining_indices for comparison in comparisons):
         return [None] * len(comparisons)
     groups = moderated.GroupScatter(
-        *map(np.concatenate, zip(*(b.scatter for b in comparisons), strict=True))
+        *map(np.concatenate, zip(*(b.repeat_variances for b in comparisons), strict=True))
     )
     differences = moderated.Differences(
         *map(np.concatenate, zip(*(b.differences for b in comparisons), strict=True))
     )
     served = np.array(
-        [c.served for comparison in comparisons for c in comparison.candidates], dtype=bool
+        [c.has_servers for comparison in comparisons for c in comparison.candidates], dtype=bool
     )
     sizes = [len(comparison.candidates) for comparison in comparisons]
     starts = np.cumsum([0, *sizes[:-1]])
-    first = np.repeat(starts + [comparison.chosen for comparison in comparisons], sizes)
+    first = np.repeat(starts + [comparison.chosen_index for comparison in comparisons], sizes)
     variance, dof = moderated.moderate_variances_by_groups(differences, groups, served, first)
     return [
         comparison.build_ranking(variance[start:][:size], dof[start:][:size], margin)
-        if comparison.remaining
+        if comparison.remaining_indices
         else None
         for comparison, start, size in zip(comparisons, starts, sizes, strict=True)
     ]
@@ -236,12 +240,12 @@ class RankedGroup:
 
     candidates: Sequence[Candidate]
     #: Indices of the candidates that are not excluded.
-    remaining: list[int]
+    remaining_indices: list[int]
     #: The index of the chosen candidate; 0 if there is none.
-    chosen: int
+    chosen_index: int
     #: Differences of the remaining candidates from the chosen one.
     differences: moderated.Differences
-    scatter: moderated.GroupScatter
+    repeat_variances: moderated.GroupScatter
 
     @classmethod
     def from_candidates(cls, candidates: Sequence[Candidate], margin: float) -> RankedGroup:
@@ -249,8 +253,8 @@ class RankedGroup:
 
         Unusable records do not contribute to the noise.
         """
-        left = [i for i, c in enumerate(candidates) if not c.kind]
-        times = [c.times if c.kind != UNUSABLE else c.times[:0] for c in candidates]
+        left = [i for i, c in enumerate(candidates) if not c.exclusion_kind]
+        times = [c.times if c.exclusion_kind != UNUSABLE else c.times[:0] for c in candidates]
         logs = compute_log_objectives_by_repeat(candidates, times)
         chosen = 0
         if left:
@@ -260,7 +264,7 @@ class RankedGroup:
             )
             chosen = left[int(among)]
         differences = compute_differences_from_choice(logs, np.array(chosen))
-        out = np.array([bool(c.kind) for c in candidates], dtype=bool)
+        out = np.array([bool(c.exclusion_kind) for c in candidates], dtype=bool)
         differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
         return cls(candidates, left, chosen, differences, moderated.compute_group_variances(logs))
 
@@ -272,36 +276,38 @@ class RankedGroup:
             dof: Degrees of freedom of the variances.
             margin: Fraction within which candidates are equal.
         """
-        comparison = [self.candidates[i] for i in self.remaining]
-        fixed = all(c.repeats_fixed for c in comparison)
+        comparison = [self.candidates[i] for i in self.remaining_indices]
+        fixed = all(c.has_planned_repeats for c in comparison)
         stood = compare_with_choice(
-            moderated.Differences(*(part[self.remaining] for part in self.differences)),
-            np.array(self.remaining.index(self.chosen)),
+            moderated.Differences(*(part[self.remaining_indices] for part in self.differences)),
+            np.array(self.remaining_indices.index(self.chosen_index)),
             compute_log_objectives(comparison),
-            variance[self.remaining],
-            dof[self.remaining],
+            variance[self.remaining_indices],
+            dof[self.remaining_indices],
             moderated.compute_decision_tail(
                 len(comparison), 1.0 if fixed else moderated.REPEATED_LOOKS
             ),
             margin,
         )
         return Ranking(
-            first=self.candidates[self.chosen],
+            chosen_candidate=self.candidates[self.chosen_index],
             comparisons=tuple(iter_comparisons(comparison, stood, margin)),
             max_lead=float(np.expm1(stood.max_lead)) if np.isfinite(stood.max_lead) else None,
             noise=self.noise,
-            corrects_repeated_looks=bool(not fixed and stood.repeats.max() > 1),
+            corrects_for_interim_looks=bool(not fixed and stood.repeats.max() > 1),
         )
 
     @property
     def noise(self) -> RankingNoise | None:
         """The noise of the group's repeats, or None if every candidate has one repeat."""
-        groups = moderated.GroupScatter(*(part[self.remaining] for part in self.scatter))
+        groups = moderated.GroupScatter(
+            *(part[self.remaining_indices] for part in self.repeat_variances)
+        )
         if not groups.pooled_variance > 0:  # the variance is nan without repeats
             return None
         others = float(groups.dof.sum()) / (max(len(c.times) for c in self.candidates) - 1) - 1
         return RankingNoise(
-            math.sqrt(groups.pooled_variance), len(self.remaining), max(0.0, others)
+            math.sqrt(groups.pooled_variance), len(self.remaining_indices), max(0.0, others)
         )
 
 
@@ -352,7 +358,7 @@ def iter_comparisons(
     ):
         if i == int(standings.chosen):
             continue
-        if comparison[i].projected or comparison[int(standings.chosen)].projected:
+        if comparison[i].is_projected or comparison[int(standings.chosen)].is_projected:
             yield compare_projected(
                 comparison[i], comparison[int(standings.chosen)], float(standings.mean[i]), margin
             )

@@ -110,13 +110,13 @@ def build_empty_answer(candidates: Sequence[Candidate], margin: float) -> ShortA
         candidates: Candidates.
         margin: Memory reserve as a fraction of the peak.
     """
-    kinds = Counter(c.kind for c in candidates)
+    kinds = Counter(c.exclusion_kind for c in candidates)
     kind, count = kinds.most_common(1)[0]
     claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
     if len(kinds) > 1:
         claim = "Every candidate is excluded."
     remedy = describe_least_memory(candidates, margin) if kind == "does not fit" else ""
-    if all(c.diverged for c in candidates):
+    if all(c.has_diverged for c in candidates):
         claim, verb, remedy = "Every training diverged.", "diverged", STEADIER
     return ShortAnswer(
         None, None, claim, "none", reason=f"{count} of {len(candidates)} {verb}", remedy=remedy
@@ -153,17 +153,17 @@ def build_short_answer(
         unknown: Sentences on constraints that no record can answer.
         slowed: How workers were slowed down on purpose.
     """
-    first = ranking.first
-    score_open = first.is_score_open(constraints)
+    first = ranking.chosen_candidate
+    score_open = first.may_miss_score_tolerance(constraints)
     claim = compute_claim(candidates, ranking, constraints, score_open)
-    known = "Apart from that:" if first.projected else "Among the measured cells:"
+    known = "Apart from that:" if first.is_projected else "Among the measured cells:"
     score, score_note = format_score(candidates, first, constraints)
     memory, memory_note, share_of_card = format_memory(first)
     # Among equally fast candidates the one with less memory is already the choice.
     leaner = (
         ""
         if ranking.tied_alternatives
-        else describe_leanest_alternative(first, [c.rival for c in ranking.comparisons])
+        else describe_leanest_alternative(first, [c.alternative for c in ranking.comparisons])
     )
     return ShortAnswer(
         first.strategy,
@@ -174,7 +174,7 @@ def build_short_answer(
         KIND_OF_LEVEL.get(sure.level, claim.kind if claim.kind in KINDS else "low"),
         *append_token_rate(first, *format_objective(first)),
         others=tuple(
-            {"strategy": c.rival.strategy, "gpus": c.rival.gpus}
+            {"strategy": c.alternative.strategy, "gpus": c.alternative.gpus}
             | dict(zip(("ratio", "low", "high"), c.ratio, strict=True))
             for c in ranking.comparisons
         ),
@@ -268,20 +268,21 @@ def format_score(
         return "not measured", "equal scores are assumed"
     if first.mean_score is None:
         return "", ""
-    score, tolerance = first.score, constraints.find_tolerance(first.score)
-    text = f"{first.mean_score:.{max(1, score.decimals - (1 if score.is_share else 0))}f} {score.shown_unit}"
+    score, tolerance = first.score, constraints.find_score_tolerance(first.score)
+    decimals = max(1, score.decimals - (1 if score.is_fraction else 0))
+    text = f"{first.mean_score:.{decimals}f} {score.shown_unit}"
     if first.score_loss_upper is None:
         return text, "not compared"
-    left = [c for c in candidates if not c.kind and c is not first]
-    lost = score.difference(first.score_loss_upper, score.decimals - 1)
-    if first.is_score_open(constraints):
+    left = [c for c in candidates if not c.exclusion_kind and c is not first]
+    lost = score.format_difference(first.score_loss_upper, score.decimals - 1)
+    if first.may_miss_score_tolerance(constraints):
         return text, f"may lose up to {lost} ({tolerance:g} allowed)"
     if left and all(have_equal_arithmetic(first, c) for c in left):
         return text, "the same in all"
     if first.score_loss_upper <= 0:
         chance = compute_chance_difference(first, first)
         if chance > tolerance:
-            by_chance = score.difference(chance, score.decimals - 1)
+            by_chance = score.format_difference(chance, score.decimals - 1)
             return text, f"the best here; chance makes {by_chance}"
         return text, "the best"
     return text, f"loses at most {lost} ({tolerance:g} allowed)"
@@ -291,8 +292,8 @@ def format_memory(first: Candidate) -> tuple[str, str, float | None]:
     """Return peak memory as text, a note, and its fraction of the GPU's memory."""
     if first.memory_bytes is None:
         return "", "", None
-    if first.on_cpu or first.memory_caveats or not first.gpu_memory_bytes:
-        base = "above its base" if first.on_cpu else ""
+    if first.is_on_cpu or first.memory_caveats or not first.gpu_memory_bytes:
+        base = "above its base" if first.is_on_cpu else ""
         note = "doubted by the audit" if first.memory_caveats else base
         return format_bytes(first.memory_bytes), note, None
     taken = first.memory_bytes / first.gpu_memory_bytes
@@ -306,8 +307,10 @@ def describe_runner_up(ranking: Ranking) -> str:
     if not ranking.comparisons:
         return ""
     c = ranking.comparisons[0]
-    less = describe_leanest_alternative(ranking.first, [c.rival]).partition(": ")[2]
-    return describe_distance(c, c.rival.name) + (f", with {less} memory" if less else "")
+    less = describe_leanest_alternative(ranking.chosen_candidate, [c.alternative]).partition(": ")[
+        2
+    ]
+    return describe_distance(c, c.alternative.name) + (f", with {less} memory" if less else "")
 
 
 def describe_leanest_alternative(first: Candidate, others: Sequence[Candidate]) -> str:

@@ -28,7 +28,7 @@ class FigureData:
     #: The chosen strategy and number of workers; None without a choice.
     choice: tuple[str, int] | None = None
     #: The fraction of a time within which strategies count as equal.
-    margin: float = 0.03
+    equivalence_margin: float = 0.03
     #: results/<study>, the folder of the timelines; None to draw no timelines.
     study_dir: Path | None = None
 
@@ -53,7 +53,7 @@ class FigureData:
         return {name: m.with_unit(units.get(name, m.unit)) for name, m in found.items()}
 
     @property
-    def on_cpu(self) -> bool:
+    def is_on_cpu(self) -> bool:
         """Whether any worker was a CPU process."""
         return bool((self.cells["device_kind"] == "cpu").any())
 
@@ -63,15 +63,15 @@ class FigureData:
         return list(dict.fromkeys(self.cells["strategy"]))
 
     @property
-    def counts(self) -> list[int]:
+    def worker_counts(self) -> list[int]:
         """The numbers of workers, ascending."""
         return sorted(int(n) for n in self.cells["gpus"].unique())
 
     @property
     def shown_worker_count(self) -> int:
         """The number of workers in figures for one number only: the choice's, else the largest."""
-        several = self.choice and self.choice[1] in self.counts and self.choice[1] > 1
-        return self.choice[1] if several and self.choice else self.counts[-1]
+        several = self.choice and self.choice[1] in self.worker_counts and self.choice[1] > 1
+        return self.choice[1] if several and self.choice else self.worker_counts[-1]
 
     def is_chosen(self, strategy: str) -> bool:
         """Return whether the decision chose this strategy."""
@@ -86,7 +86,7 @@ class FigureData:
         if told := group_rules_by_severity(flags):
             yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(told)})."
 
-    def rows(self, measure: str) -> pd.DataFrame:
+    def select_summary_rows(self, measure: str) -> pd.DataFrame:
         """Return the rows of summary.csv for a metric, in the order of the config."""
         return self.summary[self.summary["measure"] == measure]
 

@@ -20,8 +20,8 @@ class Hue:
     """The mark's shape for a strategy family, and its (full, quiet) colours on light and dark pages."""
 
     shape: str
-    light: tuple[str, str]
-    dark: tuple[str, str]
+    light_theme_colours: tuple[str, str]
+    dark_theme_colours: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Mark:
         return list(FILLS)[self.index % 3]
 
     @property
-    def dash(self) -> str:
+    def dash_pattern(self) -> str:
         """Lengths of dashes and gaps in SVG's notation; empty for a solid line."""
         return DASHES[self.index % len(DASHES)]
 
     @property
-    def alone(self) -> str:
+    def standalone_style(self) -> str:
         """Shape and filling of a mark without a name or line next to it."""
         return f"{self.shape} {list(FILLS)[self.index % len(FILLS)]}"
 
     @property
-    def variable(self) -> str:
+    def css_variable(self) -> str:
         """The CSS variable of the family's colour, without leading dashes."""
         return self.family.replace(" ", "-")
 
@@ -176,6 +176,6 @@ def format_css_variables(dark: bool) -> str:
     declarations = []
     for name, hue in FAMILIES.items():
         variable = f"--{name.replace(' ', '-')}"
-        full, quiet = hue.dark if dark else hue.light
+        full, quiet = hue.dark_theme_colours if dark else hue.light_theme_colours
         declarations += [f"{variable}: {full};", f"{variable}-q: {quiet};"]
     return " ".join(declarations)

@@ -83,19 +83,19 @@ def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
             yield name, None
             continue
         scored = set(data.epochs["gpus"])
-        yield from ((name, count) for count in data.counts if count in scored)
+        yield from ((name, count) for count in data.worker_counts if count in scored)
 
 
 def has_data(name: str, data: FigureData) -> bool:
     """Return whether any record has data for the figure."""
-    if data.cells[PLOTS[name].needs].isna().all():
+    if data.cells[PLOTS[name].required_column].isna().all():
         return False
     if name in FURTHER:
         return bool(FURTHER[name](data))
-    rows = data.rows(name)
+    rows = data.select_summary_rows(name)
     if CHARTS.get(PLOTS[name].chart_kind) is draw_scaling_figure:
         several = rows if MEASURES[name].baseline is None else rows[rows["gpus"] > 1]
-        return len(data.counts) > 1 and bool(several["value"].notna().any())
+        return len(data.worker_counts) > 1 and bool(several["value"].notna().any())
     # Without values, the figure of the training time still lists the outcomes of the cells.
     return bool(rows["value"].notna().any()) or name == "training_time"
 
@@ -123,8 +123,11 @@ def find_timed_and_scored(data: FigureData) -> set[Any]:
     """Return the (strategy, number of workers) pairs that have a time and a score."""
     known = [
         set(zip(rows["strategy"], rows["gpus"], strict=True))
-        for rows in (data.rows(name).dropna(subset=["value"]) for name in ("training_time", "score"))
-    ]  # fmt: skip
+        for rows in (
+            data.select_summary_rows(name).dropna(subset=["value"])
+            for name in ("training_time", "score")
+        )
+    ]
     return known[0] & known[1]
 
 

@@ -104,7 +104,7 @@ MARKERS = {
 
 def choose_colour(mark: Mark, full: bool) -> str:
     """Return a strategy's colour: full for the chosen strategy, quiet for the others."""
-    return FAMILIES[mark.family].light[0 if full else 1]
+    return FAMILIES[mark.family].light_theme_colours[0 if full else 1]
 
 
 def map_theme_colours() -> dict[str, tuple[str, str]]:
@@ -112,8 +112,8 @@ def map_theme_colours() -> dict[str, tuple[str, str]]:
     known = {light: (name, dark) for name, (light, dark) in THEME.items()}
     for name, hue in FAMILIES.items():
         variable = name.replace(" ", "-")
-        known[hue.light[0]] = variable, hue.dark[0]
-        known[hue.light[1]] = f"{variable}-q", hue.dark[1]
+        known[hue.light_theme_colours[0]] = variable, hue.dark_theme_colours[0]
+        known[hue.light_theme_colours[1]] = f"{variable}-q", hue.dark_theme_colours[1]
     return known
 
 

@@ -128,9 +128,9 @@ def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
     curves = []
     for name, found in pd.concat([rows, alone]).groupby("strategy", sort=False):
         middle = found.groupby("epoch")[["train_time_s", "score"]].median()
-        values = (middle["score"] * score.factor).tolist()
+        values = (middle["score"] * score.display_factor).tolist()
         chosen = data.is_chosen(str(name))
-        curves.append(Curve(str(name), middle["train_time_s"].tolist(), values, chosen=chosen))
+        curves.append(Curve(str(name), middle["train_time_s"].tolist(), values, is_chosen=chosen))
     sentences = [f"{score.name.capitalize()}, {score.shown_unit}, on {data.workers(count)}."]
     if len(alone):
         sentences.append(f"{ALONE} is on one.")
@@ -142,7 +142,7 @@ def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
 def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
     """Draw every strategy and number of workers by time and score, and the Pareto front."""
     measured = [
-        data.rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
+        data.select_summary_rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
         for name in ("training_time", "score")
     ]
     points = pd.concat(measured, axis=1).dropna()
@@ -151,7 +151,7 @@ def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
     points["unbeaten"] = find_pareto_optimal_mask(
         *points.to_numpy(dtype=float).T * [[1], [data.score.sign]]
     )
-    flags = data.rows("score").set_index(["strategy", "gpus"])["flags"].to_dict()
+    flags = data.select_summary_rows("score").set_index(["strategy", "gpus"])["flags"].to_dict()
     unit = data.score.shown_unit
     caption = [
         f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
@@ -245,7 +245,7 @@ def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
         shares = compute_shares_by_value([json.loads(text) for text in found["staleness"]])
         places = [float(i) for i in range(len(shares))]
         chosen = data.is_chosen(str(name))
-        curves.append(Curve(str(name), places, (100 * shares).tolist(), chosen=chosen))
+        curves.append(Curve(str(name), places, (100 * shares).tolist(), is_chosen=chosen))
     shown = CurveChart(
         curves,
         data.marks,

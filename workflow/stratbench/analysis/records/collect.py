@@ -46,7 +46,7 @@ class Expectations:
         study: The study whose settings every record must have; None to check no settings.
     """
 
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skip_reasons: Mapping[str, str] = field(default_factory=dict)
     targets: Mapping[str, float] = field(default_factory=dict)
     study: Study | None = None
 
@@ -120,7 +120,7 @@ def build_cell_rows(
     row: Row = dict.fromkeys(COLUMNS) | coordinates
     row["log_path"] = str(log.relative_to(study_dir))
     if not os.path.lexists(path):
-        skip_reason = expected.skipped.get(cell.path)
+        skip_reason = expected.skip_reasons.get(cell.path)
         return row | (
             {"status": "infeasible", "reason": skip_reason}
             if skip_reason
@@ -202,8 +202,8 @@ def collect_records(
     listed = list(iter_cell_rows(cells, study_dir, expected or Expectations(), read))
     rows = [row for row, _ in listed]
     for extension in load_extensions().values():
-        if extension.judge is not None:
-            import_attribute(extension.judge)(rows)
+        if extension.modify_cell_rows is not None:
+            import_attribute(extension.modify_cell_rows)(rows)
     write_rows(epochs_out, EPOCH_COLUMNS, (epoch for _, epochs in listed for epoch in epochs))
     write_rows(out, COLUMNS, rows)
     return [row for row in rows if row["status"] in UNMEASURED]

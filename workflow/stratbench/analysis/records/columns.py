@@ -31,20 +31,20 @@ class Column:
     """A column of cells.csv or epochs.csv, whose unknown values are empty."""
 
     name: str
-    kind: Kind
+    value_kind: Kind
     #: The unit, empty for text, counts and flags. `share` is a fraction of 1.
     unit: str
     #: The path of a field of the record, a function of the record, the name of a value of the timeline
     #: (`derived.timeline_figures`), or None if `collect` knows the value without a record.
     source: str | Callable[[Record], Any] | None
     #: The definition; if empty, the description in the record's schema is used.
-    own_definition: str = ""
+    explicit_definition: str = ""
 
     @property
     def definition(self) -> str:
         """The meaning of the column, in a sentence."""
-        if self.own_definition or not isinstance(self.source, str):
-            return self.own_definition
+        if self.explicit_definition or not isinstance(self.source, str):
+            return self.explicit_definition
         return find_schema_description(self.source)
 
     @property
@@ -59,7 +59,7 @@ class Column:
     @property
     def is_text(self) -> bool:
         """Whether the column is always read as text."""
-        return self.kind in ("text", "json")
+        return self.value_kind in ("text", "json")
 
 
 # One or two lines per column keep this readable as a table.
@@ -323,7 +323,7 @@ def build_record_row(record: Record, timeline: Path) -> Row:
     for name, value in row.items():
         if value is None:
             continue
-        kind = BY_NAME[name].kind
+        kind = BY_NAME[name].value_kind
         if kind == "text":
             row[name] = join_lines(str(value))
         elif kind != "json" and not (isinstance(value, int | float) and math.isfinite(value)):

@@ -232,11 +232,14 @@ def compute_timeline_figures(path: Path, device_kind: str | None) -> dict[str, f
     series = timeline.select_kind(kind)
     if kind == "gpu" and series:
         count = sum(one.count for one in series.values())
-        figures["throttled_share"] = sum(one.slowed for one in series.values()) / count
+        figures["throttled_share"] = (
+            sum(one.num_throttled_samples for one in series.values()) / count
+        )
     used = [
-        one.training[BUSY[kind]]
+        one.training_summaries[BUSY[kind]]
         for (_, name), one in series.items()
-        if BUSY[kind] in one.training and (kind == "gpu" or not name or name.startswith("rank"))
+        if BUSY[kind] in one.training_summaries
+        and (kind == "gpu" or not name or name.startswith("rank"))
     ]
     if used:
         whole = sum(values.mean * values.count for values in used)

@@ -39,12 +39,12 @@ class Facts:
     def __call__(self, path: str) -> Any:
         return get_by_path(self.record, path)
 
-    def product(self, *paths: str) -> float | None:
+    def multiply_fields(self, *paths: str) -> float | None:
         """Return the product of the fields at the paths, or None if one is absent."""
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
-    def samples_on(
+    def find_samples(
         self, worker: dict[str, Any], kind: str, name: str | None
     ) -> SampleSeries | None:
         """Return the samples of a worker's host, or of a process or GPU on it.
@@ -60,27 +60,27 @@ class Facts:
             return None
         return self.timeline.series.get((get_host_name(worker) or "", kind, name or ""))
 
-    def gpu_series(self, worker: dict[str, Any]) -> SampleSeries | None:
+    def find_gpu_samples(self, worker: dict[str, Any]) -> SampleSeries | None:
         """Return the samples of a worker's GPU, or None without samples."""
-        return self.samples_on(worker, "gpu", get_gpu_id(worker))
+        return self.find_samples(worker, "gpu", get_gpu_id(worker))
 
-    def series_of(self, worker: dict[str, Any]) -> tuple[str, SampleSeries | None]:
+    def find_device_samples(self, worker: dict[str, Any]) -> tuple[str, SampleSeries | None]:
         """Return the kind (`gpu` or `process`) and the samples of a worker's device."""
         if self("provenance.device") == "cuda":
-            return "gpu", self.gpu_series(worker)
-        return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
+            return "gpu", self.find_gpu_samples(worker)
+        return "process", self.find_samples(worker, "process", f"rank{worker['rank']}")
 
     @property
     def workers_per_node(self) -> int:
         """Number of workers per node; the last node may have had fewer."""
         return self("provenance.workers_per_node") or self.gpus
 
-    def node_of(self, rank: int) -> int:
+    def compute_node(self, rank: int) -> int:
         """Return the number of the node on which a rank ran."""
         return rank // self.workers_per_node
 
     @property
-    def averages_all(self) -> bool:
+    def averages_all_workers(self) -> bool:
         """Whether every update averages the gradients of all workers."""
         traits = self("strategy.traits")
         return bool(traits["waits_for_slowest"] and traits["updates_per_step"] == 1)
@@ -98,7 +98,7 @@ class Facts:
         return min(whole, self("settings.steps") or whole)
 
     @property
-    def skips(self) -> int:
+    def skipped_steps(self) -> int:
         """The number of optimizer steps that were skipped because gradients overflowed, over all workers."""
         if self.servers:
             return sum(link.get("skips") or 0 for link in self.servers[0].get("workers") or ())
@@ -107,9 +107,9 @@ class Facts:
     @property
     def parameter_bytes(self) -> float | None:
         """The size of all model parameters in bytes, from their number and dtype. None if unknown."""
-        return self.bytes_of(self("model.parameters"))
+        return self.compute_bytes(self("model.parameters"))
 
-    def bytes_of(self, count: int | None) -> float | None:
+    def compute_bytes(self, count: int | None) -> float | None:
         """Return the size in bytes of `count` parameters in their stored dtype."""
         widths = {"float64": 8, "bfloat16": 2}
         width = widths.get(self("strategy.details.weights_dtype"), 4)

@@ -30,7 +30,7 @@ class Group(NamedTuple):
         return self._replace(strategy=strategy)
 
     @property
-    def comparison(self) -> tuple[str, str]:
+    def comparison_key(self) -> tuple[str, str]:
         """The experiment and the model, within which strategies and worker counts are compared."""
         return self.experiment, self.model
 
@@ -121,7 +121,7 @@ class Repeats:
         shared = [repeat for repeat in by_group[0] if all(repeat in values for values in by_group)]
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
-    def median(self, group: Group, column: str, concerns: str = "") -> float | None:
+    def compute_median(self, group: Group, column: str, concerns: str = "") -> float | None:
         """Return the median of a column over a group's repeats, or None without values.
 
         Args:
@@ -132,6 +132,6 @@ class Repeats:
         values = list(self.values(group, column, concerns).values())
         return float(np.median(values)) if values else None
 
-    def have_servers(self, groups: Iterable[Group]) -> bool:
+    def has_servers(self, groups: Iterable[Group]) -> bool:
         """Return whether any of the groups has parameter servers."""
         return any((self.all[group]["strategy_kind"] == "server").any() for group in groups)

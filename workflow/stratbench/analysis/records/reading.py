@@ -30,7 +30,7 @@ class ReportInput:
     cells: pd.DataFrame
     findings: pd.DataFrame
     #: The content of answers.json.
-    decided: Mapping[str, Any]
+    answers_json: Mapping[str, Any]
     #: Paths of files that extensions show and that are not in `folder`, by extension.
     evidence: Mapping[str, str] = field(default_factory=dict)
 
@@ -42,9 +42,9 @@ class Section:
     id: str
     html: Markup
     #: The section's title in the navigation; empty if it is not listed there.
-    link: str = ""
+    link_title: str = ""
     #: Whether the section is above the experiments, next to the answers.
-    answers: bool = False
+    is_beside_answers: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Reading:
             the constraints.
     """
 
-    notices: Callable[[pd.DataFrame, Sequence[Row]], Iterable[str]] | None = None
-    sections: Callable[[ReportInput], Iterable[Section]] | None = None
-    page: Callable[[ReportInput, Sequence[str]], str] | None = None
-    page_name: str = ""
-    page_link: str = ""
-    evidence: Callable[[str, Constraints], Evidence] | None = None
+    list_notices: Callable[[pd.DataFrame, Sequence[Row]], Iterable[str]] | None = None
+    list_sections: Callable[[ReportInput], Iterable[Section]] | None = None
+    render_page: Callable[[ReportInput, Sequence[str]], str] | None = None
+    page_file_name: str = ""
+    page_link_title: str = ""
+    read_evidence: Callable[[str, Constraints], Evidence] | None = None
 
 
 def render_section(template: Path, **values: Any) -> Markup:
@@ -78,4 +78,4 @@ def render_section(template: Path, **values: Any) -> Markup:
 
 def list_readings() -> dict[str, Reading]:
     """Return the additions of each installed extension, in the order of the report's sections."""
-    return dict(iter_imported_additions("reading"))
+    return dict(iter_imported_additions("report_additions"))

@@ -61,8 +61,8 @@ def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: 
         full: Whether the mark has its family's full colour instead of the quiet one.
     """
     quiet = "" if full else "-q"
-    colour = f"var(--{mark.variable}{quiet})"
-    half = f"url(#half-{mark.variable}{quiet})"
+    colour = f"var(--{mark.css_variable}{quiet})"
+    half = f"url(#half-{mark.css_variable}{quiet})"
     inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
     return DrawnMark(
         build_svg_outline_path(mark.shape, x, y, radius),
@@ -221,7 +221,7 @@ def build_first_screen(
         "families": [
             {
                 "name": name,
-                "variable": create_mark(name, 0).variable,
+                "variable": create_mark(name, 0).css_variable,
                 "path": build_svg_outline_path(hue.shape, 7, 7, 4.5),
                 "shown": name in shown,
             }

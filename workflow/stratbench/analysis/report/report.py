@@ -123,8 +123,8 @@ def list_notices(
     """
     notices = list(iter_notices(cells, partial))
     for reading in readings:
-        if reading.notices is not None:
-            notices += reading.notices(cells, findings)
+        if reading.list_notices is not None:
+            notices += reading.list_notices(cells, findings)
     return notices
 
 
@@ -296,7 +296,9 @@ def iter_cell_table_rows(
             "gpus": row.gpus,
             "repeat": row.repeat,
             "time": "" if pd.isna(row.train_time_s) else f"{row.train_time_s:.2f}",
-            "score": "" if pd.isna(row.score_final) else score.text(score.factor * row.score_final),
+            "score": ""
+            if pd.isna(row.score_final)
+            else score.format_score(score.display_factor * row.score_final),
             "reason": row.reason if isinstance(row.reason, str) else "",
             "record": link(row.record_path),
             "log": link(row.log_path),
@@ -307,7 +309,7 @@ def iter_experiment_sections(
     inputs: ReportInput,
 ) -> Iterator[dict]:
     """Yield the template's values for each experiment: its models with figures, and its tables."""
-    cells, decided, folder = inputs.cells, inputs.decided, inputs.folder
+    cells, decided, folder = inputs.cells, inputs.answers_json, inputs.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
     figures = list(iter_shown_figures(folder / "plots"))
@@ -349,7 +351,7 @@ def build_page_values(
         notices: Notices before any number.
         sections: Sections of extensions.
     """
-    cells, decided, folder = inputs.cells, inputs.decided, inputs.folder
+    cells, decided, folder = inputs.cells, inputs.answers_json, inputs.folder
     counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
@@ -390,7 +392,7 @@ def read_input(
         study_dir=study_dir,
         cells=read_cells(folder / "cells.csv"),
         findings=read_audit(audit),
-        decided=json.loads((folder / "answers.json").read_text(encoding="utf-8")),
+        answers_json=json.loads((folder / "answers.json").read_text(encoding="utf-8")),
         evidence=dict(pair.split("=", 1) for pair in evidence),
     )
 
@@ -407,17 +409,19 @@ def write_pages(
         description: Description of the study.
     """
     notices = list_notices(inputs.cells, inputs.findings.to_dict("records"), readings, partial)
-    sections = (s for r in readings if r.sections is not None for s in r.sections(inputs))
+    sections = (s for r in readings if r.list_sections is not None for s in r.list_sections(inputs))
     values = build_page_values(inputs, notices, sections) | {"description": description}
-    values["pages"] = [(r.page_name, r.page_link) for r in readings if r.page is not None]
+    values["pages"] = [
+        (r.page_file_name, r.page_link_title) for r in readings if r.render_page is not None
+    ]
     report = inputs.folder / "report.html"
     write_atomic(report, render_report(values))
     yield report
     above = [f"Measured on {values['measured']}", *notices]
     for reading in readings:
-        if reading.page is not None:
-            page = inputs.folder / reading.page_name
-            write_atomic(page, reading.page(inputs, above))
+        if reading.render_page is not None:
+            page = inputs.folder / reading.page_file_name
+            write_atomic(page, reading.render_page(inputs, above))
             yield page
 
 

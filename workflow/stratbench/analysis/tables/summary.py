@@ -67,7 +67,7 @@ def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
             "text": describe_outcomes_without_value(groups, group)
             or f"n/a ({describe_unknown(groups, group, measure)})"
         }
-    scale = measure.scale / (group.gpus if measure.is_per_worker else 1)
+    scale = measure.display_factor / (group.gpus if measure.is_per_worker else 1)
     median, low, high, spread = compute_median_and_spread([value * scale for value in values])
     row = {"value": median} | count_missing_repeats(groups, group, measure, len(values))
     return row | ({"low": low, "high": high, "spread": spread} if len(values) > 1 else {})
@@ -168,7 +168,7 @@ def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     paired = count_missing_repeats(groups, group, measure, pair.shape[1], "without a baseline")
     if baseline == group:  # the ratio to itself is exactly 1 and has no interval
         return {"value": compute_mean_ratio(*pair)} | paired
-    return {"pair": pair, "served": groups.have_servers((group, baseline))} | paired
+    return {"pair": pair, "served": groups.has_servers((group, baseline))} | paired
 
 
 def fill_ratios(rows: list[Row]) -> None:
@@ -191,7 +191,7 @@ def format_cell(row: Row, measure: Measure) -> str:
     if "text" in row:
         return row["text"]
     estimate = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
-    text = estimate.text(lambda value: format_number(value, measure.decimals))
+    text = estimate.format_text(lambda value: format_number(value, measure.decimals))
     if row["ok"] < row["cells"]:
         text += f" ({row['ok']} of {row['cells']}; {row['outcome']})"
     return text

@@ -120,13 +120,14 @@ def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str
 
 def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
     """Return a sentence on the lowest possible score. Empty if that score is unknown."""
-    if measure.name_source != "score":
+    if measure.title_source != "score":
         return ""
     score = read_score(cells)
-    if score.least_possible is None:
+    if score.best_possible_score is None:
         return ""
     return (
-        f"The lowest possible {score.name} on this data set is {score.text(score.least_possible)}."
+        f"The lowest possible {score.name} on this data set is "
+        f"{score.format_score(score.best_possible_score)}."
     )
 
 

@@ -24,16 +24,16 @@ def find_contradictory_values(facts: Facts) -> Iterator[str]:
     """Values of the record contradict each other, or are impossible: the program that wrote the record has a
     fault, or the file was changed.
     """
-    yield from iter_faults_of_end(facts)
+    yield from iter_contradictions_in_ending(facts)
     if facts.finished:
-        yield from iter_faults_of_times(facts)
+        yield from iter_contradictions_in_times(facts)
     if facts("strategy.kind") != "own":  # all processes of a user's command have one common entry
         if facts.finished and not facts.elastic:
-            yield from iter_faults_of_steps(facts)
-        yield from iter_faults_of_devices(facts)
+            yield from iter_contradictions_in_steps(facts)
+        yield from iter_contradictions_with_devices(facts)
 
 
-def iter_faults_of_end(facts: Facts) -> Iterator[str]:
+def iter_contradictions_in_ending(facts: Facts) -> Iterator[str]:
     """Yield contradictions in how the cell ended, and in its results if it ended well."""
     is_ok, entries = facts.status == "ok", facts("score.per_epoch")
     if is_ok == bool(facts("reason")):
@@ -55,7 +55,7 @@ def iter_faults_of_end(facts: Facts) -> Iterator[str]:
         )
 
 
-def iter_faults_of_times(facts: Facts) -> Iterator[str]:
+def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
     """Yield contradictions between the training time and the times of cell, epochs, samples and workers."""
     train_s, applied = facts("time.train_time_s"), facts("batch.samples_applied")
     yield from iter_excess_messages(
@@ -86,7 +86,7 @@ def iter_faults_of_times(facts: Facts) -> Iterator[str]:
             )  # fmt: skip
 
 
-def iter_faults_of_steps(facts: Facts) -> Iterator[str]:
+def iter_contradictions_in_steps(facts: Facts) -> Iterator[str]:
     """Yield contradictions between steps, samples and updates."""
     own = [w["train_time_s"] for w in facts.workers]
     steps, phases = facts("time.step_ms"), facts("time.breakdown_ms")
@@ -113,19 +113,21 @@ def iter_faults_of_steps(facts: Facts) -> Iterator[str]:
             "batch.samples_seen", seen, work, facts.steps_run * batch, 0.02
         )
     if is_collective:
-        made, done = facts("batch.updates_applied"), facts.steps_run - facts.skips
+        made, done = facts("batch.updates_applied"), facts.steps_run - facts.skipped_steps
         yield from iter_inequality_messages(
             "batch.updates_applied", made, "the number of steps", done
         )
     # If each update waits for all workers, no gradient can be stale.
-    if facts.averages_all and any(sum(s["staleness_all_shards"][1:]) for s in facts.servers):
+    if facts.averages_all_workers and any(
+        sum(s["staleness_all_shards"][1:]) for s in facts.servers
+    ):
         yield "pushes are stale, although every update waits for all workers"
     rings = facts("strategy.traits.ring_copies") if facts.gpus > 1 else 0
     if (rings or facts.servers) and facts("communication.sent_bytes_per_step") == 0:
         yield "communication.sent_bytes_per_step is 0, although the strategy exchanges gradients"
 
 
-def iter_faults_of_devices(facts: Facts) -> Iterator[str]:
+def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
     """Yield values of memory, operations and energy that the model or the devices make impossible."""
     yield from iter_excess_messages("compute.mfu", facts("compute.mfu"), "all operations", 1.0)
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")

@@ -102,7 +102,7 @@ class AuditData:
 
         The result is None if there are no values.
         """
-        return self.repeats.median(group, column)
+        return self.repeats.compute_median(group, column)
 
     def multiply_medians(self, group: Group, *columns: str) -> float | None:
         """Return the product of the medians of some columns.
@@ -162,11 +162,11 @@ def rule(
         if not check.__doc__:
             raise TypeError(f"{id}: a rule needs a docstring, which explains it to users")
 
-        def over_study(evidence: AuditData) -> Iterator[Finding]:
+        def check_study(evidence: AuditData) -> Iterator[Finding]:
             for cells, figures in check(evidence):
                 yield Finding(get_coordinates(cells), figures)
 
-        return Rule(id, severity, affects, " ".join(check.__doc__.split()), over_study)
+        return Rule(id, severity, affects, " ".join(check.__doc__.split()), check_study)
 
     return decorate
 
@@ -188,19 +188,21 @@ def record_rule(
 
     def decorate(check: Callable[[Facts], Iterator[str]]) -> Rule:
         @wraps(check)
-        def over_records(evidence: AuditData) -> Iterator[Case]:
+        def check_records(evidence: AuditData) -> Iterator[Case]:
             ours = evidence.records if of != "commands" else ()
             for record in (*ours, *(evidence.commands if of != "ours" else ())):
                 cell = record["cell"]
                 facts = Facts(record, evidence.timelines.get(make_cell_key(cell)))
-                yield from ((cell, text) for text in iter_faults_of_record(check, facts))
+                yield from ((cell, text) for text in iter_violations_in_record(check, facts))
 
-        return rule(id, severity, affects)(over_records)
+        return rule(id, severity, affects)(check_records)
 
     return decorate
 
 
-def iter_faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
+def iter_violations_in_record(
+    check: Callable[[Facts], Iterator[str]], facts: Facts
+) -> Iterator[str]:
     """Yield the violations that `check` finds. A field of an unexpected form is one violation more."""
     try:
         yield from check(facts)

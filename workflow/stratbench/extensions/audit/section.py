@@ -21,7 +21,7 @@ MAX_NAMED = 3
 _PLACE = ("experiment", "strategy", "model")
 
 
-def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
+def iter_host_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
     """Yield a notice if some strategies ran on other hosts than the rest."""
     alone = [
         finding["strategy"] for finding in findings if finding["rule"] == find_confounded_host.id
@@ -36,7 +36,7 @@ def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
 
 def make_audit_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the report's section on audit findings. Its link shows the counts per severity."""
-    answers = inputs.decided["answers"]
+    answers = inputs.answers_json["answers"]
     rules = list_rules_with_findings(inputs.findings, answers)
     tally = f"Audit: {format_tally_of_findings(inputs.findings)}"
     html = render_section(TEMPLATE, rules=rules, lead=make_audit_lead(rules, answers), tally=tally)
@@ -68,18 +68,19 @@ def list_rules_with_findings(
                 "severity": first["severity"],
                 "affects": first["affects"],
                 "explanation": first["explanation"],
-                "where": describe_places(of_rule),
+                "where": describe_finding_locations(of_rule),
                 "figures": of_rule[0]["figures"] if len(of_rule) == 1 else "",
-                "touches": list_touched_choices(of_rule, answers),
+                "touches": list_affected_choices(of_rule, answers),
                 "places": [
-                    {"place": describe_place(row), "figures": row["figures"]} for row in of_rule
+                    {"place": describe_finding_location(row), "figures": row["figures"]}
+                    for row in of_rule
                 ],
             }
         )
     return sorted(rules, key=lambda rule: SEVERITIES.index(rule["severity"]))
 
 
-def describe_place(row: Mapping[str, Any]) -> str:
+def describe_finding_location(row: Mapping[str, Any]) -> str:
     """Describe a finding's cells by their coordinates, such as strategy and number of workers."""
     place = [row[name] for name in _PLACE if pd.notna(row[name])]
     place += [format_count(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
@@ -87,10 +88,10 @@ def describe_place(row: Mapping[str, Any]) -> str:
     return ", ".join(place) or "the study"
 
 
-def describe_places(findings: Sequence[Mapping[str, Any]]) -> str:
+def describe_finding_locations(findings: Sequence[Mapping[str, Any]]) -> str:
     """Describe where a rule has findings, such as `ddp, fsdp and 3 more, 12 places`."""
     if len(findings) == 1:
-        return describe_place(findings[0])
+        return describe_finding_location(findings[0])
     names = list(dict.fromkeys(row["strategy"] for row in findings if pd.notna(row["strategy"])))
     names = names or list(
         dict.fromkeys(row["experiment"] for row in findings if pd.notna(row["experiment"]))
@@ -102,7 +103,7 @@ def describe_places(findings: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def list_touched_choices(
+def list_affected_choices(
     findings: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Return the chosen strategies that a finding concerns, directly or through their nearest alternative."""
@@ -171,4 +172,4 @@ def make_audit_lead(
     return f"These rules concern a choice or its nearest rival: {names}."
 
 
-READING = Reading(notices=notice_hosts, sections=make_audit_sections)
+READING = Reading(list_notices=iter_host_notices, list_sections=make_audit_sections)

@@ -12,7 +12,7 @@ import numpy as np
 from stratbench.analysis.records.facts import Facts
 from stratbench.analysis.records.groups import GROUP, Group, group_rows
 from stratbench.analysis.records.measures import ALONE
-from stratbench.extensions.audit.across_cells.machines import are_busy
+from stratbench.extensions.audit.across_cells.machines import flag_busy_cells
 from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
@@ -57,7 +57,7 @@ def find_slow_sharding_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         steps = evidence.compute_median(group, "steps") or evidence.multiply_medians(
             group, "steps_per_epoch", "epochs"
         )
-        busy = any(is_mostly_busy(evidence, k) for k in (group, other))
+        busy = any(is_host_mostly_busy(evidence, k) for k in (group, other))
         if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
             continue
         times = f"{group.strategy} {its_s:.4g} s, {other.strategy} {other_s:.4g} s"
@@ -67,9 +67,9 @@ def find_slow_sharding_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         )
 
 
-def is_mostly_busy(evidence: AuditData, group: Group) -> bool:
+def is_host_mostly_busy(evidence: AuditData, group: Group) -> bool:
     """Return whether other processes used the machine when most repeats of a group started."""
-    return bool(are_busy(evidence.groups[group]).median() > 0.5)
+    return bool(flag_busy_cells(evidence.groups[group]).median() > 0.5)
 
 
 @rule("superlinear", "warning", "time")
@@ -94,17 +94,17 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
             bases.append(alone)
         for base in bases:
             base_time, times = evidence.compute_median(base, column), gpus / base.gpus
-            if times == 1 and any(is_mostly_busy(evidence, k) for k in (group, base)):
+            if times == 1 and any(is_host_mostly_busy(evidence, k) for k in (group, base)):
                 continue  # a busy machine has a rule of its own
             limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
             if base_time and here / base_time > limit:
                 name = "" if base.strategy == strategy else f"{base.strategy} "
                 text = f"{here / base_time:.2f} times as fast on {gpus} as {name}on {base.gpus}"
                 yield group, text
-        yield from iter_superlinear_over_stopped(evidence, group, stopped[group.with_gpus(0)])
+        yield from iter_superlinear_over_stopped_cells(evidence, group, stopped[group.with_gpus(0)])
 
 
-def iter_superlinear_over_stopped(
+def iter_superlinear_over_stopped_cells(
     evidence: AuditData, group: Group, stopped: Iterable[tuple[int, float]]
 ) -> Iterator[Case]:
     """Yield superlinear speedups over fewer workers that were stopped at a time limit.

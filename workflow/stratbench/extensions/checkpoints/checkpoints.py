@@ -40,7 +40,7 @@ def _view_bytes(tensor: Tensor) -> memoryview:
     return get_tensor_bytes(tensor.reshape(-1))
 
 
-def list_steps(folder: Path) -> set[int]:
+def list_checkpoint_steps(folder: Path) -> set[int]:
     """Return the steps after which the checkpoints in a folder were written."""
     return {int(match[1]) for p in folder.glob("*.bin") if (match := _NAME.fullmatch(p.name))}
 
@@ -102,14 +102,14 @@ def delete_later_checkpoints(folder: Path, step: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_facts(folder: Path, step: int) -> dict[str, Any]:
+def read_checkpoint_facts(folder: Path, step: int) -> dict[str, Any]:
     """Read a checkpoint's values other than tensors. Raises DamagedCheckpoint if they are damaged."""
     path = get_checkpoint_path(folder, step)
     with path.open("rb") as file:
-        return _read_head(file, path)["facts"]
+        return _read_checkpoint_header(file, path)["facts"]
 
 
-def _read_head(file: BinaryIO, path: Path) -> dict[str, Any]:
+def _read_checkpoint_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         head = json.loads(file.readline(_HEAD_BYTES))
         whole = head["facts_crc32"] == _compute_crc(head["facts"])
@@ -125,7 +125,7 @@ def _compute_crc(facts: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(facts).encode())
 
 
-def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
+def read_checkpoint_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
     """Copy the tensors of a checkpoint into existing tensors.
 
     Raises DamagedCheckpoint before any tensor is changed, if the checkpoint is damaged or does not fit.
@@ -139,7 +139,7 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
 
     path = get_checkpoint_path(folder, step)
     with path.open("rb") as file:
-        head = _read_head(file, path)
+        head = _read_checkpoint_header(file, path)
         if head["tensors"] != [[str(t.dtype), list(t.shape)] for t in tensors]:
             raise DamagedCheckpoint(f"{path} holds other tensors than this model's state has")
         copies, checksum = [], 0

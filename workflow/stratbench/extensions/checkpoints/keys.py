@@ -23,7 +23,9 @@ class Checkpoints(Keys):
     # fmt: on
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], study: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield messages on strategies of an experiment that do not support checkpoints."""
         from stratbench.strategies import get_strategy_class
         from stratbench.study.config.consistency import iter_strategy_options

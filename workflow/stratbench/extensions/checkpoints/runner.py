@@ -23,19 +23,19 @@ class RestartRunner(Runner):
     _ended_unix_s: float | None = None
 
     @classmethod
-    def takes(cls, s: Settings) -> bool:
+    def runs_cells_with(cls, s: Settings) -> bool:
         return "checkpoints" in s.more
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
-        self._ended_unix_s = attempts.find_last_write(folder)
+        self._ended_unix_s = attempts.find_last_write_time_s(folder)
         super().prepare(folder, cell, s, data_dir)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
-        if job.in_block:  # segments of blocks are too short for checkpoints
+        if job.is_in_block:  # segments of blocks are too short for checkpoints
             return super().run(job, args)
-        job = attempts.begin(job, self._ended_unix_s)
+        job = attempts.begin_attempt(job, self._ended_unix_s)
         # A paused cell is not trained again from its begin; the record states the pauses.
-        return job, *self.launch(job, args.cpus_per_node)
+        return job, *self.launch_processes(job, args.cpus_per_node)
 
-    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return attempts.make_restarts_entry(job, workers)

@@ -73,7 +73,7 @@ def find_reports_unlike_cell(facts: Facts) -> Iterator[str]:
     )
     steps = facts("settings.steps")
     if not steps:
-        steps = facts.product("batch.steps_per_epoch", "settings.epochs")
+        steps = facts.multiply_fields("batch.steps_per_epoch", "settings.epochs")
     if steps is not None:
         expected = steps * facts("batch.global_batch")
         yield from iter_inequality_messages(

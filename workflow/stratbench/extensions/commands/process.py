@@ -19,8 +19,8 @@ from stratbench.cell.files import read_json
 from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.extensions.commands.files import (
     get_command_name,
-    get_end_path,
-    get_out_path,
+    get_exit_status_path,
+    get_output_folder,
     get_report_path,
 )
 from stratbench.extensions.commands.strategy import (
@@ -61,8 +61,13 @@ class CommandProcess:
             make_placeholder_values(self._job, self._node),
         )
         supervisor = [sys.executable, "-m", "stratbench.extensions.commands.supervisor"]
-        supervisor += ["--logs", os.fspath(folder.logs), "--log", os.fspath(folder.log(self.name))]
-        supervisor += ["--end", os.fspath(get_end_path(folder, self._node))]
+        supervisor += [
+            "--logs",
+            os.fspath(folder.logs),
+            "--log",
+            os.fspath(folder.get_log_path(self.name)),
+        ]
+        supervisor += ["--end", os.fspath(get_exit_status_path(folder, self._node))]
         supervisor += ["--origin-s", repr(self._job.origin_s), "--", *arguments]
         # The supervisor has its own session, so that signals to the launcher's process group do not reach it.
         self._process = subprocess.Popen(
@@ -88,7 +93,7 @@ class CommandProcess:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout)
-            end = get_end_path(self._job.folder, self._node)
+            end = get_exit_status_path(self._job.folder, self._node)
             self.exitcode = read_json(end)["exit_code"] if end.exists() else code
             kill_marked_processes(self._mark)
 
@@ -144,7 +149,7 @@ def make_placeholder_values(job: Job, node: int) -> dict[str, Any]:
     The rendezvous address is determined only if a placeholder needs it.
     """
     s, folder = job.settings, job.folder
-    get_out_path(folder).mkdir(exist_ok=True)
+    get_output_folder(folder).mkdir(exist_ok=True)
     values = asdict(s) | {
         "workers": job.world_size,
         "nodes": job.n_nodes,
@@ -152,14 +157,14 @@ def make_placeholder_values(job: Job, node: int) -> dict[str, Any]:
         "node": node,
         "total_steps": s.total_steps(job.train_samples),
         "data": job.data_dir,
-        "out": get_out_path(folder),
+        "out": get_output_folder(folder),
     }
     if {"host", "port"} & set(iter_placeholders(get_arguments(s.options))):
-        values["host"], values["port"] = find_meeting_place(job, node)
+        values["host"], values["port"] = find_rendezvous_address(job, node)
     return values
 
 
-def find_meeting_place(job: Job, node: int) -> tuple[str, int]:
+def find_rendezvous_address(job: Job, node: int) -> tuple[str, int]:
     """Return the rendezvous of the command's processes: node 0's address and a free port there.
 
     Node 0 writes both to the run folder, where the other nodes read them.

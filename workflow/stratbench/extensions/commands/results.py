@@ -8,7 +8,11 @@ from typing import Any
 
 from stratbench.cell.files import read_last_lines
 from stratbench.cell.settings import Settings
-from stratbench.extensions.commands.files import get_command_name, get_report_path, read_ends
+from stratbench.extensions.commands.files import (
+    get_command_name,
+    get_report_path,
+    read_exit_statuses,
+)
 from stratbench.extensions.commands.reading import CommandReport, ReportError, read_report
 from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.machine import environment
@@ -34,21 +38,21 @@ def store_results(job: Job) -> None:
     try:
         report = read_report(get_report_path(job.folder))
     except ReportError as e:
-        job.folder.write_worker(0, {"status": "error", "reason": str(e)})
+        job.folder.write_worker_result(0, {"status": "error", "reason": str(e)})
         return
-    write_phases(job, report)
+    write_training_phases(job, report)
     for entry in list_epoch_entries(job.settings, report):
-        job.folder.add_epoch(entry)
-    job.folder.write_worker(0, make_worker_result(job, report))
+        job.folder.append_epoch(entry)
+    job.folder.write_worker_result(0, make_worker_result(job, report))
 
 
 def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
     """Return the result of a worker with the values that the command has reported."""
-    origin_s = get_origin_s(job)
+    origin_s = get_time_origin_s(job)
     starts = [begin - origin_s for begin, _ in report.training_intervals]
     evaluated_s = sum(
         s.reported_at_s - e
-        for s, e in zip(report.scores, list_ends_before_scores(report), strict=True)
+        for s, e in zip(report.scores, list_last_times_before_scores_s(report), strict=True)
     )
     phases = {"build_s": starts[0]}
     if report.scores and not job.settings.steps:
@@ -104,7 +108,7 @@ def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str
     }
 
 
-def list_ends_before_scores(report: CommandReport) -> list[float]:
+def list_last_times_before_scores_s(report: CommandReport) -> list[float]:
     """Return the end of the last step or score before each score.
 
     The evaluation for the score began at that time.
@@ -143,27 +147,27 @@ def compute_epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
     return [*spans, rest] if rest > 1e-9 else spans
 
 
-def get_origin_s(job: Job) -> float:
+def get_time_origin_s(job: Job) -> float:
     """Return the origin of the cell's times on the clock of node 0.
 
     Node 0 wrote the report.
     """
-    ends = read_ends(job.folder, 1)
+    ends = read_exit_statuses(job.folder, 1)
     return ends[0]["origin_s"] if ends else job.origin_s
 
 
-def write_phases(job: Job, report: CommandReport) -> None:
+def write_training_phases(job: Job, report: CommandReport) -> None:
     """Write the intervals in which the command trained, for the timeline and the energy measurement."""
-    log = PhaseLog(job.folder.phases(0), 0, get_origin_s(job))
+    log = PhaseLog(job.folder.get_phase_log_path(0), 0, get_time_origin_s(job))
     for begin, end in report.training_intervals:
-        log.write("train", "start", at_s=begin)
-        log.write("train", "end", at_s=end)
+        log.write_phase_event("train", "start", at_s=begin)
+        log.write_phase_event("train", "end", at_s=end)
 
 
 def read_peak_memory(job: Job) -> dict[str, Any]:
     """Return the record's memory entry: the peak memory of the largest process, from the kernel."""
     peak_bytes = max(
-        (end["max_rss_bytes"] for end in read_ends(job.folder, job.n_nodes)), default=None
+        (end["max_rss_bytes"] for end in read_exit_statuses(job.folder, job.n_nodes)), default=None
     )
     return {
         "method": "maxrss-since-process-start",
@@ -185,25 +189,25 @@ def collect_provenance(job: Job, report: CommandReport) -> dict[str, Any]:
     }
     if version := report.reported_facts.get("torch"):
         facts["software"] = {"torch": str(version)}
-    places = [p["gpu"] for p in job.folder.read_places().values() if "gpu" in p]
+    places = [p["gpu"] for p in job.folder.read_process_locations().values() if "gpu" in p]
     gpu = find_worker_gpu(Nvml(), places[0]) if places else None
-    return facts | ({"gpu": gpu.static()} if gpu else {})
+    return facts | ({"gpu": gpu.read_identity_and_settings()} if gpu else {})
 
 
 def make_program_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `program`: external measurements, and the command's report."""
-    files = get_strategy_class(job.settings.strategy).files(job.settings.options)
-    worker = job.folder.read_worker(0) or {}
+    files = get_strategy_class(job.settings.strategy).list_user_files(job.settings.options)
+    worker = job.folder.read_worker_result(0) or {}
     return {
         **build_files_entry(files),
-        "external": make_external_entry(job),
+        "external": make_external_measurements(job),
         "self_reported": worker.get("told"),
     }
 
 
-def make_external_entry(job: Job) -> dict[str, Any]:
+def make_external_measurements(job: Job) -> dict[str, Any]:
     """Return measurements of the command's processes on all nodes; a value is None if unknown."""
-    ends = read_ends(job.folder, job.n_nodes)
+    ends = read_exit_statuses(job.folder, job.n_nodes)
     processes, gpus = (
         read_sampled_values(job, "process", "rss_bytes"),
         read_sampled_values(job, "gpu", "mem_used_bytes"),
@@ -211,8 +215,8 @@ def make_external_entry(job: Job) -> dict[str, Any]:
     whole = len(ends) == job.n_nodes
     return {
         "exit_code": next((e["exit_code"] for e in ends if e["exit_code"]), 0) if whole else None,
-        "begun_s": ends[0]["begun_s"] - get_origin_s(job) if whole else None,
-        "ended_s": ends[0]["ended_s"] - get_origin_s(job) if whole else None,
+        "begun_s": ends[0]["begun_s"] - get_time_origin_s(job) if whole else None,
+        "ended_s": ends[0]["ended_s"] - get_time_origin_s(job) if whole else None,
         "cpu_time_s": sum(e["cpu_time_s"] for e in ends) if whole else None,
         "largest_process_bytes": max(e["max_rss_bytes"] for e in ends) if whole else None,
         "node_rss_bytes": max(processes, default=None),
@@ -228,7 +232,7 @@ def read_sampled_values(job: Job, kind: str, column: str) -> list[int]:
         kind: `process` or `gpu`.
         column: Name of the column.
     """
-    rows = (row for path in job.folder.sample_files() for row in read_samples(path))
+    rows = (row for path in job.folder.list_sample_paths() for row in read_samples(path))
     return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
 
 
@@ -244,7 +248,7 @@ def describe_failure(job: Job, exits: Sequence[Any]) -> str:
 
 def read_last_log_lines(job: Job) -> list[str]:
     """Return the last lines of the command's logs on all nodes."""
-    paths = (job.folder.log(get_command_name(node)) for node in range(job.n_nodes))
+    paths = (job.folder.get_log_path(get_command_name(node)) for node in range(job.n_nodes))
     return [line for path in paths if path.exists() for line in read_last_lines(path)]
 
 
@@ -259,7 +263,7 @@ def find_hang_reason(job: Job) -> str | None:
         report = read_report(get_report_path(job.folder))
     except ReportError as e:
         return f"no step within {limit}: {e}"
-    quiet_s = get_origin_s(job) + job.time_limit_s - report.last_line_at_s
+    quiet_s = get_time_origin_s(job) + job.time_limit_s - report.last_line_at_s
     longest_s = max(report.step_times_s)
     if report.is_paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands import results
-from stratbench.extensions.commands.files import get_command_name, read_ends
+from stratbench.extensions.commands.files import get_command_name, read_exit_statuses
 from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
@@ -30,11 +30,11 @@ class CommandRunner(Runner):
     processes = "stratbench.extensions.commands.process:make_command_process"
 
     @classmethod
-    def takes(cls, s: Settings) -> bool:
+    def runs_cells_with(cls, s: Settings) -> bool:
         return get_strategy_class(s.strategy).kind == "own"
 
-    def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
-        ends = {e["node"]: e["exit_code"] for e in read_ends(job.folder, job.n_nodes)}
+    def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
+        ends = {e["node"]: e["exit_code"] for e in read_exit_statuses(job.folder, job.n_nodes)}
         return [
             agent.ProcessExit(get_command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)
         ]
@@ -50,7 +50,7 @@ class CommandRunner(Runner):
             kills_before: Number of the kernel's kills for memory before the cell, or None if unknown.
         """
         results.store_results(job)
-        worker = job.folder.read_worker(0) or {}
+        worker = job.folder.read_worker_result(0) or {}
         if worker.get("status") == "diverged":
             return Ending("diverged", worker["reason"])
         failed = [p for p in exits.processes if p.exit_code not in (0, None)]
@@ -73,17 +73,17 @@ class CommandRunner(Runner):
             return Ending("error", worker.get("reason", "the command left no result"))
         return Ending("ok", None)
 
-    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return results.make_program_entry(job)
 
-    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
+    def read_training_phases(self, job: Job, node: int) -> list[PhaseInterval]:
         return read_training_phases(job, range(1))
 
-    def gpu_intervals(
+    def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
         """Return the training intervals that the command reported, for each GPU of the cell."""
-        places = [p for p in job.folder.read_places().values() if "gpu" in p]
+        places = [p for p in job.folder.read_process_locations().values() if "gpu" in p]
         if any(p["gpu"].get("index") is None for p in places):
             return None
         spans = [(i.start_s, i.end_s) for i in read_training_phases(job, range(1))]

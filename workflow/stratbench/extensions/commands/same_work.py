@@ -36,7 +36,7 @@ def judge_same_work(rows: Sequence[Row]) -> None:
         if row["status"] == "ok":
             beside[row["experiment"], row["model"]].append(row)
     verdicts = [
-        (row, next(iter_work_differences(row, select_partners(row, of_place)), None))
+        (row, next(iter_work_differences(row, select_compared_rows(row, of_place)), None))
         for of_place in beside.values()
         for row in of_place
         if row["strategy_kind"] == "own"
@@ -47,7 +47,7 @@ def judge_same_work(rows: Sequence[Row]) -> None:
             row["status"], row["reason"] = INCOMPARABLE, f"other work: {reason}"
 
 
-def select_partners(row: Row, beside: Sequence[Row]) -> list[Row]:
+def select_compared_rows(row: Row, beside: Sequence[Row]) -> list[Row]:
     """Return the rows with which a command's row is compared, preferably with equal worker counts.
 
     Cells of stratbench's loop with DDP's arithmetic have precedence, then its other cells, then other
@@ -131,4 +131,4 @@ def iter_command_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterat
         yield f"Not ranked, because of other work: {where}: {str(reason).removeprefix('no: ')}."
 
 
-READING = Reading(notices=iter_command_notices)
+READING = Reading(list_notices=iter_command_notices)

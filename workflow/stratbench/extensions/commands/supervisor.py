@@ -67,19 +67,19 @@ def main() -> None:
         except OSError as e:
             log.write(f"{args.program[0]}: {e.strerror}\n".encode())
             os._exit(127)
-    threading.Thread(target=end_with_input, daemon=True).start()
+    threading.Thread(target=end_when_input_closes, daemon=True).start()
     code = child.wait()
     ended_s = time.monotonic()
     kill_descendants()
     write_atomic(
         args.end,
-        json.dumps({"origin_s": args.origin_s} | collect_end_values(code, begun_s, ended_s)),
+        json.dumps({"origin_s": args.origin_s} | collect_exit_values(code, begun_s, ended_s)),
     )
     sys.stdout.flush()
     os._exit(0)
 
 
-def collect_end_values(code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
+def collect_exit_values(code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
     """Return how the command ended, and the CPU time and memory that it used.
 
     Times are in seconds and memory is in bytes. `max_rss_bytes` is the high-water mark of the largest
@@ -102,7 +102,7 @@ def collect_end_values(code: int, begun_s: float, ended_s: float) -> dict[str, A
     }
 
 
-def end_with_input() -> None:
+def end_when_input_closes() -> None:
     """Wait for the end of standard input, then kill all descendants and end this process."""
     while sys.stdin.buffer.read(1):
         pass
@@ -119,11 +119,11 @@ def kill_descendants() -> None:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        collect_ended_children()
+        reap_ended_children()
         time.sleep(_POLL_S)
 
 
-def collect_ended_children() -> None:
+def reap_ended_children() -> None:
     """Wait for children that have ended, so that they do not remain as zombies."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:

@@ -87,7 +87,9 @@ class DeepSpeed(Counted):
                 )
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         if values["precision"] == "fp64":
             yield ".precision = 'fp64': DeepSpeed keeps its weights in float32; use fp32"
         if values["precision"] == PURE_BF16:
@@ -112,17 +114,21 @@ class DeepSpeed(Counted):
                 "with DeepSpeed; set it to false"
             )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
-        if trial.sparse:
-            yield base.sparse_gradient_reason(trial.sparse, "has no place in a flat bucket")
+        if trial.sparse_gradient_parameters:
+            yield base.sparse_gradient_reason(
+                trial.sparse_gradient_parameters, "has no place in a flat bucket"
+            )
         dtypes = base.list_dtype_names(model.parameters())
         if len(dtypes) > 1:
             yield (
                 f"it has parameters of several dtypes ({', '.join(dtypes)}), which DeepSpeed would put into "
                 "one flat tensor; use one"
             )
-        if self.options.stage == 3 and (early := trial.uncalled + trial.late):
+        if self.options.stage == 3 and (
+            early := trial.parameters_read_before_call + trial.parameters_read_after_calls
+        ):
             yield (
                 f"forward reads {format_names(early)} outside of a call of its module, but stage 3 gathers "
                 "parameters only for the call; call the module itself, or use stage 1 or 2"
@@ -130,10 +136,10 @@ class DeepSpeed(Counted):
         yield from base.iter_unshardable_model_reasons(trial, as_parameters=False)
         if worker.world_size == 1:
             return
-        if trial.by_chance:
-            yield base.skipped_at_random_reason(trial.by_chance)
-        elif trial.by_data:
-            yield base.skipped_by_data_reason(trial.by_data)
+        if trial.randomly_called_modules:
+            yield base.skipped_at_random_reason(trial.randomly_called_modules)
+        elif trial.data_dependent_modules:
+            yield base.skipped_by_data_reason(trial.data_dependent_modules)
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options
@@ -157,12 +163,12 @@ class DeepSpeed(Counted):
         # The engine needs these; otherwise it would run numactl in every step to count the workers of a node.
         os.environ |= {
             "LOCAL_RANK": str(worker.device.index or 0),
-            "LOCAL_SIZE": str(worker.local_world),
+            "LOCAL_SIZE": str(worker.local_world_size),
         }
         self.worker, self.model = worker, model
         self.parameters = self.local = [p for p in model.parameters() if p.requires_grad]
         self._trained = count_parameters(self.parameters)
-        kind, settings = self.optimizer_kind()
+        kind, settings = self.get_optimizer_class()
         self.optimizer = kind(self.parameters, **settings)
         # The model is on its device already, and fake tensors cannot be moved.
         model.to = lambda *_, **__: model
@@ -180,7 +186,7 @@ class DeepSpeed(Counted):
         else:
             self.local = list(self.zero.single_partition_of_fp32_groups)
             self._flat = list(self.zero.bit16_groups_flat)
-        self.begin_states(self.optimizer, self.local)
+        self.create_optimizer_states(self.optimizer, self.local)
         self.reset()
 
     def config(self, worker: base.Worker) -> dict[str, Any]:
@@ -201,7 +207,7 @@ class DeepSpeed(Counted):
 
     def reset(self) -> None:
         super().reset()
-        self.engine.micro_steps = self.engine.global_steps = self.engine.skipped_steps = 0
+        self.engine.micro_steps = self.engine.global_steps = self.engine.count_skipped_steps = 0
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
@@ -216,7 +222,7 @@ class DeepSpeed(Counted):
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self._flat, *self.model.buffers()]
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         tensors = {"optimizer": self.local}  # the engine's master copy of the weights
         if self.options.stage == 3:
             tensors["parameters"] = [*self._flat, *self.model.parameters()]
@@ -224,27 +230,27 @@ class DeepSpeed(Counted):
             tensors["buckets"] = [bucket.buffer for bucket in self.zero.ipg_buckets.values()]
         return tensors
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)  # the loss is already divided by the parts
 
-    def gradients(self) -> list[Tensor]:
+    def list_gradients(self) -> list[Tensor]:
         return [g for gradients in self.zero.averaged_gradients.values() for g in gradients]
 
-    def clip(self, norm: float) -> None:
+    def clip_gradients(self, norm: float) -> None:
         """Do nothing, because the engine clips gradients itself."""
 
     def update(self) -> None:
         self.engine.step()
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
         with (
             average_batchnorm_buffers(self.model, self.worker.world_size),
-            super().evaluating() as model,
+            super().open_evaluation_model() as model,
         ):
             yield model
         self._free_gathered_parameters()
@@ -266,7 +272,7 @@ class DeepSpeed(Counted):
     def report(self) -> dict[str, Any]:
         import deepspeed
 
-        report, skipped = super().report(), self.engine.skipped_steps
+        report, skipped = super().report(), self.engine.count_skipped_steps
         report["details"] |= {
             "skipped_steps": skipped,
             "engine": f"deepspeed {deepspeed.__version__}",
@@ -275,7 +281,7 @@ class DeepSpeed(Counted):
 
     @classmethod
     @contextmanager
-    def on_fakes(cls) -> Iterator[None]:
+    def support_fake_tensors(cls) -> Iterator[None]:
         check_installed("deepspeed", cls, {})
         import_deepspeed("cpu")
         import torch.nn.functional as F

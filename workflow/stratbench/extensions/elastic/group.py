@@ -114,7 +114,7 @@ class ElasticGroup:
 
 def broadcast_from_first(tensors: list[Tensor]) -> None:
     """Overwrite the tensors of all members by those of rank 0."""
-    for tensors_of_kind in _iter_parts(tensors):
+    for tensors_of_kind in _iter_tensor_chunks(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in tensors_of_kind])
         dist.broadcast(flat, src=0)
         for tensor, part in zip(
@@ -123,7 +123,7 @@ def broadcast_from_first(tensors: list[Tensor]) -> None:
             tensor.detach().copy_(part.view_as(tensor))
 
 
-def _iter_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def _iter_tensor_chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield parts of the tensors, each of one dtype and device.
 
     A part has at most _SENT_BYTES, unless a single tensor is larger.

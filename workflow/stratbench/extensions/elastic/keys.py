@@ -46,12 +46,14 @@ class Elastic(Keys):
     # fmt: on
 
     @classmethod
-    def complete(cls, own: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    def complete_values(cls, own: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         target = values.get("target_score")
         return own | {"ends_at": target} if own and target is not None else own
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], study: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield messages on strategies and settings that elastic workers do not support."""
         from stratbench.strategies import get_strategy_class
         from stratbench.study.config.consistency import iter_strategy_options

@@ -22,7 +22,7 @@ from stratbench.extensions.elastic.jobs.local_jobs import LocalJobs
 from stratbench.extensions.elastic.jobs.slurm_jobs import SlurmJobs
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.keys import Elastic
-from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
+from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 from stratbench.telemetry.machine.busy import measure_other_load
 from stratbench.telemetry.pauses import PauseWatch
@@ -40,7 +40,9 @@ LAST_FILES_S = 60.0
 POLL_S, KEEP_S = 0.2, 10.0
 
 
-def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]) -> None:
+def prepare_run_folder(
+    folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]
+) -> None:
     """Create the run folder, or reuse the folder of an unfinished training.
 
     The unfinished training must have equal settings and data.
@@ -52,28 +54,30 @@ def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, A
         data: Metadata of the prepared data set, with the checksum of its arrays.
     """
     try:
-        kept = json.loads(folder.job.read_text(encoding="utf-8"))
+        kept = json.loads(folder.job_path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = None
     wanted = {"cell": asdict(cell), "settings": asdict(settings), "data": data}
     same = kept and {key: kept[key] for key in wanted} == wanted
-    if not same or folder.ended.exists():
+    if not same or folder.end_marker_path.exists():
         folder.create()
         return
     print(f"resuming the unfinished training in {folder.path}", flush=True)
 
 
-def count_from_first_launcher(job: Job) -> Job:
+def shift_times_to_first_launcher(job: Job) -> Job:
     """Return the job with times relative to the start of the cell's first launcher."""
     try:
-        first = Job.from_json(job.folder.job.read_text(encoding="utf-8"))
+        first = Job.from_json(job.folder.job_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return job
     spent_s = job.origin_unix_s - first.origin_unix_s
     return replace(job, origin_unix_s=first.origin_unix_s, origin_s=job.origin_s - spent_s)
 
 
-def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
+def launch_synchronous_training(
+    job: Job, worker_job: WorkerJob | None, watch: PauseWatch
+) -> Ending:
     """Train an elastic synchronous cell, and return how it ended.
 
     Args:
@@ -83,13 +87,13 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     """
     folder = job.folder
     write_worker_files(job)
-    incarnation = len(folder.incarnations())
+    incarnation = len(folder.incarnation_paths())
     with (
         open_backend(job, worker_job) as backend,
         _run_coordinator(job, worker_job is not None) as coordinator,
     ):
         try:
-            with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs_path) as keeper:
                 coordinator.on_change, coordinator.on_lost = (
                     keeper.poll_soon,
                     keeper.cancel_lost_worker,
@@ -97,13 +101,13 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
                 keep = partial(folder.write_incarnation, incarnation)
                 ending = _wait_for_end(job, coordinator, keeper, keep, watch)
                 if ending.status != "error":
-                    folder.ended.touch()
+                    folder.end_marker_path.touch()
                     keeper.finish()
                     _wait_for_last_files(coordinator)
         finally:
             folder.write_incarnation(incarnation, coordinator.get_history_values())
-            if folder.ended.exists():  # no later launcher resumes this training
-                folder.secret.unlink(missing_ok=True)
+            if folder.end_marker_path.exists():  # no later launcher resumes this training
+                folder.secret_path.unlink(missing_ok=True)
                 checkpoints.delete_checkpoints(folder.path)
     return ending
 
@@ -114,9 +118,9 @@ def write_worker_files(job: Job) -> None:
     The secret is written only if no earlier launcher wrote one.
     """
     # A worker on another node has a local folder of its own.
-    job.folder.write_job(replace(job, folder=replace(job.folder, local=None)).to_json())
-    if not job.folder.secret.exists():
-        write_secret(job.folder.secret, new_secret())
+    job.folder.write_job(replace(job, folder=replace(job.folder, node_local_dir=None)).to_json())
+    if not job.folder.secret_path.exists():
+        write_secret(job.folder.secret_path, make_secret())
 
 
 def _wait_for_end(
@@ -173,7 +177,7 @@ def _iter_worker_results(
 ) -> Iterator[dict[str, Any]]:
     """Yield the results that ended workers have written."""
     for entry in keeper.list_jobs():
-        if entry.ended_unix_s is not None and (result := folder.read_worker(entry.number)):
+        if entry.ended_unix_s is not None and (result := folder.read_worker_result(entry.number)):
             yield result
 
 
@@ -185,10 +189,10 @@ def _wait_for_last_files(coordinator: Coordinator) -> None:
 
 def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
     """Return the step and the epoch results of the newest intact checkpoint, or None."""
-    for step in sorted(checkpoints.list_steps(folder.path), reverse=True):
+    for step in sorted(checkpoints.list_checkpoint_steps(folder.path), reverse=True):
         try:
             with checkpoints.delete_if_damaged(folder.path, step):
-                return step, checkpoints.read_facts(folder.path, step).get("epochs", [])
+                return step, checkpoints.read_checkpoint_facts(folder.path, step).get("epochs", [])
         except checkpoints.DamagedCheckpoint as error:
             print(error, flush=True)
     return None
@@ -201,22 +205,24 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
     listeners = Listeners("127.0.0.1" if host is None else "0.0.0.0", host)
     better = get_task(job.settings, job.data_shape).better
     coordinator = Coordinator(
-        load_secret(folder.secret),
+        load_secret(folder.secret_path),
         listeners,
         job.cell.gpus,
         job.train_samples // job.settings.global_batch,
         lambda: find_newest_checkpoint(folder),
         len(folder.read_epochs()),
-        folder.add_epoch,
-        lambda score: reaches_target(score, job.settings.of(Elastic).ends_at, better),
+        folder.append_epoch,
+        lambda score: reaches_target(
+            score, job.settings.get_extension_keys(Elastic).ends_at, better
+        ),
     )
     coordinator.start()
-    listeners.publish(folder.rendezvous, 0)
+    listeners.publish(folder.rendezvous_path, 0)
     try:
         yield coordinator
     finally:
         with suppress(OSError):
-            os.unlink(f"{folder.rendezvous}.0")
+            os.unlink(f"{folder.rendezvous_path}.0")
         coordinator.close()
 
 
@@ -226,13 +232,13 @@ def open_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
     folder = job.folder
     agent.set_environment(job, on_one_host=worker_job is None)
     if worker_job is not None:
-        folder.write_busy(0, measure_other_load())
+        folder.write_other_load(0, measure_other_load())
         yield SlurmJobs(worker_job, folder, job.cell.path)
         return
     with run_fork_server(may_share=not job.use_cuda or is_shared_with_same_gpus()) as server:
-        sampler = Sampler(folder.samples(0), folder.pids(0), job.origin_s)
+        sampler = Sampler(folder.get_samples_path(0), folder.get_pid_list_path(0), job.origin_s)
         try:
-            folder.write_busy(0, measure_other_load())
-            yield LocalJobs(server, folder.job, sampler.watch)
+            folder.write_other_load(0, measure_other_load())
+            yield LocalJobs(server, folder.job_path, sampler.watch_process)
         finally:
             sampler.stop()

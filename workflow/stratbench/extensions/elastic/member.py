@@ -113,9 +113,13 @@ def join_as_member(
     deadline = time.monotonic() + NOBODY_S
     while not leaving.is_set():
         try:
-            connection = Connection(connect_to_server(folder.rendezvous, 0, "auto", deadline)[0])
+            connection = Connection(
+                connect_to_server(folder.rendezvous_path, 0, "auto", deadline)[0]
+            )
             connection.deadline = time.monotonic() + 15.0
-            welcome = join_handshake(connection, load_secret(folder.secret), {"number": number})
+            welcome = join_handshake(
+                connection, load_secret(folder.secret_path), {"number": number}
+            )
             connection.deadline = None
             return WorkerMembership(connection, int(welcome["place"]), break_up)
         except JoinRefused as refused:

@@ -40,10 +40,10 @@ def request_workers(
         replace(settings, gpus=1, options=share),
         cluster,
         time_limit_s,
-        PlannedNeeds(host_mem_mib=each_mib, longest_s=needs.longest_s),
+        PlannedNeeds(host_mem_mib=each_mib, max_time_s=needs.max_time_s),
     )
     each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
-    minutes = compute_job_runtime_min(time_limit_s, cluster, needs.longest_s)
+    minutes = compute_job_runtime_min(time_limit_s, cluster, needs.max_time_s)
     minutes += math.ceil(60 * cluster["elastic_wait_h"])
     request = request_servers(settings, cluster, minutes, needs.servers_mem_mib)
     return replace(request, workers=cell.gpus, worker=each)
@@ -66,6 +66,6 @@ def request_servers(
         cpus=max(1, cpus),
         mem_mib=max(mem_mib, servers_mem_mib) + JOB_MIB,
         runtime_min=minutes,
-        planned_mib=servers_mem_mib > mem_mib,
+        is_memory_planned=servers_mem_mib > mem_mib,
         server_cpus=max(1, cpus),
     )

@@ -30,8 +30,8 @@ from stratbench.extensions.elastic.servers.journal import (
     read_last_incarnation,
 )
 from stratbench.extensions.servers.cells import count_servers, read_servers
-from stratbench.extensions.servers.node import server_processes
-from stratbench.extensions.servers.strategy import server_configs
+from stratbench.extensions.servers.node import make_server_processes
+from stratbench.extensions.servers.strategy import make_server_configs
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
 from stratbench.train.ending import Ending, make_timeout
@@ -45,7 +45,7 @@ SAVE_S = 25.0
 SERVER = "stratbench.extensions.elastic.worker:serve_parameters"
 
 
-def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
+def launch_served_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     """Train an elastic cell with parameter servers, and return how it ended.
 
     Args:
@@ -56,37 +56,37 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     folder = job.folder
     write_worker_files(job)
     # No server or worker may read the mark of an earlier incarnation.
-    delete_end_mark(folder.servers)
-    configs = make_server_configs(job, across_nodes=worker_job is not None)
+    delete_end_mark(folder.servers_dir)
+    configs = make_elastic_server_configs(job, across_nodes=worker_job is not None)
     with run_fork_server(may_share=True) as path, open_backend(job, worker_job) as backend:
-        servers = server_processes(path, folder, configs, SERVER)
+        servers = make_server_processes(path, folder, configs, SERVER)
         try:
             for process in servers:
                 process.start()
-            with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, folder.worker_jobs_path) as keeper:
                 ending = _wait_for_end(job, configs[0].elastic.incarnation, servers, keeper, watch)
                 if ending.status != "error":
-                    folder.ended.touch()
+                    folder.end_marker_path.touch()
                     keeper.finish()
                     _wait_for_last_files(job, keeper)
         finally:
             _stop_servers(servers)
-            if folder.ended.exists():
-                _clean_up(folder)
+            if folder.end_marker_path.exists():
+                _remove_run_files(folder)
     return ending
 
 
-def make_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
+def make_elastic_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
     """Return each server's config for the next incarnation.
 
     The servers resume from a saved state if there is one.
     """
-    own, s = job.folder.servers, job.settings
+    own, s = job.folder.servers_dir, job.settings
     elastic = ElasticConfig(
         str(own),
         incarnation=1 + read_last_incarnation(own),
         resumes_saved_state=has_state(own, count_servers(s)),
-        target_score=s.of(Elastic).ends_at,
+        target_score=s.get_extension_keys(Elastic).ends_at,
         higher_is_better=get_task(s, job.data_shape).better == "higher",
     )
     if elastic.incarnation > 1:
@@ -97,9 +97,9 @@ def make_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfi
         )
         print(f"incarnation {elastic.incarnation} of the servers: they {how}", flush=True)
     host = socket.gethostname() if across_nodes else None
-    configs = server_configs(s, job.train_samples, job.folder, host)
+    configs = make_server_configs(s, job.train_samples, job.folder, host)
     # A worker on any node may evaluate an epoch, so that snapshots need a shared folder.
-    snapshots = None if s.steps else str(job.folder.snapshots(shared=True))
+    snapshots = None if s.steps else str(job.folder.get_snapshot_dir(shared=True))
     return [
         ElasticServerConfig(**vars(c) | {"snapshot_dir": snapshots}, elastic=elastic)
         for c in configs
@@ -119,7 +119,7 @@ def _wait_for_end(
     servers' present incarnation.
     """
     limit_s, deadline = job.time_limit_s, None
-    journal, has_begun = NewEvents(job.folder.servers), False
+    journal, has_begun = NewEvents(job.folder.servers_dir), False
     while any(process.is_alive() for process in servers):
         if ending := find_ending_by_workers(job.folder, keeper):
             return ending
@@ -149,7 +149,7 @@ def _make_ending(job: Job, servers: list[Process]) -> Ending:
     """Return how the cell ended, after all its servers have ended."""
     if failed := next((p for p in servers if p.exitcode), None):
         return Ending("error", _find_failure_reason(job, failed))
-    first = job.folder.read_server(0)
+    first = job.folder.read_server_statistics(0)
     if first is None or first["elastic"]["suspended"]:
         return Ending(
             "error", "the servers were stopped; the next start resumes from their saved state"
@@ -163,7 +163,7 @@ def _make_ending(job: Job, servers: list[Process]) -> Ending:
 
 def _wait_for_last_files(job: Job, keeper: WorkerJobSupervisor) -> None:
     """Wait until the workers that are still present have written their measurements."""
-    joined = {e["worker"] for e in read_journal(job.folder.servers) if e["event"] == "join"}
+    joined = {e["worker"] for e in read_journal(job.folder.servers_dir) if e["event"] == "join"}
     ends = time.monotonic() + LAST_FILES_S
     while time.monotonic() < ends:
         if not any(e.ended_unix_s is None and e.number in joined for e in keeper.list_jobs()):
@@ -185,10 +185,10 @@ def _stop_servers(servers: list[Process]) -> None:
     agent.kill_processes(servers)
 
 
-def _clean_up(folder: RunFolder) -> None:
+def _remove_run_files(folder: RunFolder) -> None:
     """Remove the secret, saved states and snapshots of a cell that will not be resumed."""
-    folder.secret.unlink(missing_ok=True)
-    for path in [*Path(folder.servers).glob("state*"), *folder.path.glob("server.*")]:
+    folder.secret_path.unlink(missing_ok=True)
+    for path in [*Path(folder.servers_dir).glob("state*"), *folder.path.glob("server.*")]:
         if path.suffix != ".log":
             path.unlink(missing_ok=True)
-    shutil.rmtree(folder.snapshots(shared=True), ignore_errors=True)
+    shutil.rmtree(folder.get_snapshot_dir(shared=True), ignore_errors=True)

@@ -59,7 +59,7 @@ class WeightedTask(Task):
         return loss * self.weight
 
 
-def get_share(batch: int, rank: int, world: int) -> slice:
+def get_batch_share(batch: int, rank: int, world: int) -> slice:
     """Return a member's slice of a batch; the slices of all members are nearly equal.
 
     Args:
@@ -112,7 +112,7 @@ class ElasticSynchronous:
         self._task = worker.task
         self._weighted = worker.task = WeightedTask(worker.task)
         self._clock = StepClock(worker.device, worker.heartbeat)
-        worker.mark = self._clock.mark
+        worker.mark_phase_end = self._clock.mark_phase_end
         self._steps_per_epoch = data.train_samples // worker.settings.global_batch
         self._total = worker.settings.total_steps(data.train_samples)
         #: Number of generations that this worker has trained in.
@@ -132,9 +132,9 @@ class ElasticSynchronous:
         self._initial = strategy.save() if worker.device.type == "cuda" else None
         self._status: tuple[str, str | None] = ("ok", None)
         self._tables = lru_cache(maxsize=1)(
-            lambda epoch: data.tables(worker.settings.seed, epoch, worker.settings.augment).on(
-                data.index_device
-            )
+            lambda epoch: data.draw_epoch_tables(
+                worker.settings.seed, epoch, worker.settings.augment
+            ).to_device(data.index_device)
         )
 
     @property
@@ -198,7 +198,7 @@ class ElasticSynchronous:
             self._stop_clock(done)
             last = {"generation": self._generation, "ended_unix_s": time.time(), "step": self._step}
             # The coordinator is lost, so that the process that makes the record reads this file instead.
-            self.worker.folder.write_unheard(
+            self.worker.folder.write_orphaned_result(
                 self._number, last | {"epochs": self._summarize_unreported_steps(done)}
             )
             raise
@@ -276,13 +276,13 @@ class ElasticSynchronous:
         with self._phases("join"), self._restore_on_failure(state):
             if message["load"]:
                 with checkpoints.delete_if_damaged(worker.folder.path, message["step"]):
-                    checkpoints.read_into(worker.folder.path, message["step"], state)
+                    checkpoints.read_checkpoint_into(worker.folder.path, message["step"], state)
             # DDP broadcasts the weights and buffers of rank 0 when it wraps the model.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
             broadcast_from_first(self._list_optimizer_tensors())
         self._step = strategy.steps = message["step"]
         batch = worker.settings.global_batch
-        self._share = get_share(batch, self._rank, self._world)
+        self._share = get_batch_share(batch, self._rank, self._world)
         self._weighted.weight = self._world * (self._share.stop - self._share.start) / batch
         seed_random_generators(worker.settings.seed + 1 + self._rank + 7919 * self._step)
 
@@ -340,19 +340,19 @@ class ElasticSynchronous:
         losses = done.losses_by_epoch.setdefault(epoch, [])
         clock, strategy, data = self._clock, self.strategy, self.data
         buffers = list(strategy.model.buffers())
-        clock.begin()
+        clock.begin_epoch()
         self._running = True
         votes = self._iter_stop_votes()
         while self._step < ends:
             if next(votes):
                 break
-            x, y = data.batch(order[self._get_own_samples(self._step)], augmentation)
+            x, y = data.make_training_batch(order[self._get_own_samples(self._step)], augmentation)
             if self._step + 1 < ends:
                 data.prefetch(order[self._get_own_samples(self._step + 1)], augmentation)
-            clock.mark("data")
+            clock.mark_phase_end("data")
             with self._restore_on_failure(buffers):
                 losses.append(strategy.step(x, y))
-            clock.tick()
+            clock.mark_step_end()
             self._step += 1
             self._samples += len(y)
             if self._rank == 0 and time.monotonic() - self._kept_s > CHECKPOINT_S:
@@ -398,7 +398,7 @@ class ElasticSynchronous:
 
     def _save_for_later_members(self) -> None:
         """Save the state for later members, unless the cell has ended."""
-        if self._step and not self.worker.folder.ended.exists():
+        if self._step and not self.worker.folder.end_marker_path.exists():
             self._save_checkpoint(wait=True)
 
     # ------------------------------------------------------------ evaluation
@@ -433,7 +433,7 @@ class ElasticSynchronous:
             score = loop.describe_score(self._task, entry["score"])
             print(f"epoch {epoch}/{s.epochs}: {self._world} members, {score}", flush=True)
         # The coordinator comes to the same result from the same score.
-        if reaches_target(evaluated[1], s.of(Elastic).ends_at, self._task.better):
+        if reaches_target(evaluated[1], s.get_extension_keys(Elastic).ends_at, self._task.better):
             self._total = self._step
         if not isfinite(evaluated[0]):
             self._status = "diverged", f"the test loss became {evaluated[0]} in epoch {epoch}"

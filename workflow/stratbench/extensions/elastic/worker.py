@@ -35,7 +35,7 @@ from stratbench.extensions.servers import loop as served_loop
 from stratbench.extensions.servers.cells import has_servers
 from stratbench.extensions.servers.process import serve_as_process
 from stratbench.extensions.servers.ps.client import Channel
-from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.wire.link import Left, ServerLost
 from stratbench.strategies.mesh import Mesh
 from stratbench.train import agent, loop, worker
@@ -53,21 +53,25 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     """
     began_unix_s = time.time()
     leaving = threading.Event()
-    set_on_signals((signal.SIGTERM, signal.SIGUSR1), leaving)
+    set_event_on_signals((signal.SIGTERM, signal.SIGUSR1), leaving)
     job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
     agent.set_environment(job, on_one_host=False)
     folder = job.folder
-    if folder.ended.exists():
+    if folder.end_marker_path.exists():
         worker.exit_immediately(0)
-    worker.redirect_output(folder.log(format_worker_name(number)))
+    worker.redirect_output(folder.get_log_path(format_worker_name(number)))
     origin_s = time.monotonic() - (began_unix_s - job.origin_unix_s)
-    with create_scratch_folder() if folder.local is None else nullcontext(folder.local) as local:
-        job = replace(job, origin_s=origin_s, folder=replace(folder, local=local))
+    with (
+        create_scratch_folder()
+        if folder.node_local_dir is None
+        else nullcontext(folder.node_local_dir) as local
+    ):
+        job = replace(job, origin_s=origin_s, folder=replace(folder, node_local_dir=local))
         code = _train_and_write(job, number, local_rank, leaving)
     worker.exit_immediately(code)
 
 
-def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
+def set_event_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
     """Set the event `leaving` when the process receives one of the signals.
 
     SLURM sends these signals before it ends a job. A separate thread sets the event at once, because the main
@@ -76,7 +80,7 @@ def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) 
     reading, writing = socket.socketpair()
     writing.setblocking(False)
 
-    def wait() -> None:
+    def wait_for_signal() -> None:
         number = reading.recv(1)[0]
         leaving.set()
         print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
@@ -85,12 +89,12 @@ def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) 
     for each in signals:
         signal.signal(each, lambda number, frame: None)
     signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait_for_signal, daemon=True).start()
 
 
 def _train_and_write(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
     """Train, write the worker's results, and return the exit code."""
-    train = train_served if has_servers(job.settings) else train_synchronous
+    train = train_with_servers if has_servers(job.settings) else train_synchronous
     try:
         result, code = train(job, number, local_rank, leaving), 0
     except (Over, RunOverError, Left, ServerLost) as over:
@@ -99,7 +103,7 @@ def _train_and_write(job: Job, number: int, local_rank: int, leaving: threading.
     except Exception as error:
         traceback.print_exc()
         result, code = worker.describe_worker_error(error)
-    job.folder.write_worker(number, result)
+    job.folder.write_worker_result(number, result)
     return code
 
 
@@ -128,7 +132,7 @@ def train_synchronous(
     with phases("build"):
         ready = worker.set_up_model(
             s, strategy, data, device, seat.place,
-            rank=0, world_size=1, local_world=1, folder=job.folder, heartbeat=start.heartbeat, mesh=Mesh(1),
+            rank=0, world_size=1, local_world_size=1, folder=job.folder, heartbeat=start.heartbeat, mesh=Mesh(1),
         )  # fmt: skip
     with phases("warmup"):
         loop.warm_up(strategy, data, ready.worker)
@@ -143,7 +147,7 @@ def train_synchronous(
     return measured
 
 
-def train_served(
+def train_with_servers(
     job: Job, number: int, local_rank: int, leaving: threading.Event
 ) -> dict[str, Any]:
     """Train as a worker of a cell with parameter servers, and return the worker's results.
@@ -168,11 +172,11 @@ def train_served(
         # `gpus`.
         ready = worker.set_up_model(
             s, strategy, data, device, number % s.gpus,
-            rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
+            rank=number, world_size=s.gpus, local_world_size=1, folder=job.folder,
             heartbeat=start.heartbeat, mesh=Mesh(1),
-            channel_by=partial(make_returning_channel, job.folder, leaving),
+            make_server_channel=partial(make_returning_channel, job.folder, leaving),
         )  # fmt: skip
-    result = served_loop.train(
+    result = served_loop.train_on_tickets(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
     )
     measured = worker.build_worker_result(result, start, number)
@@ -196,8 +200,8 @@ def make_returning_channel(
     """
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),
-        folder.rendezvous,
-        folder.servers,
+        folder.rendezvous_path,
+        folder.servers_dir,
         leaving,
     )
 
@@ -205,7 +209,7 @@ def make_returning_channel(
 def serve_parameters(config_json: str, run_dir: str) -> None:
     """Run the process of an elastic parameter server."""
     config = ElasticServerConfig(**json.loads(config_json))
-    serve_as_process(config, run_dir, partial(serve, make_run=make_run))
+    serve_as_process(config, run_dir, partial(run_server, make_run=make_run))
 
 
 if __name__ == "__main__":

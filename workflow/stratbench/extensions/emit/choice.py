@@ -40,7 +40,7 @@ class Choice:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.cell = Cell(**record["cell"])
-        self.settings = Settings.of_record(record["settings"])
+        self.settings = Settings.from_recorded_values(record["settings"])
         self.options: dict[str, Any] = dict(self.settings.options)
         self.mesh: Mesh = get_mesh(self.settings.strategy, self.options, self.settings.gpus)
         self._values: dict[str, Any] = asdict(self.settings)
@@ -123,13 +123,13 @@ class Choice:
         The list is empty if a rule by size made the groups.
         """
         network = get_metadata(get_model(self.settings))
-        if network.own is not None:
+        if network.own_model is not None:
             # A model may declare these classes itself, as those of transformers do. Then the record has
             # them.
             rule = self.record["model"].get("own", {}).get("sharding") or ""
             named = rule.removeprefix(INSTANCES_OF).split(", ") if INSTANCES_OF in rule else ()
-            return list(network.own.wrap_classes or named)
-        return [path.partition(":")[2] for path in FAMILIES[network.family].blocks]
+            return list(network.own_model.wrap_classes or named)
+        return [path.partition(":")[2] for path in FAMILIES[network.family].block_classes]
 
     @property
     def title_comments(self) -> list[str]:

@@ -23,14 +23,18 @@ def find_record(results: Path, study: str | None, cell: str | None) -> record.Re
     Raises:
         EmitError: If the record does not exist, or the name is ambiguous.
     """
-    path = find_named_path(results, study, cell) if cell else find_chosen_path(results, study)
+    path = (
+        find_record_path_by_name(results, study, cell)
+        if cell
+        else find_chosen_record_path(results, study)
+    )
     try:
         return record.read_record(path)
     except record.RecordError as error:
         raise EmitError(str(error)) from None
 
 
-def find_named_path(results: Path, study: str | None, cell: str) -> Path:
+def find_record_path_by_name(results: Path, study: str | None, cell: str) -> Path:
     """Find a record by its path or its cell's name, and return the path.
 
     Args:
@@ -67,7 +71,7 @@ def find_named_path(results: Path, study: str | None, cell: str) -> Path:
     return paths[0]
 
 
-def find_chosen_path(results: Path, study: str | None) -> Path:
+def find_chosen_record_path(results: Path, study: str | None) -> Path:
     """Return the record's path of the strategy that `decide` chose, for its first repeat."""
     folders = [folder.parent for folder in sorted(results.glob(f"{study or '*'}/cells"))]
     names = ("decision/answers.json", "answers.json")
@@ -94,4 +98,4 @@ def find_chosen_path(results: Path, study: str | None) -> Path:
         raise EmitError(
             f"{file}: the decision has {len(cells)} chosen cells; name one of {', '.join(cells)}"
         )
-    return find_named_path(results, folder.name, cells[0])
+    return find_record_path_by_name(results, folder.name, cells[0])

@@ -51,7 +51,7 @@ def list_supporting_targets(strategy: str) -> list[str]:
     return [target for target in TARGETS if target in called or target == "variant"]
 
 
-def emit(choice: Choice, target: str) -> str:
+def format_file_for_target(choice: Choice, target: str) -> str:
     """Return the chosen cell as the text of a file for `target`.
 
     Raises:

@@ -34,7 +34,7 @@ class Work:
             rank: Rank of this worker.
             device: Device of this worker.
         """
-        self.settings = s = Settings.of_record(record.read_record(path)["settings"])
+        self.settings = s = Settings.from_recorded_values(record.read_record(path)["settings"])
         self.rank, network, dtype = rank, models.get_model(s), get_weights_dtype(s.precision)
         shape = models.compute_input_shape(
             network, tuple(DeviceData.load(Path(data)).meta["shape"])
@@ -62,8 +62,10 @@ class Work:
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this worker's batches of an epoch, up to the last step of the training."""
         s, data = self.settings, self.data
-        order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
+        order, augmentation = data.draw_epoch_tables(s.seed, epoch, s.augment).to_device(
+            data.index_device
+        )
         steps = len(order) // s.global_batch
         mine = order[: steps * s.global_batch].view(steps, -1, s.per_worker_batch)[:, self.rank]
         for indices in islice(mine, s.total_steps(data.train_samples) - epoch * steps):
-            yield data.batch(indices, augmentation)
+            yield data.make_training_batch(indices, augmentation)

@@ -64,7 +64,7 @@ DIGITS = 6
 MAX_PLAIN = 1 << 18
 
 
-def make_label(name: str, unit: str) -> str:
+def make_column_label(name: str, unit: str) -> str:
     """Return a column's label: its name with blanks, without the unit at its end."""
     if name == "gpus":
         return "workers"
@@ -80,7 +80,7 @@ def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
     """
     if column.name in SCORES and cells["score_unit"].dropna().nunique() <= 1:
         score = read_score(cells)
-        return score.shown_unit, score.factor
+        return score.shown_unit, score.display_factor
     units = ((shown, by) for (own, shown), by in FACTORS.items() if own == column.unit)
     return next(units, (column.unit, 1.0))
 
@@ -92,7 +92,7 @@ def round_value(value: float) -> float | int:
     return float(f"{value:.{DIGITS}g}")
 
 
-def make_natural_key(value: Any) -> tuple[Any, ...]:
+def make_natural_sort_key(value: Any) -> tuple[Any, ...]:
     """Return a sort key for values of a column.
 
     Numbers in texts sort by value, and None comes last.
@@ -114,7 +114,7 @@ def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
     if len(levels) > most and name not in COORDINATES:
         return {"values": list(values)}
     if name not in AS_THEY_COME:
-        levels.sort(key=make_natural_key)
+        levels.sort(key=make_natural_sort_key)
     if len(levels) == 1:
         return {"levels": levels}
     place = {level: n for n, level in enumerate(levels)}
@@ -126,15 +126,16 @@ def get_column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
     series = cells[column.name]
     if not series.notna().any():
         return None
-    if column.kind == "number":
+    if column.value_kind == "number":
         by = get_shown_unit(column, cells)[1]
         return [
-            None if v is None else round_value(v * by) for v in list_values(series.astype(float))
+            None if v is None else round_value(v * by)
+            for v in list_series_values(series.astype(float))
         ]
-    return [None if v is None else str(v) for v in list_values(series)]
+    return [None if v is None else str(v) for v in list_series_values(series)]
 
 
-def list_values(series: pd.Series) -> list[Any]:
+def list_series_values(series: pd.Series) -> list[Any]:
     """Return the values of a series as a list, with None for missing values."""
     return series.astype(object).where(series.notna(), None).tolist()
 
@@ -142,16 +143,16 @@ def list_values(series: pd.Series) -> list[Any]:
 def iter_column_data(cells: pd.DataFrame) -> Iterator[Row]:
     """Yield each column that has any value, in the form for the page's script."""
     for column in (SET_COLUMN, *CELL_COLUMNS):
-        if column.name not in cells or column.name in NOT_SHOWN or column.kind == "json":
+        if column.name not in cells or column.name in NOT_SHOWN or column.value_kind == "json":
             continue
         if (values := get_column_values(column, cells)) is None:
             continue
         yield make_column_data(
             column.name,
             values,
-            label=make_label(column.name, column.unit),
+            label=make_column_label(column.name, column.unit),
             unit=get_shown_unit(column, cells)[0],
-            number=column.kind == "number" and column.name not in DISCRETE,
+            number=column.value_kind == "number" and column.name not in DISCRETE,
             definition=column.definition,
         )
 
@@ -218,7 +219,7 @@ def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Itera
         )
 
 
-def collect_audit(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
+def collect_audit_data(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     """Return the audit rules that have findings, and each cell's indices into the findings."""
     rules: dict[tuple[str, str, str, str], int] = {}
     rule_at = [
@@ -239,7 +240,7 @@ def collect_audit(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     }
 
 
-def collect_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
+def collect_cell_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
     """Return the links to the records and logs of the cells.
 
     Each link lists the indices of the cells that have this file.
@@ -251,7 +252,7 @@ def collect_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
             "path": f"{folder}/{path}",
             "cells": [
                 number
-                for number, there in enumerate(list_values(cells[f"{kind}_path"]))
+                for number, there in enumerate(list_series_values(cells[f"{kind}_path"]))
                 if there is not None and (study_dir / there).exists()
             ],
         }
@@ -268,14 +269,17 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
     """
     bases = map_base_strategies(cells)
     marks = assign_marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
-    hues = {name: [hue.light[0], hue.dark[0]] for name, hue in FAMILIES.items()}
-    audit = collect_audit(cells, findings)
+    hues = {
+        name: [hue.light_theme_colours[0], hue.dark_theme_colours[0]]
+        for name, hue in FAMILIES.items()
+    }
+    audit = collect_audit_data(cells, findings)
     return {
         "cells": len(cells),
         "columns": [*iter_column_data(cells), *iter_audit_column(audit, len(cells))],
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
         # A colour is a pair for light and dark mode, and a marker is a shape with a fill.
-        "styles": {name: [hues[m.family], m.alone] for name, m in marks.items()},
+        "styles": {name: [hues[m.family], m.standalone_style] for name, m in marks.items()},
         "colours": list(hues.values())[1:],
         "markers": [f"{hue.shape} {fill}" for fill in FILLS for hue in FAMILIES.values()],
         "fills": FILLS,
@@ -301,7 +305,7 @@ def compress_text(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def list_controls(data: Row) -> Row:
+def list_page_controls(data: Row) -> Row:
     """Return the choices in the page's form: columns for axes, colours, filters and the table."""
     columns = {c["name"]: c for c in data["columns"]}
     numbers = [c for c in columns.values() if c["number"]]
@@ -333,7 +337,7 @@ def spans_wide_range(column: Row) -> bool:
     return bool(known) and 0 < LOG_FROM * min(known) < max(known)
 
 
-def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
+def render_page(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
     """Return the page as HTML.
 
     Args:
@@ -347,7 +351,7 @@ def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str |
         "notices": notices,
         "back": back,
         "data": compress_text(pages.format_html_safe_json(data)),
-        **list_controls(data),
+        **list_page_controls(data),
         **pages.read_page_script(TEMPLATES / "explore.js"),
     }
     return pages.render_page("explore.html.j2", TEMPLATES, values=values)
@@ -356,8 +360,10 @@ def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str |
 def make_page(given: ReportInput, notices: Sequence[str]) -> str:
     """Return the page of one study as HTML, with links to files below results/<study>."""
     data = make_page_data(given.cells, given.findings.to_dict("records"))
-    data["files"] = collect_links(given.cells, given.study_dir, given.folder)
-    return render(data, str(given.cells["study"].iloc[0]), notices, "report.html")
+    data["files"] = collect_cell_links(given.cells, given.study_dir, given.folder)
+    return render_page(data, str(given.cells["study"].iloc[0]), notices, "report.html")
 
 
-READING = Reading(page=make_page, page_name="explore.html", page_link="Explore the cells")
+READING = Reading(
+    render_page=make_page, page_file_name="explore.html", page_link_title="Explore the cells"
+)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 
 @cache
-def find_folder(package: str) -> Path | None:
+def find_package_folder(package: str) -> Path | None:
     """Return the folder of an installed package, or None."""
     spec = util.find_spec(package)
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
-def missing_reason(package: str) -> str:
+def missing_package_reason(package: str) -> str:
     """Return the message on a package that is not installed."""
     return f"the package {package} is not installed here; pip install {package}"
 

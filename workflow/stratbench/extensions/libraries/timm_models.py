@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.extensions.libraries.package_files import (
-    find_folder,
-    missing_reason,
+    find_package_folder,
+    missing_package_reason,
     suggest_name,
 )
 from stratbench.workload.network.libraries import Library
@@ -28,25 +28,27 @@ class Timm(Library):
                 raise ValueError(f".{key}: belongs to a model of transformers; remove it")
         return {"call": CALL, "kwargs": {"model_name": spec["timm"], **spec.get("arguments", {})}}
 
-    def find_fault(self, spec: Mapping[str, Any]) -> str | None:
+    def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
         """Return why timm cannot make the model, or None if it can. timm is not imported."""
-        folder = find_folder("timm")
+        folder = find_package_folder("timm")
         if folder is None:
-            return missing_reason("timm")
+            return missing_package_reason("timm")
         name = spec["kwargs"].get("model_name") if spec["call"] == CALL else None
         if not isinstance(name, str):
             return None
-        known = _read_names(folder)
+        known = _read_model_names(folder)
         network = name.partition(".")[0]  # the part after the dot names weights
         if not known or network in known or ":" in name:
             return None
         return f"timm has no {network!r}{suggest_name(network, known)}"
 
-    def task_of_entry(self, spec: Mapping[str, Any]) -> str | None:
+    def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
         """Return the task of every model of timm."""
         return "classification"
 
-    def more_arguments(self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    def list_data_arguments(
+        self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return timm's arguments on the data: image channels, and the size for fixed-size models."""
         if "channels" not in facts:
             return {}
@@ -59,7 +61,7 @@ class Timm(Library):
 
 
 @cache
-def _read_names(folder: Path) -> frozenset[str]:
+def _read_model_names(folder: Path) -> frozenset[str]:
     texts = (p.read_text(encoding="utf-8") for p in folder.glob("models/*.py"))
     pattern = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.M)
     return frozenset(name for text in texts for name in pattern.findall(text))

@@ -7,11 +7,11 @@ from typing import Any
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="measured latency and bandwidth of links between workers",
-    needs=("servers",),
-    rules=("links.smk",),
+    summary="measured latency and bandwidth of links between workers",
+    required_extensions=("servers",),
+    rule_files=("links.smk",),
     commands="stratbench.extensions.links:add_subcommands",
-    reading="stratbench.extensions.links.section:READING",
+    report_additions="stratbench.extensions.links.section:READING",
 )
 
 

@@ -204,7 +204,7 @@ def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 FASTEST = "fastest"
 
 
-def named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
+def get_named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
     """Return the algorithms that a row of `links.csv` names, of which the fastest counts.
 
     Args:
@@ -324,7 +324,7 @@ def _fit_alternately(
     tensors = [(kind, size, LinkLayout(n, nodes)) for n, nodes, size in repeats]
     medians = [statistics.median(values) for values in repeats.values()]
 
-    def squared_log_error(seconds: float, fitted_s: float) -> float:
+    def compute_squared_log_error(seconds: float, fitted_s: float) -> float:
         return math.log(seconds / max(fitted_s, 1e-9 * seconds)) ** 2
 
     chosen = [first] * len(tensors)
@@ -336,10 +336,10 @@ def _fit_alternately(
         costs = [[(a(*tensor).compute_seconds(links), a) for a in algorithms] for tensor in tensors]
         fastest = [min(of_one, key=lambda cost: cost[0]) for of_one in costs]
         fitted = [seconds for seconds, _ in fastest]
-        misfit = math.sqrt(statistics.fmean(map(squared_log_error, medians, fitted)))
+        misfit = math.sqrt(statistics.fmean(map(compute_squared_log_error, medians, fitted)))
         each = zip(fitted, repeats.values(), strict=True)
         log_sd = math.sqrt(
-            statistics.fmean(squared_log_error(t, f) for f, of_fit in each for t in of_fit)
+            statistics.fmean(compute_squared_log_error(t, f) for f, of_fit in each for t in of_fit)
         )
         fits.append(_Fit(misfit, log_sd, links, first.__name__))
         before, chosen = chosen, [a for _, a in fastest]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.links.collective_cost import CollectiveTime
-from stratbench.extensions.links.processes import TIMEOUT_S, run_all
+from stratbench.extensions.links.processes import TIMEOUT_S, run_in_processes
 from stratbench.extensions.links.timing import Sweep, measure_collectives
 from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.rendezvous import connect_tcp_store
@@ -65,10 +65,12 @@ class LinkGroup:
         Raises:
             RuntimeError: If a process fails.
         """
-        run_all([(_run_member, (self, node, number)) for number in range(self.workers_per_node)])
+        run_in_processes(
+            [(_run_member, (self, node, number)) for number in range(self.workers_per_node)]
+        )
 
 
-def measure_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
+def measure_links_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
     """Run the measuring processes on this machine, and return the measurements.
 
     Raises:
@@ -80,7 +82,7 @@ def measure_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
         return group.read_result()
 
 
-def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
+def measure_links_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
     """Run the measuring processes on all nodes of this SLURM job, and return the measurements.
 
     Args:
@@ -97,10 +99,12 @@ def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
         plan.write_text(json.dumps(asdict(group)), encoding="utf-8")
         ends_s = time.monotonic() + TIMEOUT_S
 
-        def left_s() -> float:
+        def compute_time_left_s() -> float:
             return ends_s - time.monotonic()
 
-        if code := run_module_on_nodes(group.nodes, cpus, __spec__.name, [str(plan)], left_s):
+        if code := run_module_on_nodes(
+            group.nodes, cpus, __spec__.name, [str(plan)], compute_time_left_s
+        ):
             raise RuntimeError(
                 f"the measurement on {group.nodes} nodes ended with exit code {code}; the output of its "
                 "processes above says why"
@@ -125,7 +129,7 @@ def _run_member(group: LinkGroup, node: int, number: int) -> None:
         group.result_path.write_text(json.dumps(result), encoding="utf-8")
 
 
-def measure_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
+def measure_links_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
     """Measure links in a process that a launcher such as torchrun started.
 
     The result is None unless the process has rank 0.
@@ -160,7 +164,7 @@ def _measure_in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "plan", type=Path, help="the file group.json, which `measure_on_nodes` writes"
+        "plan", type=Path, help="the file group.json, which `measure_links_on_nodes` writes"
     )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

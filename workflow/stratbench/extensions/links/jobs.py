@@ -23,7 +23,9 @@ LINKS_S = 1800
 MAX_MEASURED_MIB = 256
 
 
-def links_request(study: Study, cluster: Mapping[str, Any], offered: Sequence[Node]) -> JobRequest:
+def make_links_request(
+    study: Study, cluster: Mapping[str, Any], offered: Sequence[Node]
+) -> JobRequest:
     """Return the resources of the job that measures links.
 
     The job has two nodes, so that links between nodes are measured as well. It has one node if no partition
@@ -44,7 +46,7 @@ def links_request(study: Study, cluster: Mapping[str, Any], offered: Sequence[No
     return make_request(2 if count_fitting_nodes(make_request(2), offered) > 1 else 1)
 
 
-def links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
+def make_links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
     """Return the command line that measures all exchanges of the study's strategies on one node.
 
     It names the numbers of workers of cells and of groups within them, the kinds of collectives, the

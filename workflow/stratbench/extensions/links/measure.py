@@ -29,9 +29,9 @@ from stratbench.cell.files import write_atomic
 from stratbench.extensions.links.collective_cost import CollectiveTime, FittedLink, fit_links
 from stratbench.extensions.links.group import (
     LinkGroup,
-    measure_as_member,
-    measure_here,
-    measure_on_nodes,
+    measure_links_as_member,
+    measure_links_here,
+    measure_links_on_nodes,
 )
 from stratbench.extensions.links.servers import measure_servers
 from stratbench.extensions.links.timing import KINDS, Sweep
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         tuple(sorted(set(args.workers))), args.largest_mib << 20, args.repeats, tuple(args.kinds)
     )
     try:
-        result = measure_all(args, sweep)
+        result = measure_all_collectives(args, sweep)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure_all(
+def measure_all_collectives(
     args: argparse.Namespace, sweep: Sweep
 ) -> tuple[list[CollectiveTime], float] | None:
     """Return the times of all collectives, and the slowdown of concurrent computation.
@@ -64,7 +64,7 @@ def measure_all(
     Return None in a process that another launcher started, unless it is rank 0.
     """
     if "RANK" in os.environ:
-        return measure_as_member(sweep, args.gpus)
+        return measure_links_as_member(sweep, args.gpus)
     times, compute_slowdown = [], math.nan
     nodes, cpus = read_slurm_job_size()
     if args.kinds and nodes > 1:
@@ -73,9 +73,9 @@ def measure_all(
         wide = replace(sweep, workers=(*here, nodes * args.a_node))
         folder = str((args.out / "run").resolve())
         group = LinkGroup(wide, args.gpus, folder, nodes, args.a_node)
-        times, compute_slowdown = measure_on_nodes(group, cpus)
+        times, compute_slowdown = measure_links_on_nodes(group, cpus)
     elif args.kinds:
-        times, compute_slowdown = measure_here(sweep, args.gpus)
+        times, compute_slowdown = measure_links_here(sweep, args.gpus)
     if args.servers:
         times += measure_servers(sweep, args.servers)
     return times, compute_slowdown

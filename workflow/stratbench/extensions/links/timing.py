@@ -68,7 +68,7 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
         for kind, ranks, size in order:
             if rank not in ranks:
                 continue
-            took_s = _time_call(kind, ranks, size, groups[ranks], device)
+            took_s = _time_collective(kind, ranks, size, groups[ranks], device)
             slowest = torch.tensor([took_s], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups[ranks])
             if number >= 0:
@@ -92,14 +92,14 @@ def _list_rank_groups(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...
     return list(dict.fromkeys([*groups, *([firsts] if len(firsts) > 1 else [])]))
 
 
-def _time_call(
+def _time_collective(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
     """Return the seconds of one collective call by `ranks`.
 
     `n_bytes` is the size of the full tensor, as in CollectiveCall.
     """
-    call = _make_call(kind, ranks, n_bytes, group, device)
+    call = _make_collective_call(kind, ranks, n_bytes, group, device)
     calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)
     _synchronise(device)
@@ -111,7 +111,7 @@ def _time_call(
     return took_s / 2 if kind == "send" else took_s
 
 
-def _make_call(
+def _make_collective_call(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Any]:
     n = len(ranks)

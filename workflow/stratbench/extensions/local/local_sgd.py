@@ -43,14 +43,14 @@ class LocalSGD(Local):
         )
 
     @property
-    def first_steps(self) -> tuple[int, ...]:
+    def list_first_steps_by_kind(self) -> tuple[int, ...]:
         return (0, self.options.start) if self.options.start else (0,)
 
     @property
-    def period(self) -> int:
+    def steps_per_period(self) -> int:
         return self.options.period
 
-    def exchanges(self, steps: int) -> int:
+    def count_exchanges(self, steps: int) -> int:
         alone = max(0, steps - self.options.start)
         return steps - alone + count_periods(alone, self.options.period)
 
@@ -58,7 +58,7 @@ class LocalSGD(Local):
         if self.steps < self.options.start:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.average_tensors(flatten_tensors(gradients))
-            self.worker.mark("exposed_communication")
+            self.worker.mark_phase_end("exposed_communication")
 
     def exchange_weights(self) -> None:
         if self.steps <= self.options.start:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.groups import GROUP, Repeats
-from stratbench.extensions.audit.audit import audit
+from stratbench.extensions.audit.audit import audit_cells
 from stratbench.extensions.paper import published
 from stratbench.extensions.paper.metrics import METRICS, ClaimFigure
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
@@ -93,7 +93,7 @@ def describe_figure(figure: ClaimFigure) -> str:
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
         case "range" if figure.low is not None:
             return f"{figure.value:.2f} ({figure.low:.2f} to {figure.high:.2f})"
-    return IntervalEstimate(figure.value, figure.low, figure.high).text("{:.2f}".format)
+    return IntervalEstimate(figure.value, figure.low, figure.high).format_text("{:.2f}".format)
 
 
 def concerns_model(claim: dict[str, Any], figure: ClaimFigure) -> bool:
@@ -108,7 +108,7 @@ def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
     The audit finds the shared times.
     """
     cells = published.make_cells_of_version(version)
-    copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
+    copied = [f for f in audit_cells(cells) if f["rule"] == "same-value-twice"]
     return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
 
 

@@ -71,7 +71,7 @@ def make_ratio_figure(
     """
     pair = groups.read_common_values((one, other), column, concerns)
     if pair.size:
-        served = groups.have_servers((one, other))
+        served = groups.has_servers((one, other))
         return ClaimFigure(
             label,
             scale(compute_mean_ratio(*pair)),
@@ -83,7 +83,7 @@ def make_ratio_figure(
         return None
     for stopped, ended, upward in ((one, other, True), (other, one, False)):
         least_s = estimate_least_time_s(groups, stopped, ended)
-        ended_s = groups.median(ended, column, concerns)
+        ended_s = groups.compute_median(ended, column, concerns)
         if least_s is None or least_s <= 0 or ended_s is None:
             continue
         ratio = least_s / ended_s

@@ -195,7 +195,7 @@ def iter_paper_tables(
     yield "table_8", widen_table_8(table_8)
 
 
-def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
+def write_numbered_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
     """Write the paper's tables 3 to 8 from our records, and table 8's sources.
 
     Args:

@@ -77,4 +77,4 @@ def make_published_cell_row(row: dict[str, Any]) -> dict[str, Any]:
     return texts
 
 
-READING = Reading(sections=make_paper_sections)
+READING = Reading(list_sections=make_paper_sections)

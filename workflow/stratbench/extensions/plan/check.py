@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.extensions.plan.footprint.cache import CachedJob, compute_results
-from stratbench.extensions.plan.footprint.few_parts import make_by_few_parts
+from stratbench.extensions.plan.footprint.cache import CachedJob, compute_cached_results
+from stratbench.extensions.plan.footprint.few_parts import make_footprint_by_few_parts
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING, Request
-from stratbench.extensions.plan.needs import Subject, subject_of
+from stratbench.extensions.plan.needs import Subject, make_subject
 from stratbench.strategies import acceptance, get_strategy_class
 from stratbench.study.config.config import Study
 from stratbench.workload.network import models
@@ -171,7 +171,7 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
         resharding: Whether FSDP's cells on most workers are also tried with the other value of
             `reshard_after_forward`.
     """
-    subjects = [subject_of(config, study, cell) for cell in study.cells]
+    subjects = [make_subject(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
     max_gpus = {name: max(e.expand_arguments["gpus"]) for name, e in study.experiments.items()}
     others = {
@@ -248,10 +248,10 @@ def rehearse_requests(
         if networks[network].fault is None and networks[network].unchecked_reason is None
         if not request.by_command
     }
-    rehearsals = compute_results(
+    rehearsals = compute_cached_results(
         "kinds of cells to trace: {}; results are cached for the next run",
         Rehearsal,
-        rehearse,
+        rehearse_strategy,
         jobs,
         folder,
     )
@@ -277,7 +277,7 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
     }
     own = (r.settings.own_model for r in firsts.values())
     builders = {find_library_of_call(spec["call"]).built_by for spec in own if spec}
-    return compute_results(
+    return compute_cached_results(
         "models to check: {}",
         CheckResult,
         check_network,
@@ -330,7 +330,7 @@ def _try_model(request: Request) -> CheckResult:
             unchecked_reason="config.yaml only names it, and the command that trains it builds it"
         )
     parameters = _count_model_parameters(request)
-    if models.get_metadata(request.model_source).own and parameters <= MAX_REAL_PARAMETERS:
+    if models.get_metadata(request.model_source).own_model and parameters <= MAX_REAL_PARAMETERS:
         result = _run_trial(request, on_fakes=False)
         # This is checked here once instead of for each kind of cell.
         if result.trial_values["reads_values"]:
@@ -354,7 +354,7 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
     from stratbench.extensions.plan.footprint import fake
     from stratbench.extensions.plan.remarks import iter_remarks
 
-    with fake.surroundings(request, on_fakes):
+    with fake.fake_worker_environment(request, on_fakes):
         model, _, worker = fake.build_worker(request, on_fakes)
         groups = worker.wrap_groups
         network, shape = request.model_source, request.input_shape
@@ -379,9 +379,9 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
             num_root_parameters=parameters - sum(size for _, size in sizes),
             wrap_rule=models.describe_sharding_rule(request.model_source, model),
             has_batchnorm=models.has_batchnorm(model),
-            has_dropout=trial.draws,
-            writes_buffers=models.has_batchnorm(model) or bool(trial.written),
-            parameters_without_gradient=trial.skipped,
+            has_dropout=trial.draws_random_numbers,
+            writes_buffers=models.has_batchnorm(model) or bool(trial.written_buffers),
+            parameters_without_gradient=trial.skippable_names,
             remarks=list(iter_remarks(model, trial)),
             trial_values=dataclasses.asdict(trial),
             equal_blocks=find_equal_blocks(request, model),
@@ -390,14 +390,17 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
 
 def find_equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
     """Return the path and number of equal blocks that the model calls equally, or None."""
-    from stratbench.extensions.plan.footprint.equal_blocks import are_called_alike, find_blocks
+    from stratbench.extensions.plan.footprint.equal_blocks import (
+        are_blocks_called_alike,
+        find_blocks,
+    )
     from stratbench.workload.network.trial import SAMPLES
 
     blocks = find_blocks(model)
     if blocks is None:
         return None
     x, _ = request.make_example_batch(SAMPLES)
-    return tuple(blocks) if are_called_alike(model, blocks, x) else None
+    return tuple(blocks) if are_blocks_called_alike(model, blocks, x) else None
 
 
 def _describe_group(first: str, last: str) -> str:
@@ -420,7 +423,7 @@ def _count_model_parameters(request: Request) -> int:
 # --- one kind of cell ----------------------------------------------------------------------------
 
 
-def rehearse(request: Request, network: CheckResult) -> Rehearsal:
+def rehearse_strategy(request: Request, network: CheckResult) -> Rehearsal:
     """Return the dry run of the request's strategy with its model.
 
     `network` is the check of the model.
@@ -433,18 +436,22 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
     trial = Trial.from_dict(network.trial_values)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = network.unpredicted_reason or try_footprint(request, trial, network.equal_blocks)
+        made = network.unpredicted_reason or try_to_make_footprint(
+            request, trial, network.equal_blocks
+        )
         if isinstance(made, Footprint):
             return Rehearsal(made)
         # Fake tensors may have caused the error. If the model is small, a step with real numbers decides.
         if network.num_parameters <= MAX_REAL_PARAMETERS:
-            return Rehearsal(refusal_reason=_find_refusal(request, trial), unpredicted_reason=made)
-        if refusal := _find_refusal(request, trial, by_rules=True):
+            return Rehearsal(
+                refusal_reason=_find_refusal_reason(request, trial), unpredicted_reason=made
+            )
+        if refusal := _find_refusal_reason(request, trial, by_rules=True):
             return Rehearsal(refusal_reason=refusal, unpredicted_reason=made)
         return Rehearsal(unpredicted_reason=made, unchecked_reason=made)
 
 
-def try_footprint(
+def try_to_make_footprint(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
     """Return a request's footprint, or a one-line error if the trace fails.
@@ -458,7 +465,7 @@ def try_footprint(
     from stratbench.workload.network.trial import NO_VALUES
 
     try:
-        return make_by_few_parts(request, trial, blocks and Blocks(*blocks))
+        return make_footprint_by_few_parts(request, trial, blocks and Blocks(*blocks))
     except ModelError as error:  # the error explains itself
         return str(error)
     except NO_VALUES:
@@ -468,7 +475,7 @@ def try_footprint(
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
+def _find_refusal_reason(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
     """Return why the strategy cannot train the model, by its rules or a trial step.
 
     Args:
@@ -481,8 +488,8 @@ def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(get_strategy_class(request.strategy).on_fakes())
-            stack.enter_context(fake.surroundings(request, by_rules))
+            stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
+            stack.enter_context(fake.fake_worker_environment(request, by_rules))
             model, strategy, worker = fake.build_worker(request, by_rules)
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
@@ -492,7 +499,7 @@ def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str
             if request.autocasts_like_cuda:
                 stack.enter_context(fake.cuda_autocast())
             strategy.step(*request.make_example_batch(SAMPLES * request.num_accumulated_parts))
-            fake.evaluate(strategy, request)
+            fake.evaluate_on_fakes(strategy, request)
         except ModelError as error:
             return str(error)
         except Exception as error:

@@ -114,7 +114,7 @@ def list_known_gpus() -> str:
     return ", ".join(peak.name for peak in list_datasheets())
 
 
-def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
+def list_configured_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
     """Return the GPUs that the config names, those of the nodes first.
 
     Raises:
@@ -134,7 +134,7 @@ def make_gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any])
         precision: Precision of the training.
         cluster: The block `cluster` of the config.
     """
-    tflops = None if precision == "fp64" else peak.tflops(precision)
+    tflops = None if precision == "fp64" else peak.get_peak_tflops(precision)
     link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
     return Device(
         name=peak.name,

@@ -137,12 +137,12 @@ def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedSt
         ),
         awaited_s=compute_sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
         server_s=needs.served_bytes / SERVER_BYTES_PER_S[rates],
-        host_s=host_s(needs.slowest_rank)[rates],
+        host_s=compute_host_s(needs.slowest_rank)[rates],
         hidden_share=HIDING[rates],
     )
 
 
-def host_s(footprint: Footprint) -> tuple[float, ...]:
+def compute_host_s(footprint: Footprint) -> tuple[float, ...]:
     """Return the seconds per step for parameters in host memory, for each set of rates.
 
     The seconds are 0 without such parameters.
@@ -159,7 +159,7 @@ def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> flo
     """Return the seconds of a step's computation at one set of rates."""
     f, batch = needs.slowest_rank, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    flops_s = f.computed_flops_per_sample * batch / training_flops_per_s(device, rates)
+    flops_s = f.computed_flops_per_sample * batch / estimate_training_flops_per_s(device, rates)
     if rates == USUAL and device.attention_utilisation:
         slower = GPU_UTILISATION[USUAL] / device.attention_utilisation
         flops_s *= 1 + f.attention_share * (slower - 1)
@@ -178,7 +178,7 @@ def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> flo
     return compute_s * s.steps_per_batch / (1 - s.bubble_share)
 
 
-def training_flops_per_s(device: Device, rates: int) -> float:
+def estimate_training_flops_per_s(device: Device, rates: int) -> float:
     """Return the floating-point operations per second that training reaches, at one set of rates."""
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     return device.flops_per_s * utilisation[rates]
@@ -195,13 +195,15 @@ def estimate_overhead(device: Device, s: Subject, needs: Needs) -> Span:
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
     flops = needs.slowest_rank.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
-    fast_s = flops / s.mesh.replicas / training_flops_per_s(device, BEST)
+    fast_s = flops / s.mesh.replicas / estimate_training_flops_per_s(device, BEST)
     return Span(
-        STARTUP_S[0] + fast_s, STARTUP_S[1] + flops / training_flops_per_s(device, WORST), ""
+        STARTUP_S[0] + fast_s,
+        STARTUP_S[1] + flops / estimate_training_flops_per_s(device, WORST),
+        "",
     )
 
 
-def estimate_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
+def estimate_time_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
     """Return the time of training from the most similar cell's record, or None.
 
     Only records of the same experiment and model count, since they have the same batch, data and precision.

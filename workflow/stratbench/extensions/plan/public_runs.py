@@ -61,7 +61,7 @@ def estimate_from_runs(
         step: The planned step of the cell.
         steps: Number of steps.
     """
-    runs = band()
+    runs = get_public_band()
     if device not in GPUS or not is_like_public_runs(s, reads_text) or step.seconds < runs.least_s:
         return None
     if step.waiting_share > MAX_WAITING_SHARE:
@@ -70,9 +70,9 @@ def estimate_from_runs(
 
 
 @cache
-def band() -> Band:
+def get_public_band() -> Band:
     """Return the range of measured over planned times in all public runs."""
-    return make_band(read_runs())
+    return make_band(read_public_runs())
 
 
 def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
@@ -84,7 +84,7 @@ def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
 
 
 @cache
-def read_runs() -> list[dict[str, str]]:
+def read_public_runs() -> list[dict[str, str]]:
     """Return the rows of the table of public runs."""
     with PUBLIC_RUNS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

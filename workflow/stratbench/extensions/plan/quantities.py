@@ -14,7 +14,7 @@ from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned, comp
 from stratbench.telemetry.machine.hardware import list_datasheets
 
 
-def totals(plan: Plan, device: str) -> dict[str, Any]:
+def sum_totals(plan: Plan, device: str) -> dict[str, Any]:
     """Return the plan's totals on a device: counts of cells, GPU-hours and cost.
 
     Time and cost cover the cells that are still to do. No cell counts for longer than its time limit.
@@ -78,7 +78,7 @@ def _summarise_sources(sources: Iterable[str]) -> str:
     return ", ".join(source for source, _ in counted.most_common())
 
 
-def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
+def group_cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
     """Return the cells grouped by their values of coordinates, in order of first occurrence."""
     value_of = attrgetter(*coordinates)
     by_key: dict[Any, list[Planned]] = {}
@@ -93,11 +93,11 @@ def sort_by_usual_time(cells: Iterable[Planned]) -> list[Planned]:
     A group has one experiment, model, worker count and repeat. Groups, and cells of equal times, keep their
     order.
     """
-    groups = cells_by(cells, "experiment", "model", "gpus", "repeat").values()
-    return [c for group in groups for c in sorted(group, key=_usual_s)]
+    groups = group_cells_by(cells, "experiment", "model", "gpus", "repeat").values()
+    return [c for group in groups for c in sorted(group, key=_get_usual_s)]
 
 
-def _usual_s(c: Planned) -> float:
+def _get_usual_s(c: Planned) -> float:
     return math.inf if c.fit is None or c.fit.usual_s is None else c.fit.usual_s
 
 

@@ -15,9 +15,9 @@ from stratbench.extensions.plan.check import Checked, Network
 from stratbench.extensions.plan.device_rates import (
     Device,
     find_matching_gpus,
+    list_configured_gpus,
     make_cpu_device,
     make_gpu_device,
-    named_gpus,
 )
 from stratbench.extensions.plan.duration import (
     BEST,
@@ -25,14 +25,19 @@ from stratbench.extensions.plan.duration import (
     WORST,
     ProjectedDuration,
     Span,
-    estimate_from_records,
     estimate_overhead,
+    estimate_time_from_records,
     plan_step,
 )
 from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.traffic import PARTS
-from stratbench.extensions.plan.needs import Needs, Subject, data_bytes_of, derive_needs
+from stratbench.extensions.plan.needs import (
+    Needs,
+    Subject,
+    compute_subject_data_bytes,
+    derive_needs,
+)
 from stratbench.extensions.plan.public_runs import estimate_from_runs
 from stratbench.strategies import acceptance
 from stratbench.study import resources
@@ -172,7 +177,7 @@ def make_plan(
         projected: Projected times of trainings.
     """
     cluster, projected = config["cluster"], projected or {}
-    named, gpus = cluster["gpu"], named_gpus(cluster)
+    named, gpus = cluster["gpu"], list_configured_gpus(cluster)
     if not named:
         gpus = gpus[-1:] + gpus[:-1]
     timed = select_timed_records(records, named).values()
@@ -183,7 +188,7 @@ def make_plan(
         else:
             devices = [make_cpu_device(cluster, s.cell.gpus)]
         known = projected.get(replace(s.cell, repeat=0))
-        span = known.span if known else estimate_from_records(s.cell, timed)
+        span = known.span if known else estimate_time_from_records(s.cell, timed)
         cells.append(_plan_cell(s, checked, records.get(s.cell), devices, span, config))
     on_gpu = any(s.request.is_on_cuda for s in checked.subjects)
     on_cpu = any(not s.request.is_on_cuda for s in checked.subjects)
@@ -291,7 +296,7 @@ def _plan_cell(
             resources.PlannedNeeds(
                 host_mem_mib=needs.host_mib if needs else 0,
                 servers_mem_mib=needs.servers_host_mib if needs else 0,
-                longest_s=longest_time_s(fit),
+                max_time_s=get_longest_time_s(fit),
             ),
         ),
         min_samples_per_worker=acceptance.compute_min_samples(
@@ -346,7 +351,7 @@ def _predict_fit(
         needed_bytes=needed_bytes,
         memory_verdict=classify_fit(needed_bytes, device, margin),
         largest_batch=s.steps_per_batch
-        * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
+        * footprint.largest_batch(room_bytes, threads, partial(compute_subject_data_bytes, s)),
         room_bytes=room_bytes,
         resident_threads=threads,
         sending_s=(steps[0].sending_s, steps[1].sending_s),
@@ -423,12 +428,12 @@ def _find_state(
     if not fit.may_run:
         return (
             "infeasible",
-            f"needs {format_bytes(fit.needed_bytes)}{_describe_data_share(s, fit)}",
+            f"needs {format_bytes(fit.needed_bytes)}{_describe_data_placement_remedy(s, fit)}",
         )
     return "to do", ""
 
 
-def _describe_data_share(s: Subject, fit: DeviceFit) -> str:
+def _describe_data_placement_remedy(s: Subject, fit: DeviceFit) -> str:
     """Return a text on the setting that moves the data off the device.
 
     It is empty if the data are less than a tenth of the need.
@@ -444,6 +449,6 @@ def _describe_data_share(s: Subject, fit: DeviceFit) -> str:
     return f"{held} (data_placement: host stores them in host memory)"
 
 
-def longest_time_s(fit: DeviceFit | None) -> int | None:
+def get_longest_time_s(fit: DeviceFit | None) -> int | None:
     """Return the maximum expected time of a cell, in whole seconds, or None if unknown."""
     return None if fit is None or fit.total_span is None else round(fit.total_span.high_s)

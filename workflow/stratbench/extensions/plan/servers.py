@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.ps.server_config import ServerConfig
-from stratbench.extensions.servers.strategy import node_of_server
+from stratbench.extensions.servers.strategy import find_node_of_server
 from stratbench.strategies import get_strategy_class
 
 #: Number of shard-sized buffers per worker's connection over TCP: a gradient, its reply, and one of them in
@@ -48,7 +48,7 @@ def predict_server_bytes(
     }
 
 
-def worker_traffic_bytes(
+def compute_worker_traffic_bytes(
     s: Settings, flat_bytes: Mapping[str, int], between_nodes: bool = False
 ) -> tuple[int, int]:
     """Return the bytes that a worker sends and receives per batch.
@@ -69,7 +69,7 @@ def worker_traffic_bytes(
     return pushes * (gradients_bytes + flat_bytes["buffers"]), pushes * flat_bytes["weights"]
 
 
-def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
+def compute_busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
     """Return the one-way bytes per global batch over the busiest link.
 
     A node with w of all W workers may serve a fraction p of the weights P (bytes). Its link then carries w
@@ -84,14 +84,14 @@ def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int)
     """
     workers, servers = s.gpus, s.options["servers"]
     a_node = -(-workers // n_nodes)
-    sent, received = worker_traffic_bytes(s, flat_bytes, between_nodes=True)
+    sent, received = compute_worker_traffic_bytes(s, flat_bytes, between_nodes=True)
     pushes = get_strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
     buffers = pushes * flat_bytes["buffers"]
     busiest = 0.0
     for node in range(n_nodes):
         here = min(a_node, workers - node * a_node)
-        served = sum(node_of_server(s, k, n_nodes) == node for k in range(servers)) / servers
-        first = node_of_server(s, 0, n_nodes) == node
+        served = sum(find_node_of_server(s, k, n_nodes) == node for k in range(servers)) / servers
+        first = find_node_of_server(s, 0, n_nodes) == node
         pushed, pulled = sent - buffers, received
         out = here * ((1 - served) * pushed + (not first) * buffers)
         out += (workers - here) * served * pulled

@@ -51,7 +51,7 @@ def run_plan(given: argparse.Namespace, others: list[str]) -> int:
     check_packages_installed("torch")
     if given.model is not None:
         return plan_model(given, others)
-    refuse_question(given)
+    check_single_model_options(given)
     if given.out is not None:
         raise CommandError(
             "--out: needs --model; the plan of a study is written to the folder `results` of its config"
@@ -59,7 +59,7 @@ def run_plan(given: argparse.Namespace, others: list[str]) -> int:
     return print_rule_answer(given, others)
 
 
-def refuse_question(given: argparse.Namespace) -> None:
+def check_single_model_options(given: argparse.Namespace) -> None:
     """Raise CommandError for an option that applies to a single model only."""
     if given.dataset is not None:
         raise CommandError("--dataset: needs --model NAME; add it")

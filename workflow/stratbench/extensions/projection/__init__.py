@@ -7,12 +7,12 @@ from typing import Any
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="step times on numbers of workers that were not measured",
-    needs=("plan", "links"),
-    rules=("projection.smk",),
+    summary="step times on numbers of workers that were not measured",
+    required_extensions=("plan", "links"),
+    rule_files=("projection.smk",),
     commands="stratbench.extensions.projection:add_subcommands",
-    reading="stratbench.extensions.projection.shown.section:READING",
-    plans="stratbench.extensions.projection.planning:ADDITION",
+    report_additions="stratbench.extensions.projection.shown.section:READING",
+    plan_additions="stratbench.extensions.projection.planning:ADDITION",
 )
 
 

@@ -258,10 +258,10 @@ def make_link_replay(
     if subject.exchanging_share < 1:
         return None
     links = read_links(path, "nccl" if subject.request.is_on_cuda else "gloo")
-    slowest_factor = _make_slowest_factor(evidence.stragglers)
+    slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
-    def make_schedule(request: Request, samples: int) -> Schedule:
+    def trace_step_schedule(request: Request, samples: int) -> Schedule:
         # This import loads PyTorch.
         from stratbench.extensions.projection.traced import trace_schedule
 
@@ -274,13 +274,14 @@ def make_link_replay(
 
         def compute_collective_s(call: CollectiveCall) -> float:
             log_sd = max(
-                (link.log_sd for link in links.get_links_by_level(call.kind).values()), default=0.0
+                (link.log_sd for link in links.get_links_by_level(call.collective_name).values()),
+                default=0.0,
             )
             return links.time_collective(call, layout, samples)[0] * math.exp(spreads * log_sd)
 
         slowest_s = compute_s * slowest_factor(workers, spreads)
         return simulate_step_s(
-            make_schedule(subject_there.request, samples),
+            trace_step_schedule(subject_there.request, samples),
             slowest_s,
             compute_collective_s,
             links.compute_slowdown,
@@ -288,7 +289,7 @@ def make_link_replay(
 
     host_issue_s = evidence.host_issue_s or 0.0
     if host_issue_s:
-        schedule = make_schedule(subject.request, subject.samples_per_step)
+        schedule = trace_step_schedule(subject.request, subject.samples_per_step)
         if not is_host_unblocked(schedule.num_operations, host_issue_s, last.step_s):
             host_issue_s = 0.0
     return LinkReplay(
@@ -300,7 +301,7 @@ def make_link_replay(
     )
 
 
-def _make_slowest_factor(stragglers: Stragglers | None) -> Callable[[int, float], float]:
+def _make_slowest_worker_factor(stragglers: Stragglers | None) -> Callable[[int, float], float]:
     """Return a function that computes the slowest worker's computation time over the mean.
 
     The function takes a worker count and by how many standard deviations the factor is raised.
@@ -334,7 +335,7 @@ def _make_server_replay(
     transport = subject.settings.options["transport"]
     links = read_links(path, f"servers-{'shm' if transport == 'auto' else transport}")
     link = links.get_links_by_level("push_pull")["within"]
-    slowest_factor = _make_slowest_factor(evidence.stragglers)
+    slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
     def compute_service_s(workers: int) -> float:
@@ -343,13 +344,13 @@ def _make_server_replay(
         links.check_size("push_pull", part_bytes)
         return there.steps_per_batch * part_bytes / link.bytes_per_s
 
-    def make_queue(workers: int, compute_s: float, slower: float = 1.0) -> ServerQueue:
+    def make_server_queue(workers: int, compute_s: float, slower: float = 1.0) -> ServerQueue:
         # The links' fit lets all workers wait for the latency at the same time (`served`).
         latency_s = at(workers).steps_per_batch * link.latency_s
         return ServerQueue(compute_s + slower * latency_s, (slower * compute_service_s(workers),))
 
     @cache
-    def waits_for_slowest(workers: int) -> bool:
+    def is_waiting_for_slowest(workers: int) -> bool:
         settings = at(workers).settings
         return get_traits(settings.strategy, settings.options, workers).waits_for_slowest
 
@@ -357,14 +358,14 @@ def _make_server_replay(
         if nodes_of(workers) > 1:
             raise Unmeasured("`links` does not measure push and pull between nodes")
         slower = math.exp(spreads * link.log_sd)
-        if waits_for_slowest(workers):
+        if is_waiting_for_slowest(workers):
             each_s = compute_s * slowest_factor(workers, spreads)
-            return compute_synchronous_step_s(make_queue(workers, each_s, slower), workers)
-        return compute_asynchronous_step_s(make_queue(workers, compute_s, slower), workers)
+            return compute_synchronous_step_s(make_server_queue(workers, each_s, slower), workers)
+        return compute_asynchronous_step_s(make_server_queue(workers, compute_s, slower), workers)
 
     return LinkReplay(
         replay_step,
         partial(replay_step, spreads=1.0),
         frozenset({"within"}),
-        make_queue,
+        make_server_queue,
     )

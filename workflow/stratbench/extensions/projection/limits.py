@@ -77,7 +77,7 @@ def projection_refusal_reason(
     return None
 
 
-def two_count_refusal_reason(
+def two_count_fit_refusal_reason(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
     """Return why a fit of a + b/N through two counts cannot project to `workers`.

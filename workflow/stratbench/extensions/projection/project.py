@@ -13,7 +13,7 @@ from stratbench.cell.text.words import format_short_time
 from stratbench.extensions.projection import naive
 from stratbench.extensions.projection.limits import (
     projection_refusal_reason,
-    two_count_refusal_reason,
+    two_count_fit_refusal_reason,
 )
 from stratbench.extensions.projection.naive import MeasuredStep, Rule, Scaling, Skill
 from stratbench.extensions.projection.replay import NEAR_HOST
@@ -66,7 +66,7 @@ class Projection:
     host_issue_s: float = 0.0
 
 
-def project(
+def project_step_times(
     points: Sequence[MeasuredStep],
     scaling: Scaling,
     targets: Sequence[tuple[int, int | None]],
@@ -104,7 +104,7 @@ def project(
         A projection for each target, in their order.
     """
     points = sorted(points, key=lambda p: p.workers)
-    name, rule = BY_COUNTS, naive.fit_a_plus_b_over_n
+    name, rule = BY_COUNTS, naive.project_by_a_plus_b_over_n
     skill = naive.measure_skill(rule, points, scaling)
     if replayed is not None:
         by_replay = make_link_rule(replayed, host_s=host_s)
@@ -148,14 +148,14 @@ def _count_fit_refusal_reason(
 
     The result is None if the projection is possible.
     """
-    if reason := two_count_refusal_reason(points, scaling, workers):
+    if reason := two_count_fit_refusal_reason(points, scaling, workers):
         return reason
-    if not _has_informative_interval(naive.fit_a_plus_b_over_n, points, scaling):
+    if not _has_informative_interval(naive.project_by_a_plus_b_over_n, points, scaling):
         return (
             "a + b/N fits the measured counts so badly that the interval for twice as many workers spans "
             f"more than a factor of {MAX_SPREAD:g}: measure links, or steps on more counts"
         )
-    if naive.fit_a_plus_b_over_n(points, scaling, workers) <= 0:
+    if naive.project_by_a_plus_b_over_n(points, scaling, workers) <= 0:
         return f"a + b/N is below zero at {workers} workers: measure links, or steps on more counts"
     return None
 
@@ -201,11 +201,11 @@ def make_link_rule(
         host_s: Seconds in which the host issues a step.
     """
 
-    def rule(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
+    def project_step_time(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
         compute_s = fit_computation_s(replayed, points, scaling, host_s)(workers)
         return max(host_s, (shown or replayed)(workers, compute_s))
 
-    return rule
+    return project_step_time
 
 
 def fit_computation_s(
@@ -230,7 +230,7 @@ def fit_computation_s(
     if scaling == "weak":
         compute_s = sum(p.step_s for p in computing) / len(computing)
         return lambda workers: compute_s
-    return lambda workers: max(0.0, naive.fit_a_plus_b_over_n(computing, scaling, workers))
+    return lambda workers: max(0.0, naive.project_by_a_plus_b_over_n(computing, scaling, workers))
 
 
 def solve_computation_s(replayed: StepReplay, workers: int, step_s: float) -> float:
@@ -309,7 +309,7 @@ def _compute_half_width_ln(
     return float(stdtrit(len(errors), 0.9)) * sd
 
 
-def describe_basis(projection: Projection, points: Sequence[MeasuredStep]) -> str:
+def describe_projection_basis(projection: Projection, points: Sequence[MeasuredStep]) -> str:
     """Return a text on the basis of a projection: the measured counts and the rule."""
     *some, last = [str(p.workers) for p in points]
     counts = f"{', '.join(some)} and {last}" if some else last

@@ -75,28 +75,28 @@ def simulate_step_s(
     # When computation last waited for a collective that ran ahead: then the next one starts.
     gathered = 0.0
 
-    def find_busy_end() -> float:
+    def find_link_busy_end() -> float:
         return max(free.values(), default=0.0)
 
-    def compute_to(share: float) -> None:
+    def compute_until_share(share: float) -> None:
         nonlocal now, done
         now = _finish_computation(
-            now, max(0.0, share - done) * compute_s, find_busy_end(), compute_slowdown
+            now, max(0.0, share - done) * compute_s, find_link_busy_end(), compute_slowdown
         )
         done = max(done, share)
 
     def end_backward() -> None:
         nonlocal now
-        compute_to(schedule.backward_end_share)
-        now = max(now, find_busy_end())
+        compute_until_share(schedule.backward_end_share)
+        now = max(now, find_link_busy_end())
 
     ended = False
     for started in schedule.collectives:
         if started.computed_share > schedule.backward_end_share and not ended:
             end_backward()
             ended = True
-        compute_to(started.computed_share)
-        group = started.call.ranks, started.call.stride
+        compute_until_share(started.computed_share)
+        group = started.call.group_size, started.call.rank_stride
         ready = (
             gathered
             if started.runs_ahead
@@ -113,8 +113,8 @@ def simulate_step_s(
             gathered = now
     if not ended:
         end_backward()
-    compute_to(1.0)
-    return max(now, find_busy_end())
+    compute_until_share(1.0)
+    return max(now, find_link_busy_end())
 
 
 def is_host_unblocked(operations: int, issue_s: float, step_s: float) -> bool:
@@ -158,8 +158,8 @@ def build_schedule(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
         for call, reached_s in zip(phase.collectives, phase.collective_reached_s, strict=True):
             apart = on_cuda and not updates and call.waiter == "stream"
             waited = call.waiter != "none" and not apart
-            needed = waited or updates or call.kind in RESULT_NEEDED_KINDS
-            ahead = apart and call.kind == "all_gather"
+            needed = waited or updates or call.collective_name in RESULT_NEEDED_KINDS
+            ahead = apart and call.collective_name == "all_gather"
             events.append(CollectiveStart(call, (began_s + reached_s) / total_s, needed, ahead))
         began_s += phase.seconds
     return Schedule(tuple(events), backward_end_share, sum(p.num_operations for p in phases))

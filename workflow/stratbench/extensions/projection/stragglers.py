@@ -32,7 +32,7 @@ class Stragglers:
         does not change the mean step. The factor is raised by `spreads` standard deviations, in ln.
         """
         more = spreads * self._compute_log_slowest_sd(workers) if spreads else 0.0
-        return math.exp(_log_slowest(self.own_times, workers) + more)
+        return math.exp(_compute_log_slowest_factor(self.own_times, workers) + more)
 
     def _compute_log_slowest_sd(self, workers: int) -> float:
         """Return the standard deviation of ln of the slowest worker's factor.
@@ -44,7 +44,10 @@ class Stragglers:
         from scipy.special import ndtri, stdtrit
 
         n = len(self.own_times)
-        without = [_log_slowest(np.delete(self.own_times, i, axis=0), workers) for i in range(n)]
+        without = [
+            _compute_log_slowest_factor(np.delete(self.own_times, i, axis=0), workers)
+            for i in range(n)
+        ]
         jackknife = math.sqrt((n - 1) * float(np.var(without)))
         of_levels = self._compute_log_level_contribution(workers) / math.sqrt(n - 1)
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
@@ -56,20 +59,22 @@ class Stragglers:
 
         logs = np.log(self.own_times)
         levels = logs.mean(axis=1)
-        varying = np.quantile(logs - levels[:, None], _midpoints(VARYING))
-        drawn = levels.std(ddof=1) * ndtri(_midpoints(LEVELS))
+        varying = np.quantile(logs - levels[:, None], _compute_midpoints(VARYING))
+        drawn = levels.std(ddof=1) * ndtri(_compute_midpoints(LEVELS))
         both = np.exp(varying + drawn[:, None])
-        return _log_slowest(both, workers) - _log_slowest(np.exp(varying), workers)
+        return _compute_log_slowest_factor(both, workers) - _compute_log_slowest_factor(
+            np.exp(varying), workers
+        )
 
 
-def _midpoints(n: int) -> NDArray:
+def _compute_midpoints(n: int) -> NDArray:
     """Return the midpoints of n equal parts of the interval from 0 to 1."""
     import numpy as np
 
     return (np.arange(n) + 0.5) / n
 
 
-def _log_slowest(times: NDArray, workers: int) -> float:
+def _compute_log_slowest_factor(times: NDArray, workers: int) -> float:
     """Return ln of the slowest of `workers` times drawn from `times`, on average.
 
     The maximum is relative to the mean of `times`.

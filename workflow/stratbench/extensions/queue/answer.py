@@ -45,7 +45,7 @@ NOT_MODELLED = (
 )
 
 
-def answer(
+def simulate_and_answer(
     request: QueueRequest,
     gpus_per_node: int,
     margin: float,
@@ -118,12 +118,12 @@ def answer(
     worths = sorted({*WORTHS, *(request.sample_efficiency or ())}, reverse=True)
     done = 0
 
-    def tick() -> None:
+    def report_progress() -> None:
         nonlocal done
         done += 1
         progress(done, BLOCKS * MOMENTS)
 
-    times = simulate_modes(queue, work, worths, tick=tick)
+    times = simulate_modes(queue, work, worths, tick=report_progress)
     report = _AnswerText(request, times, margin)
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
@@ -222,10 +222,10 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
         lines.append(
             f"A node failed under a job once in {mtbf_days:.0f} node-days (state NODE_FAIL)."
         )
-    return [*lines, *map(_describe_width, history.iter_waits_by_width())]
+    return [*lines, *map(_describe_waits_of_width, history.iter_waits_by_width())]
 
 
-def _describe_width(row: WidthRow) -> str:
+def _describe_waits_of_width(row: WidthRow) -> str:
     text = (
         f"{row.label} GPUs: {format_count(row.num_jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h "
         f"on average, {format_hours(row.median_s / 3600)} h in the median, and one in ten over "
@@ -365,7 +365,7 @@ def _format_hours(hours: float | None) -> str:
 
 
 def _format_ratio(ratio: IntervalEstimate) -> str:
-    return ratio.text(lambda r: f"{r:.2f}")
+    return ratio.format_text(lambda r: f"{r:.2f}")
 
 
 def _format_break_even(even: IntervalEstimate) -> str:
@@ -374,4 +374,4 @@ def _format_break_even(even: IntervalEstimate) -> str:
         return f"less than {WORTHS[-1]:g}"
     if math.isinf(even.value):
         return "more than 1"
-    return even.text(lambda w: f"{w:.2f}")
+    return even.format_text(lambda w: f"{w:.2f}")

@@ -79,10 +79,10 @@ class QueuedTraining:
         """Return a function per mode that creates the training. `worths` are sample efficiencies."""
         scaling = Scaling(self.loss_per_worker)
 
-        def gang(workers: int) -> Callable[[], Training]:
+        def make_gang(workers: int) -> Callable[[], Training]:
             return partial(Gang, self.work_s, self.compute_request_s(workers), workers, scaling)
 
-        def split(worth: float, **how) -> Callable[[], Training]:
+        def make_split_training(worth: float, **how) -> Callable[[], Training]:
             asked_s, scaled = (
                 self.compute_request_s(self.width, worth),
                 Scaling(self.loss_per_worker, worth),
@@ -96,10 +96,12 @@ class QueuedTraining:
             else {}
         )
         return {
-            GANG: gang(self.width),
-            HALF: gang(max(1, self.width // 2)),
-            SYNCHRONOUS: split(1.0, is_synchronous=True, pause_s=self.pause_s, **stops),
-        } | {name_asynchronous_mode(worth): split(worth) for worth in worths}
+            GANG: make_gang(self.width),
+            HALF: make_gang(max(1, self.width // 2)),
+            SYNCHRONOUS: make_split_training(
+                1.0, is_synchronous=True, pause_s=self.pause_s, **stops
+            ),
+        } | {name_asynchronous_mode(worth): make_split_training(worth) for worth in worths}
 
 
 def name_asynchronous_mode(worth: float) -> str:
@@ -128,7 +130,7 @@ class ModeTimes:
 
     def average_hours(self, mode: str) -> IntervalEstimate:
         """Return the mean hours of a mode, with a 95 % interval."""
-        return jackknife(
+        return compute_jackknife_interval(
             lambda kept: float(self.hours_by_mode[mode][kept].mean()), len(self.hours_by_mode[mode])
         )
 
@@ -138,12 +140,12 @@ class ModeTimes:
         Both means are at equal submission times.
         """
 
-        def ratio(kept: np.ndarray) -> float:
+        def compute_mean_ratio(kept: np.ndarray) -> float:
             return float(
                 self.hours_by_mode[mode][kept].mean() / self.hours_by_mode[other][kept].mean()
             )
 
-        return jackknife(ratio, len(self.hours_by_mode[mode]))
+        return compute_jackknife_interval(compute_mean_ratio, len(self.hours_by_mode[mode]))
 
     def compute_late_hours(self, mode: str) -> float:
         """Return the hours within which nine out of ten trainings are done (90 % quantile)."""
@@ -165,7 +167,7 @@ class ModeTimes:
         """
         worths = self.list_simulated_worths()
 
-        def even(kept: np.ndarray) -> float:
+        def find_break_even_efficiency(kept: np.ndarray) -> float:
             target = self.hours_by_mode[rival][kept].mean()
             mine = [
                 float(self.hours_by_mode[name_asynchronous_mode(worth)][kept].mean())
@@ -177,10 +179,14 @@ class ModeTimes:
                 return 0.0
             return 1 / float(np.interp(target, mine, [1 / worth for worth in worths]))
 
-        return jackknife(even, len(self.hours_by_mode[rival]))
+        return compute_jackknife_interval(
+            find_break_even_efficiency, len(self.hours_by_mode[rival])
+        )
 
 
-def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> IntervalEstimate:
+def compute_jackknife_interval(
+    value: Callable[[np.ndarray], float], blocks: int
+) -> IntervalEstimate:
     """Compute a positive value over all blocks, with a 95 % jackknife interval.
 
     The interval is by Student's t on logarithms (Tukey 1958; Miller 1974). There is none if a value is 0 or
@@ -239,7 +245,7 @@ def simulate_modes(
     return ModeTimes({name: np.array(rows) for name, rows in hours.items()}, float(np.mean(busy)))
 
 
-def iter_moments(
+def iter_submission_times(
     last_s: float, count: int, first: float = 0.25, end: float = 0.85
 ) -> Iterator[float]:
     """Yield evenly spaced submission times in the middle of a stream of jobs.
@@ -283,7 +289,7 @@ def make_poisson_queue(
     for seed in range(blocks):
         arrivals = make_poisson_arrivals(jobs, load, capacity, seed)
         end_s = arrivals[with_moments - 1].submit_s
-        drawn.append((arrivals, list(iter_moments(end_s, moments))))
+        drawn.append((arrivals, list(iter_submission_times(end_s, moments))))
     return TrainingQueue(nodes, gpus_per_node, rules, drawn)
 
 
@@ -324,6 +330,6 @@ def make_recorded_queue(
             f"{hours:.3g} h; give the accounting of {6 * hours:.3g} h or more"
         )
     first = max(0.2, settled_s / last_s)
-    every = list(iter_moments(last_s, blocks * moments, first=first, end=end_s / last_s))
+    every = list(iter_submission_times(last_s, blocks * moments, first=first, end=end_s / last_s))
     cut = [every[i * moments : (i + 1) * moments] for i in range(blocks)]
     return TrainingQueue(nodes, gpus_per_node, rules, [(arrivals, each) for each in cut])

@@ -21,4 +21,4 @@ def count_servers(s: Settings) -> int:
 
 def read_servers(job: Job) -> list[dict[str, Any]]:
     """Return the statistics of the servers that reached their end, by number."""
-    return job.folder.read_servers(count_servers(job.settings))
+    return job.folder.read_all_server_statistics(count_servers(job.settings))

@@ -14,7 +14,9 @@ from stratbench.train.ending import Ending, find_first_reason, make_ending_at_li
 from stratbench.train.job import Job
 
 
-def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
+def classify_served_ending(
+    job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]
+) -> Ending:
     """Return how a cell with parameter servers ended.
 
     The servers decide whether the loss of a worker makes the cell fail.
@@ -29,13 +31,17 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
         return Ending("diverged", diverged)
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
-        own = [own_reason(workers.get(w["worker"])) for f in servers for w in f.get("lost", ())]
+        own = [
+            find_own_loss_reason(workers.get(w["worker"]))
+            for f in servers
+            for w in f.get("lost", ())
+        ]
         return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
     # The servers do not begin before every worker has joined.
     for rank, worker in workers.items():
         if worker["status"] == "error" and not has_joined(job, rank):
             return Ending("error", worker["reason"])
-    if exits.timed_out or exits.hung:
+    if exits.timed_out or exits.has_hung:
         return make_ending_at_limit(job, exits)
     if len(servers) < count_servers(job.settings):
         dead = next(
@@ -48,7 +54,7 @@ def classify_served(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, A
     return Ending("ok", None)
 
 
-def own_reason(worker: Mapping[str, Any] | None) -> str | None:
+def find_own_loss_reason(worker: Mapping[str, Any] | None) -> str | None:
     """Return a worker's error, or None without one, or if servers caused the error."""
     reason = worker is not None and worker["status"] == "error" and worker["reason"]
     return (

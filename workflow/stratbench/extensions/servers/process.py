@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder, format_server_name
-from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.wire.handshake import load_secret
 from stratbench.train.locks import lock_cell_as_worker
@@ -24,7 +24,7 @@ from stratbench.train.worker import (
 
 def serve_parameters(config_json: str, run_dir: str) -> None:
     """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
-    serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, serve)
+    serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, run_server)
 
 
 def serve_as_process(
@@ -38,12 +38,12 @@ def serve_as_process(
         serve: Runs the server, given its config and the secret.
     """
     folder = RunFolder(Path(run_dir))
-    redirect_output(folder.log(format_server_name(config.server)))
-    write_stacks_on_signal(folder.stack(format_server_name(config.server)))
+    redirect_output(folder.get_log_path(format_server_name(config.server)))
+    write_stacks_on_signal(folder.get_stack_path(format_server_name(config.server)))
     lock_cell_as_worker(folder.logs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        status = serve(config, load_secret(folder.secret))["status"]
+        status = serve(config, load_secret(folder.secret_path))["status"]
     except Exception:
         traceback.print_exc()
         exit_immediately(EXIT_ERROR)

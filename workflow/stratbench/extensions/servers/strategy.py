@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.cell.text.words import format_names
 from stratbench.extensions.servers.policies.options import EveryPushOptions
-from stratbench.extensions.servers.policies.policies import list_policies_for, policy_class
+from stratbench.extensions.servers.policies.policies import get_policy_class, list_policies_for
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, get_strategy_class
@@ -56,9 +56,9 @@ class ServerOptions(base.Options):
 
 
 @cache
-def class_of_policy(policy: str) -> type[ParameterServer]:
+def get_strategy_of_policy(policy: str) -> type[ParameterServer]:
     """Return the strategy whose servers follow the policy registered as `policy`."""
-    rules = policy_class(policy)
+    rules = get_policy_class(policy)
 
     @dataclass(frozen=True)
     class Options(ServerOptions, rules.Options):
@@ -81,7 +81,7 @@ def class_of_policy(policy: str) -> type[ParameterServer]:
 HYPER = ("lr", "momentum", "weight_decay", "nesterov", "optimizer", "betas", "eps")
 
 
-def server_configs(
+def make_server_configs(
     s: Settings,
     train_samples: int,
     folder: RunFolder,
@@ -98,12 +98,12 @@ def server_configs(
     """
     strategy = get_strategy_class(s.strategy)
     options = strategy.Options(**s.options)
-    own = [spec.name for spec in fields(policy_class(strategy.policy).Options)]
+    own = [spec.name for spec in fields(get_policy_class(strategy.policy).Options)]
     return [
         ServerConfig(
-            rendezvous=str(folder.rendezvous),
+            rendezvous=str(folder.rendezvous_path),
             workers=s.gpus,
-            epochs=s.passes(train_samples),
+            epochs=s.count_passes(train_samples),
             steps=s.steps,
             steps_per_epoch=train_samples // s.global_batch,
             slices_per_step=s.gpus * options.pushes_per_ticket,
@@ -115,20 +115,20 @@ def server_configs(
                 "warmup": s.lr_warmup_steps,
                 "final": s.final_lr / s.lr,
             }
-            if s.changes_lr
+            if s.has_changing_lr
             else None,
             server=k,
             n_servers=options.servers,
             bind_address="127.0.0.1" if host is None else "0.0.0.0",
             advertised_address=host,
-            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None)),
-            stats_path=str(folder.server_statistics(k)),
+            snapshot_dir=None if s.steps else str(folder.get_snapshot_dir(host is not None)),
+            stats_path=str(folder.get_server_statistics_path(k)),
         )
         for k in range(options.servers)
     ]
 
 
-def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
+def find_node_of_server(s: Settings, server: int, n_nodes: int) -> int:
     """Return the number of the node on which a server of a cell runs.
 
     Args:
@@ -137,10 +137,10 @@ def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
         n_nodes: Number of nodes.
     """
     server_placement = get_strategy_class(s.strategy).Options(**s.options).server_placement
-    return node_by_placement(server_placement, server, s.gpus, n_nodes)
+    return choose_node_by_placement(server_placement, server, s.gpus, n_nodes)
 
 
-def node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
+def choose_node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
     """Return the node of a server, by the placement of a cell's servers.
 
     Args:
@@ -149,7 +149,7 @@ def node_by_placement(server_placement: str, server: int, workers: int, n_nodes:
         workers: Number of workers.
         n_nodes: Number of nodes.
     """
-    # Servers are divided as workers are: each node has equally many, except the last (`Job.ranks_of`).
+    # Servers are divided as workers are: each node has equally many, except the last (`Job.list_ranks`).
     return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
 
 
@@ -157,7 +157,7 @@ class ParameterServer(base.Strategy):
     """A worker of parameter servers; `get_strategy_of_policy` makes a subclass for each policy."""
 
     kind = "server"
-    loop = "stratbench.extensions.servers.loop:train"
+    loop = "stratbench.extensions.servers.loop:train_on_tickets"
     needs_group = False
     updates_by_zeros = True
     buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
@@ -203,7 +203,9 @@ class ParameterServer(base.Strategy):
             )
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         optimizer = values["optimizer"]
         if reason := cls.Options.refusal(optimizer):
             others = ", ".join(list_policies_for(optimizer))
@@ -229,7 +231,7 @@ class ParameterServer(base.Strategy):
                 "gradient, so that the norm of the whole is unknown"
             )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         dtypes = base.list_dtype_names(p for p in model.parameters() if p.requires_grad)
         if len(dtypes) > 1:
             yield (
@@ -237,17 +239,19 @@ class ParameterServer(base.Strategy):
                 "flat tensor; use one dtype"
             )
         trial, trained = worker.trial, {n for n, p in model.named_parameters() if p.requires_grad}
-        if changed := [name for name in trial.overwritten if name in trained]:
+        if changed := [name for name in trial.overwritten_parameters if name in trained]:
             yield base.lost_changes_reason(changed)
-        if trial.kept_aside:
+        if trial.unsaved_evaluation_state:
             yield (
-                f"forward changes {format_names(trial.kept_aside)}, and evaluation depends on it, but the "
+                f"forward changes {format_names(trial.unsaved_evaluation_state)}, and evaluation "
+                "depends on it, but the "
                 "servers keep weights and buffers of real numbers alone; make it a float buffer "
                 "(register_buffer) that is written in place"
             )
-        elif trial.counts:
+        elif trial.changing_training_state:
             yield (
-                f"forward changes {format_names(trial.counts)}, and training depends on it, but servers "
+                f"forward changes {format_names(trial.changing_training_state)}, and training depends "
+                "on it, but servers "
                 "hand a batch to whichever worker is free, so that no worker knows how many there were; "
                 "use ddp"
             )
@@ -278,7 +282,7 @@ class ParameterServer(base.Strategy):
 
     def connect(self) -> Channel:
         """Return the connections to the cell's servers."""
-        by = self.worker.channel_by
+        by = self.worker.make_server_channel
         return by(self._connect) if by else self._connect(None, 300.0)
 
     def _connect(self, incarnation: int | None, deadline_s: float) -> Channel:
@@ -289,17 +293,17 @@ class ParameterServer(base.Strategy):
         worker, options = self.worker, self.worker.settings.options
         try:
             return Channel.connect(
-                worker.folder.rendezvous,
+                worker.folder.rendezvous_path,
                 worker.rank,
                 self.flat,
-                load_secret(worker.folder.secret),
+                load_secret(worker.folder.secret_path),
                 transport=options["transport"],
                 wire=options["wire"],
                 deadline_s=deadline_s,
                 scale=self.scale,
                 n_servers=options["servers"],
                 incarnation=incarnation,
-                start=worker.start,
+                start=worker.initial_weights_hash,
             )
         except JoinRefused as refused:
             if OTHER_START in str(refused):
@@ -309,7 +313,7 @@ class ParameterServer(base.Strategy):
     def weights_and_buffers(self) -> list[Tensor]:
         return [self.flat.weights, *self.model.buffers()]
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         return {"gradients": [self.flat.grads]}
 
     def reset(self) -> None:
@@ -388,7 +392,7 @@ class ParameterServer(base.Strategy):
         """
         import torch
 
-        mark = self.worker.mark
+        mark = self.worker.mark_phase_end
         with create_autocast_context(self.worker.settings.precision, self.worker.device):
             loss, weight = compute_loss_and_weight(self.worker.task, self.compiled(x), y)
         detached = loss.detach()
@@ -399,10 +403,10 @@ class ParameterServer(base.Strategy):
             self.channel.set_push_weight(weight / y.numel())
         mark("forward")
         if self.worker.settings.slowdown:
-            self.worker.delay()
+            self.worker.delay_step()
             mark("slowdown")
         self.flat.zero_grads()
-        if self._exchange is not None and not self.adds_again:
+        if self._exchange is not None and not self.accumulates_repeatedly:
             self.channel.send_during_backward()
         (loss if self.scale is None else loss * self.scale.value).backward()
         mark("backward")

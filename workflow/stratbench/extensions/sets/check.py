@@ -24,7 +24,7 @@ SHARED = {
 }
 
 
-def compute_exit_code(result_set: ResultSet) -> int:
+def choose_exit_code(result_set: ResultSet) -> int:
     """Return UNUSABLE if the audit calls values of the set unusable, else FINE."""
     return UNUSABLE if (result_set.findings["severity"] == "unusable").any() else FINE
 

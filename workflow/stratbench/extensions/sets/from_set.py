@@ -14,7 +14,7 @@ from stratbench.cell.text.words import replace_control_characters, wrap_lines
 from stratbench.command import CommandError
 from stratbench.command.subcommands import apply_config_pairs
 from stratbench.extensions.sets.archive import SetError, extract_bundle
-from stratbench.extensions.sets.check import INVALID, compute_exit_code, describe_set
+from stratbench.extensions.sets.check import INVALID, choose_exit_code, describe_set
 from stratbench.extensions.sets.export import export_set
 from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.keys import list_existing_sets
@@ -29,7 +29,7 @@ from stratbench.workload.data.own_data import is_own_data_set
 from stratbench.workload.tasks import TASKS
 
 
-def read_or_fail(text: str) -> ResultSet:
+def read_set_or_fail(text: str) -> ResultSet:
     """Read the result set that the text `text` names, or raise CommandError.
 
     Raises:
@@ -41,7 +41,7 @@ def read_or_fail(text: str) -> ResultSet:
         raise CommandError(str(error)) from None
 
 
-def check(text: str) -> int:
+def check_set_source(text: str) -> int:
     """Check a set, and print its content and the audit's findings.
 
     Returns:
@@ -53,10 +53,10 @@ def check(text: str) -> int:
         print(f"stratbench check: {error}")
         return INVALID
     print(replace_control_characters(wrap_lines(describe_set(result_set))))
-    return compute_exit_code(result_set)
+    return choose_exit_code(result_set)
 
 
-def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
+def decide_from_set(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """Decide from a set's records, print the decisions, and write them to a folder.
 
     Args:
@@ -64,7 +64,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
         pairs: Constraints, as KEY=VALUE.
         out: Folder to write, if any.
     """
-    result_set = read_or_fail(text)
+    result_set = read_set_or_fail(text)
     folder = out or Path(f"{result_set.study}.decision")
     config = apply_config_pairs(result_set.config or {}, pairs)
     try:
@@ -89,7 +89,7 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
     return 0
 
 
-def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
+def compare_set_sources(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
     """Compare sets, and return 1 if one of them is slower by more than `compare.fail_above`.
 
     Args:
@@ -121,7 +121,7 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
         raise CommandError(str(error)) from None
 
 
-def export(text: str, formats: Sequence[str], out: Path | None) -> int:
+def export_set_source(text: str, formats: Sequence[str], out: Path | None) -> int:
     """Export a set to the formats of other tools.
 
     Args:
@@ -129,7 +129,7 @@ def export(text: str, formats: Sequence[str], out: Path | None) -> int:
         formats: Names of the formats.
         out: Folder to write, if any.
     """
-    result_set = read_or_fail(text)
+    result_set = read_set_or_fail(text)
     try:
         folders = export_set(result_set, formats, out or Path(f"{result_set.study}.export"))
     except SetError as error:
@@ -138,7 +138,7 @@ def export(text: str, formats: Sequence[str], out: Path | None) -> int:
     return 0
 
 
-def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
+def plan_from_bundle(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """Plan the study of a bundle from its config and its records.
 
     Args:
@@ -148,7 +148,7 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """
     from stratbench.extensions.plan.__main__ import main as make_plan
 
-    result_set = read_or_fail(text)
+    result_set = read_set_or_fail(text)
     if result_set.config is None:
         raise CommandError(
             f"{text} has no config to plan; name a bundle, or run `stratbench plan` in the study's folder"

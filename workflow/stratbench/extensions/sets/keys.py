@@ -37,7 +37,9 @@ class Sets(Keys):
     # fmt: on
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield messages on faults of the sets and of their prices.
 
         Such sets cannot be compared, and such prices do not match the sets.

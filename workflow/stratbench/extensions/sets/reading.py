@@ -19,7 +19,7 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular_file
 from stratbench.cell.record import Record, RecordError
-from stratbench.extensions.audit.audit import audit, read_records, read_timelines
+from stratbench.extensions.audit.audit import audit_cells, read_records, read_timelines
 from stratbench.extensions.audit.rule import Key
 from stratbench.extensions.paper import published
 from stratbench.extensions.sets.archive import (
@@ -61,7 +61,9 @@ class ResultSet:
     @functools.cached_property
     def findings(self) -> pd.DataFrame:
         """Findings of the audit, as a table like audit.csv."""
-        audited = audit(self.cells, self.records, self.accuracy_floors, timelines=self.timelines)
+        audited = audit_cells(
+            self.cells, self.records, self.accuracy_floors, timelines=self.timelines
+        )
         frame = pd.DataFrame(audited, columns=list(AUDIT_COLUMNS))
         return frame.astype({"gpus": "Int64", "repeat": "Int64"})
 

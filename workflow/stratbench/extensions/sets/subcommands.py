@@ -22,9 +22,9 @@ SET = "a bundle, a folder results/STUDY, or paper:v2"
 
 def add_subcommands(add: SubcommandAdder) -> None:
     """Add the subcommands on result sets, and the argument SET of other subcommands."""
-    add_set_argument(add.find("decide"), decide_set, SET, "decision")
-    add_set_argument(add.find("plan"), plan_set, "a bundle")
-    check = add.find("check")
+    add_set_argument(add.find_subcommand("decide"), decide_set, SET, "decision")
+    add_set_argument(add.find_subcommand("plan"), plan_set, "a bundle")
+    check = add.find_subcommand("check")
     check.description = (
         "check whether each strategy of a study can train each network, or whether a result set is "
         "valid"
@@ -121,19 +121,19 @@ def decide_set(given: argparse.Namespace) -> int:
     """Run `stratbench decide SET`."""
     from stratbench.extensions.sets import from_set
 
-    return from_set.decide(given.set, list_config_pairs(given), given.out)
+    return from_set.decide_from_set(given.set, list_config_pairs(given), given.out)
 
 
 def plan_set(given: argparse.Namespace) -> int:
     """Run `stratbench plan BUNDLE`."""
     check_packages_installed("torch")
-    from stratbench.extensions.plan.subcommands import refuse_question
+    from stratbench.extensions.plan.subcommands import check_single_model_options
     from stratbench.extensions.sets import from_set
 
     if given.model is not None:
         check_no_unknown_arguments([given.set])
-    refuse_question(given)
-    return from_set.plan(given.set, list_config_pairs(given), given.out)
+    check_single_model_options(given)
+    return from_set.plan_from_bundle(given.set, list_config_pairs(given), given.out)
 
 
 def check_set(given: argparse.Namespace) -> int:
@@ -141,7 +141,7 @@ def check_set(given: argparse.Namespace) -> int:
     from stratbench.extensions.sets import from_set
 
     check_no_unknown_arguments(list_config_pairs(given))
-    return from_set.check(given.set)
+    return from_set.check_set_source(given.set)
 
 
 def run_compare(given: argparse.Namespace, others: list[str]) -> int:
@@ -152,7 +152,9 @@ def run_compare(given: argparse.Namespace, others: list[str]) -> int:
     def compare_named(given: argparse.Namespace) -> int:
         from stratbench.extensions.sets import from_set
 
-        return from_set.compare(given.set, [*list_config_pairs(given), *limit], given.out)
+        return from_set.compare_set_sources(
+            given.set, [*list_config_pairs(given), *limit], given.out
+        )
 
     return run_on_set(compare_named, partial(print_rule_answer, config=limit), True, given, others)
 
@@ -171,7 +173,7 @@ def export_set(given: argparse.Namespace) -> int:
     from stratbench.extensions.sets import from_set
 
     check_no_unknown_arguments(list_config_pairs(given))
-    return from_set.export(given.set, check_formats(given), given.out)
+    return from_set.export_set_source(given.set, check_formats(given), given.out)
 
 
 def run_export(given: argparse.Namespace, others: list[str]) -> int:

@@ -91,7 +91,7 @@ class Pipeline(ModelSplit):
         return Mesh(gpus // workers, stages=workers)
 
     @property
-    def parts(self) -> int:
+    def num_batch_parts(self) -> int:
         return self.options.microbatches
 
     def bubble_share(self, gpus: int) -> float | None:
@@ -136,14 +136,16 @@ class Pipeline(ModelSplit):
         return None
 
     def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
-        stages, max_stages = self.count_stages(gpus), models.get_metadata(network).most_stages
+        stages, max_stages = self.count_stages(gpus), models.get_metadata(network).max_stages
         if max_stages is not None and stages > max_stages:
             return f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
         return None
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        yield from super().refusals(options, values)
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
+        yield from super().iter_refused_values(options, values)
         if values.get("slowdown"):
             yield (
                 ".slowdown: how long a step takes is known of the whole network, and a worker has a part "
@@ -162,14 +164,19 @@ class Pipeline(ModelSplit):
                 replicas = strategy.mesh(n).replicas
                 weak, parts = values.get("per_worker_batch"), values["gradient_accumulation_steps"]
                 batch = (weak * n if weak else values["global_batch"]) // replicas
-                if parts > 1 and not batch % strategy.parts and batch % (parts * strategy.parts):
+                if (
+                    parts > 1
+                    and not batch % strategy.num_batch_parts
+                    and batch % (parts * strategy.num_batch_parts)
+                ):
                     yield (
                         f".gradient_accumulation_steps = {parts}: a part of a replica's batch of {batch} "
-                        f"cannot be divided into {strategy.parts} micro-batches; change it, microbatches or "
+                        f"cannot be divided into {strategy.num_batch_parts} micro-batches; change it, "
+                        "microbatches or "
                         "the batch"
                     )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         from stratbench.extensions.splitting import pieces
 
         network = models.get_model(worker.settings)
@@ -178,11 +185,11 @@ class Pipeline(ModelSplit):
             return
         if worker.settings.own_model is None:
             return
-        yield from super().refusals_of_model(model, worker)
+        yield from super().iter_model_refusals(model, worker)
         if models.has_batchnorm(model):
             yield BATCHNORM
         try:
-            chain = declared.pieces_of(network, model)
+            chain = declared.make_declared_pieces(network, model)
         except ValueError as e:
             yield str(e)
             return
@@ -259,7 +266,7 @@ class Pipeline(ModelSplit):
         from stratbench.extensions.splitting.pieces import list_units
         from stratbench.extensions.splitting.stages import balance_stages
 
-        pieces = declared.pieces_of(models.get_model(worker.settings), model)
+        pieces = declared.make_declared_pieces(models.get_model(worker.settings), model)
         units = list_units(model, pieces, worker.wrap_groups)
         measured = self.measure_model_units(model, units)
         waiting = self.count_pending_microbatches(self.count_stages(worker.world_size))
@@ -331,7 +338,7 @@ class Pipeline(ModelSplit):
             if len(workers) == 1:
                 continue
             for replica in range(mesh.replicas):
-                ranks = tuple(mesh.rank(MeshCoordinate(replica, w, 0)) for w in workers)
+                ranks = tuple(mesh.get_rank(MeshCoordinate(replica, w, 0)) for w in workers)
                 if ranks not in groups:
                     groups[ranks] = dist.new_group(list(ranks))
                 if rank in ranks:
@@ -348,7 +355,7 @@ class Pipeline(ModelSplit):
                 if p not in used:
                     setattr(module, name, None)
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         from stratbench.workload.torch_internals import list_receive_buffers
 
         return {"received": list_receive_buffers(self._stages)}
@@ -415,7 +422,7 @@ class Pipeline(ModelSplit):
         return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
 
     def _mark_phase(self, phase: str) -> None:
-        self.worker.mark(phase)
+        self.worker.mark_phase_end(phase)
 
     def _note_last_backward(self, stage: int, last: bool) -> None:
         self._ending = stage if last and self._is_last else None
@@ -423,14 +430,14 @@ class Pipeline(ModelSplit):
     def _compute_loss(self, scores: Tensor, y: Tensor) -> Tensor:
         self._mark_phase("bubble")
         with create_autocast_context(self.worker.settings.precision, self.worker.device):
-            loss = self.loss_of(scores, y) / self._divisor
+            loss = self.compute_part_loss(scores, y) / self._divisor
         self._losses.append(loss.detach())
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._mark_phase("forward")
         return loss
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         self._is_last = last
         return nullcontext()
 
@@ -497,7 +504,7 @@ class Pipeline(ModelSplit):
             self._sent.clear()
         self._mark_phase("bubble")
 
-    def normed_tensors(self) -> list[Tensor]:
+    def list_normed_tensors(self) -> list[Tensor]:
         return [p for p in self.parameters if p not in self._counted_elsewhere]
 
     def gradient_norm(self) -> Tensor:
@@ -506,8 +513,8 @@ class Pipeline(ModelSplit):
     # --- evaluation and the record -----------------------------------------------------------------
 
     @contextmanager
-    def evaluating(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        with super().evaluating():
+    def open_evaluation_model(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        with super().open_evaluation_model():
             yield self._compute_scores
 
     def _compute_scores(self, x: Tensor) -> Tensor:

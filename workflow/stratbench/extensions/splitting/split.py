@@ -46,7 +46,9 @@ class ModelSplit(Counted):
         raise NotImplementedError
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         if values["compile"]:
             yield f".compile = true: compiled code is not tested with {cls.parts_name}; set it to false"
         if (chunks := values["loss_chunks"]) > 1:
@@ -64,8 +66,8 @@ class ModelSplit(Counted):
                     if reason := strategy.find_divisibility_reason(network, gpus):
                         yield f".gpus = {values['gpus']}: {name}: {reason}"
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        yield from super().refusals_of_model(model, worker)
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().iter_model_refusals(model, worker)
         yield from base.iter_unshardable_model_reasons(worker.trial)
 
     def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:

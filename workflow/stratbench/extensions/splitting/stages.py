@@ -68,14 +68,16 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
         weights = {get_storage_key(p.untyped_storage()) for p in own}
         kept: dict[int, int] = {}
 
-        def keep(t: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights) -> Tensor:
+        def record_kept_tensor(
+            t: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights
+        ) -> Tensor:
             storage = t.untyped_storage()
             if (key := get_storage_key(storage)) not in weights:
                 kept[key] = storage.nbytes()
             return t
 
         with (
-            saved_tensors_hooks(keep, lambda t: t),
+            saved_tensors_hooks(record_kept_tensor, lambda t: t),
             FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter,
         ):
             for piece in unit:
@@ -109,17 +111,17 @@ def balance_stages(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> lis
     )
     held = [0, *accumulate(STATES * u.parameter_bytes for u in units)]
 
-    def work(_stage: int, start: int, end: int) -> float:
+    def compute_stage_work(_stage: int, start: int, end: int) -> float:
         return flops[end] - flops[start]
 
-    most, _ = _minimize_max_cost(work, len(units), stages)
+    most, _ = _minimize_max_cost(compute_stage_work, len(units), stages)
 
-    def memory(stage: int, start: int, end: int) -> float:
-        if work(stage, start, end) > most:
+    def compute_stage_memory(stage: int, start: int, end: int) -> float:
+        if compute_stage_work(stage, start, end) > most:
             return math.inf
         return held[end] - held[start] + waiting[stage] * (saved_bytes[end] - saved_bytes[start])
 
-    _, ends = _minimize_max_cost(memory, len(units), stages)
+    _, ends = _minimize_max_cost(compute_stage_memory, len(units), stages)
     return [end - start for start, end in pairwise((0, *ends))]
 
 

@@ -33,9 +33,9 @@ from stratbench.extensions.tune.sieves import (
     UNSUPPORTED,
     Sieved,
     add_tuning_study,
-    read_out_of_memory,
-    sieve,
-    tuning_study_name,
+    filter_combinations,
+    make_tuning_study_name,
+    read_out_of_memory_combinations,
 )
 from stratbench.extensions.tune.space import Combination, list_combinations
 from stratbench.strategies import REGISTRY
@@ -74,8 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "remove one from `exclude`"
             )
         where = (question["experiment"], question["gpus"], question["model"])
-        failed = read_out_of_memory(whole["results"], tuning_study_name(whole["study"]))
-        sieved = sieve(config, *where, combinations, whole["tune"]["baseline"], failed)
+        failed = read_out_of_memory_combinations(
+            whole["results"], make_tuning_study_name(whole["study"])
+        )
+        sieved = filter_combinations(
+            config, *where, combinations, whole["tune"]["baseline"], failed
+        )
     except ConfigError as error:
         print(wrap_lines([f"error: {error}"]), file=sys.stderr)
         return 1
@@ -89,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     write_tuning_config(config, *where, chosen, tuned, whole["tune"]["budget_gpu_hours"])
     print(f"Written: {table}, {tuned}")
-    study, baseline = tuning_study_name(whole["study"]), whole["tune"]["baseline"]
+    study, baseline = make_tuning_study_name(whole["study"]), whole["tune"]["baseline"]
     answer = read_answer(Path(whole["results"]), study, sieved, baseline)
     if answer is not None:
         path = tuned.with_name("index.html")
@@ -201,7 +205,7 @@ def write_tuning_config(
         budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
     made = add_tuning_study(config, experiment, gpus, model, chosen)
-    name = tuning_study_name(config["study"])
+    name = make_tuning_study_name(config["study"])
     alone = {"study": name, "studies": {name: made["studies"][name]}}
     if budget_gpu_hours is not None:
         alone["verdict"] = {"budget_gpu_hours": budget_gpu_hours}

@@ -274,7 +274,10 @@ def describe_further_gain(answer: TuneAnswer) -> str:
 def describe_effect(effect: Effect) -> str:
     """Return an effect as text: the choice, its alternative, the ratio and the evidence."""
     over = f" over {effect.compared_with}" if effect.compared_with else ""
-    return f"{effect.choice}{over}: {effect.ratio.text('{:.3f}'.format)}{describe_effect_evidence(effect)}"
+    return (
+        f"{effect.choice}{over}: "
+        f"{effect.ratio.format_text('{:.3f}'.format)}{describe_effect_evidence(effect)}"
+    )
 
 
 def describe_effect_evidence(effect: Effect) -> str:
@@ -283,7 +286,7 @@ def describe_effect_evidence(effect: Effect) -> str:
     return f" ({sure}{format_count(effect.num_pairs, 'pair')}, {format_count(effect.num_blocks, 'block')})"
 
 
-def step_time_text(combination: MeasuredCombination) -> str:
+def format_step_time(combination: MeasuredCombination) -> str:
     """Return the time per step as text, or the reason why it is unknown."""
     return (
         format_short_time(combination.step_s) if combination.step_s else combination.verdict_words

@@ -79,7 +79,7 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
             sources.setdefault(key, set()).add(slower["source"])
     return {
         key: Margin(
-            max(MIN_MARGIN, upper_prediction_bound(list(each.values()))),
+            max(MIN_MARGIN, compute_upper_prediction_bound(list(each.values()))),
             len(each),
             len(sources[key]),
         )
@@ -88,7 +88,7 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
     }
 
 
-def upper_prediction_bound(values: list[float]) -> float:
+def compute_upper_prediction_bound(values: list[float]) -> float:
     """Return the value that a new value exceeds with probability TAIL.
 
     With few values it is the largest.
@@ -124,7 +124,7 @@ def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float
     return math.prod(margins[key].ratio for key in keys)
 
 
-def find_beaten(
+def find_beaten_configurations(
     times: Mapping[str, float], amounts: Mapping[str, Amounts], margins: Margins
 ) -> dict[str, Beaten]:
     """Return the configurations that another one beats by more than the margin between them.
@@ -144,7 +144,7 @@ def find_beaten(
 
 
 @cache
-def read_sweeps() -> list[dict[str, str]]:
+def read_public_sweeps() -> list[dict[str, str]]:
     """Return the rows of the table of public sweeps."""
     with PUBLIC_SWEEPS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
@@ -153,7 +153,7 @@ def read_sweeps() -> list[dict[str, str]]:
 @cache
 def fit_public_margins() -> dict[tuple[str, bool], Margin]:
     """Return the margins that follow from all public sweeps."""
-    return fit_margins(read_sweeps())
+    return fit_margins(read_public_sweeps())
 
 
 def describe_margins(margins: Margins) -> Iterator[str]:

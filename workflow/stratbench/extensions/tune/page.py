@@ -25,7 +25,7 @@ from stratbench.extensions.tune.answer import (
     describe_further_gain,
     describe_memory_use,
     estimate_choice_effects,
-    step_time_text,
+    format_step_time,
 )
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.sieves import MEASURED, OUT_OF_MEMORY, Sieved
@@ -52,17 +52,17 @@ def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str)
     return render_page("tune.html.j2", TEMPLATES, values={
         "title": f"The fastest configuration of {model} on {comparison['workers']}",
         "lead": comparison["text"],
-        "facts": list(_list_facts(answer)),
+        "facts": list(_list_tuning_facts(answer)),
         "svg": _draw_time_over_memory(answer) if answer.pareto_front else "",
-        "effects": [_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline)],
-        "measured": [_measured_row(answer, m) for m in _sort_by_step_time(measured)],
+        "effects": [_make_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline)],
+        "measured": [_make_measured_row(answer, m) for m in _sort_by_step_time(measured)],
         "others": list(_describe_dropped(sieved)),
         "light_marks": Markup(format_css_variables(dark=False)),
         "dark_marks": Markup(format_css_variables(dark=True)),
     })  # fmt: skip
 
 
-def _list_facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
+def _list_tuning_facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
     winner = answer.winning_combination
     if winner is not None:
         yield "Compared with the baseline", compare_with_baseline(answer, winner)
@@ -87,9 +87,9 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
         dots = [(m.memory_bytes, m.step_s) for m in own if m.memory_bytes and m.step_s]
         if dots:
             mark = marks.get(strategy) or create_mark("other", 0)
-            series.append(ChartSeries(strategy, mark.variable, dots, mark=mark))
+            series.append(ChartSeries(strategy, mark.css_variable, dots, mark=mark))
     front = [(m.memory_bytes, m.step_s) for m in answer.pareto_front if m.memory_bytes and m.step_s]
-    series.append(ChartSeries("", "muted", full=front))
+    series.append(ChartSeries("", "muted", solid_line_points=front))
     sizes = [m.memory_bytes for m in answer.measured_combinations if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})
     return render_log_chart(
@@ -98,19 +98,19 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
     )  # fmt: skip
 
 
-def _effect_row(effect: Effect) -> dict[str, Any]:
+def _make_effect_row(effect: Effect) -> dict[str, Any]:
     over = f" over {effect.compared_with}" if effect.compared_with else ""
-    ratio = effect.ratio.text("{:.3f}".format)
+    ratio = effect.ratio.format_text("{:.3f}".format)
     if effect.ratio.low is None:
         ratio += " (no interval)"
     return vars(effect) | {"choice": f"{effect.choice}{over}", "ratio": ratio}
 
 
-def _measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
+def _make_measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
     ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == m.name)
     return {
         "name": m.name,
-        "step": step_time_text(m),
+        "step": format_step_time(m),
         "memory": format_bytes(m.memory_bytes) if m.memory_bytes else "",
         "ratio": ratio["text"],
         "words": ratio["reason"] or ratio["words"],

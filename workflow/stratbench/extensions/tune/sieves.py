@@ -19,7 +19,7 @@ from stratbench.extensions.tune.differences import (
     Amounts,
     Beaten,
     Margins,
-    find_beaten,
+    find_beaten_configurations,
     fit_public_margins,
 )
 from stratbench.extensions.tune.space import Combination
@@ -79,7 +79,7 @@ class Sieved:
     device_memory_bytes: float | None = None
 
 
-def sieve(
+def filter_combinations(
     config: Mapping[str, Any],
     experiment: str,
     gpus: int,
@@ -111,16 +111,20 @@ def sieve(
         whole, study = load_config(add_tuning_study(config, experiment, gpus, model, left))
         for planned in make_plan(whole, check_study(whole, study), {}).cells:
             name = planned.cell.strategy
-            s = _apply_plan(by_name[name].combination, planned, whole["cluster"]["memory_margin"])
+            s = _filter_by_plan(
+                by_name[name].combination, planned, whole["cluster"]["memory_margin"]
+            )
             if (name, hash_trained_settings(planned.subject.settings)) in out_of_memory:
                 s = replace(s, outcome=OUT_OF_MEMORY, reason="ran out of memory in a block")
             by_name[name] = s
-        drop_slow(by_name, baseline, whole["tune"]["keep_within"], fit_public_margins())
-        postpone_beyond_budget(by_name, baseline, whole["tune"]["budget_gpu_hours"])
+        drop_slow_combinations(
+            by_name, baseline, whole["tune"]["keep_within"], fit_public_margins()
+        )
+        postpone_combinations_beyond_budget(by_name, baseline, whole["tune"]["budget_gpu_hours"])
     return list(by_name.values())
 
 
-def drop_slow(
+def drop_slow_combinations(
     by_name: dict[str, Sieved],
     baseline: str,
     keep_within: float | None,
@@ -151,7 +155,7 @@ def drop_slow(
             by_name[name] = replace(by_name[name], outcome=TOO_SLOW, reason=reason)
 
 
-def postpone_beyond_budget(
+def postpone_combinations_beyond_budget(
     by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None
 ) -> None:
     """Postpone the combinations with the longest planned times, in place.
@@ -184,7 +188,7 @@ def postpone_beyond_budget(
         by_name[s.combination.name] = replace(s, outcome=LATER, reason=reason)
 
 
-def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
+def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, str]]:
     """Return the combinations that ran out of memory in a block of a study.
 
     They are pairs of name and digest of settings.
@@ -219,14 +223,18 @@ def find_beaten_combinations(
     for name in times:
         each = by_name[name]
         if each.amounts is not None:
-            groups.setdefault(_options_of_unknown_kind(each.combination), {})[name] = each.amounts
+            groups.setdefault(_format_options_of_unknown_kind(each.combination), {})[name] = (
+                each.amounts
+            )
     by_combination: dict[str, Beaten] = {}
     for group in groups.values():
-        by_combination |= find_beaten({name: times[name] for name in group}, group, margins)
+        by_combination |= find_beaten_configurations(
+            {name: times[name] for name in group}, group, margins
+        )
     return by_combination
 
 
-def _options_of_unknown_kind(c: Combination) -> str:
+def _format_options_of_unknown_kind(c: Combination) -> str:
     """Return the options whose kind of difference is unknown, as JSON text."""
     kinds = {f.name: f.metadata.get("kind") for f in fields(get_strategy_class(c.strategy).Options)}
     return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
@@ -239,11 +247,11 @@ def measure_difference_amounts(s: Subject) -> dict[str, float]:
     """
     settings, mesh, options = s.settings, s.mesh, s.settings.options
     traits = get_traits(settings.strategy, options, s.cell.gpus)
-    parts = settings.gradient_accumulation_steps * s.strategy.parts * mesh.tensor
+    parts = settings.gradient_accumulation_steps * s.strategy.num_batch_parts * mesh.tensor
     return {
         "micro-batch": s.samples_per_step / parts,
-        "checkpointing": _recomputed_share(settings.activation_checkpointing),
-        "sharding": _zero_stage(s, traits),
+        "checkpointing": _get_recomputed_share(settings.activation_checkpointing),
+        "sharding": _find_zero_stage(s, traits),
         "tensor": mesh.tensor,
         "pipeline": mesh.stages,
         "compile": int(settings.compile),
@@ -251,17 +259,17 @@ def measure_difference_amounts(s: Subject) -> dict[str, float]:
     }
 
 
-def _zero_stage(s: Subject, traits: Traits) -> int:
+def _find_zero_stage(s: Subject, traits: Traits) -> int:
     """Return the ZeRO stage (0 to 3) that corresponds to the sharding among replicas."""
     options = s.settings.options
-    if s.mesh.members > 1:  # the network itself is divided as well
+    if s.mesh.workers_per_replica > 1:  # the network itself is divided as well
         return 3 if options.get("data_parallel") == "fsdp" else 0
     if not traits.shards_states:
         return int(traits.optimizer_parts != 1)
     return 2 if options.get("reshard_after_forward") == "never" else 3
 
 
-def _recomputed_share(checkpointing: bool | str) -> float:
+def _get_recomputed_share(checkpointing: bool | str) -> float:
     """Return the share of the forward pass that checkpointing computes again."""
     if isinstance(checkpointing, bool):
         return float(checkpointing)
@@ -294,12 +302,12 @@ def add_tuning_study(
     tuned |= {"variants": variants, "experiments": {experiment: block}}
     return {
         **config,
-        "study": tuning_study_name(name),
-        "studies": {**config["studies"], tuning_study_name(name): tuned},
+        "study": make_tuning_study_name(name),
+        "studies": {**config["studies"], make_tuning_study_name(name): tuned},
     }
 
 
-def tuning_study_name(study: str) -> str:
+def make_tuning_study_name(study: str) -> str:
     """Return the name of the study that measures the combinations which the filters leave."""
     return f"{study}-tune"
 
@@ -315,7 +323,7 @@ def _unsupported_reason(
     return ""
 
 
-def _apply_plan(combination: Combination, planned: Planned, memory_margin: float) -> Sieved:
+def _filter_by_plan(combination: Combination, planned: Planned, memory_margin: float) -> Sieved:
     if planned.state == "unsupported":
         return Sieved(combination, UNSUPPORTED, planned.reason)
     fit = planned.fit

@@ -34,7 +34,8 @@ class Combination:
         """
         parts = [self.strategy]
         parts += [
-            _name_part(key, value) for key, value in [*self.options.items(), *self.settings.items()]
+            _format_name_part(key, value)
+            for key, value in [*self.options.items(), *self.settings.items()]
         ]
         return "_".join(parts)
 
@@ -55,7 +56,7 @@ _SHORT_KEYS = {
 }
 
 
-def _name_part(key: str, value: Any) -> str:
+def _format_name_part(key: str, value: Any) -> str:
     short = _SHORT_KEYS.get(key, key).replace("_", "-")
     return short if value is True else f"{short}-{value}"
 

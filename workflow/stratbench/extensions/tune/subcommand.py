@@ -53,7 +53,7 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
     code = subprocess.run(filter_command, check=False).returncode
     if code or args.sieve_only:
         return code
-    tuned = tuned_config_path(args.study)
+    tuned = get_tuned_config_path(args.study)
     own = [pair for pair in list_config_pairs(args) if not pair.startswith("study=")]
     arguments = (
         "verdict",
@@ -77,7 +77,7 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
     return code
 
 
-def tuned_config_path(study: str | None) -> Path:
+def get_tuned_config_path(study: str | None) -> Path:
     """Return the path of the config that the rule `tune` wrote for a study.
 
     Args:

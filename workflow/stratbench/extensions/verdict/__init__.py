@@ -7,14 +7,14 @@ from typing import Any
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="which strategy is fastest, by paired blocks",
-    needs=("audit", "plan"),
+    summary="which strategy is fastest, by paired blocks",
+    required_extensions=("audit", "plan"),
     keys={"verdict": "stratbench.extensions.verdict.keys:Verdict"},
-    rules=("verdict_common.smk", "verdict.smk"),
+    rule_files=("verdict_common.smk", "verdict.smk"),
     commands="stratbench.extensions.verdict:add_subcommands",
-    audited=("stratbench.extensions.verdict.full_runs",),
-    reading="stratbench.extensions.verdict.reading:READING",
-    plans="stratbench.extensions.verdict.planning:ADDITION",
+    audit_modules=("stratbench.extensions.verdict.full_runs",),
+    report_additions="stratbench.extensions.verdict.reading:READING",
+    plan_additions="stratbench.extensions.verdict.planning:ADDITION",
 )
 
 

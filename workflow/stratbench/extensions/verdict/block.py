@@ -194,7 +194,7 @@ class BlockRun:
         self._slot += 1
         self.logs = args.logs / name
         settings, discarded, timed = self._compute_settings_with_discarded_and_timed_steps(strategy)
-        RunFolder.of_logs(self.logs).create()
+        RunFolder.from_log_dir(self.logs).create()
         runner = create_runner(settings)
         begun_s = time.monotonic()
         with create_job(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
@@ -202,7 +202,7 @@ class BlockRun:
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":
             raise Failure(f"segment {name}: {ending.reason}", exits.processes)
-        if lost := runner.lost_workers(job):
+        if lost := runner.list_lost_workers(job):
             raise Failure(
                 f"segment {name}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}"
             )
@@ -255,7 +255,7 @@ class BlockRun:
 
     def _record_hosts_and_gpus(self, job: Job) -> list[str]:
         """Record the hosts and GPUs of a segment's workers, and return the sorted host names."""
-        workers = job.folder.read_workers(job.world_size).values()
+        workers = job.folder.read_worker_results(job.world_size).values()
         provenances = [w["provenance"] for w in workers if "provenance" in w]
         hosts = sorted({p["host"]["name"] for p in provenances})
         self._gpu_names.update(p["gpu"]["name"] for p in provenances if "gpu" in p)
@@ -338,7 +338,7 @@ def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
         discarded: Number of steps before the timed ones.
         timed: Number of timed steps.
     """
-    each = create_runner(job.settings).step_times_s(job)
+    each = create_runner(job.settings).read_step_times_s(job)
     slowest = max((times_s[discarded : discarded + timed] for times_s in each), key=sum)
     return {
         "discarded": discarded,

@@ -309,10 +309,10 @@ def add_digest(verdict: Mapping[str, Any]) -> dict[str, Any]:
     The digest shows an accidental change by an editor or a merge. It does not prevent forgery, because anyone
     can compute it again.
     """
-    return {**verdict, "digest": digest_of(verdict)}
+    return {**verdict, "digest": compute_digest(verdict)}
 
 
-def digest_of(verdict: Mapping[str, Any]) -> str:
+def compute_digest(verdict: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a verdict's content without its digest, for any order of keys."""
     content = {key: value for key, value in verdict.items() if key != "digest"}
     # JSON turns tuples into lists, so that the digest is the same after reading the file.
@@ -326,7 +326,7 @@ def find_tampering_reason(verdict: Mapping[str, Any], path: str | Path) -> str |
     A reason is that it was changed or no longer fits its blocks. Step times are computed again from the
     blocks next to the file, if these exist.
     """
-    if verdict.get("digest") != digest_of(verdict):
+    if verdict.get("digest") != compute_digest(verdict):
         return "its content was changed after it was written"
     folder = Path(path).parents[1] / "blocks"
     for comparison in verdict["comparisons"] if folder.is_dir() else ():

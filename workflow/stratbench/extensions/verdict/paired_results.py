@@ -58,7 +58,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
     return verdict
 
 
-def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
+def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
     """Return the results of a verdict for each strategy, model and number of workers."""
     by_group = {}
     for comparison in verdict["comparisons"]:
@@ -106,7 +106,7 @@ class BlocksEvidence(Evidence):
     def __init__(self, paired: Mapping[Group, PairedResult]):
         self.paired = paired
 
-    def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
+    def replace_measured_times(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
         """Set a candidate's times from blocks, and exclude candidates that the verdict excludes."""
         result = self.paired.get(group)
         if result is None:
@@ -117,24 +117,24 @@ class BlocksEvidence(Evidence):
             return
         candidate.times = result.times_s
         candidate.time_s = float(np.exp(np.log(result.times_s).mean()))
-        candidate.basis, candidate.unit = PAIRED_BLOCKS, "block"
-        candidate.hosts, candidate.on_cpu = result.hosts, result.on_cpu
-        candidate.traits, candidate.served = result.traits, result.uses_servers
-        candidate.claim = result.claim
+        candidate.basis, candidate.repetition_unit = PAIRED_BLOCKS, "block"
+        candidate.hosts, candidate.is_on_cpu = result.hosts, result.on_cpu
+        candidate.traits, candidate.has_servers = result.traits, result.uses_servers
+        candidate.verdict_claim = result.claim
         # The number of blocks depends on what earlier blocks showed.
-        candidate.repeats_fixed = False
+        candidate.has_planned_repeats = False
 
-    def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
+    def exclude_candidates(self, question: Question, candidates: Sequence[Candidate]) -> None:
         """Exclude strategies that a verdict's blocks show to be slower than a remaining candidate.
 
         Both must have equal numbers of workers.
         """
         experiment, model = question
-        left = {(c.strategy, c.gpus) for c in candidates if not c.kind}
+        left = {(c.strategy, c.gpus) for c in candidates if not c.exclusion_kind}
         for c in candidates:
             paired = self.paired.get(Group(experiment, c.strategy, model, c.gpus))
             if (
-                c.projected
+                c.is_projected
                 or paired is None
                 or paired.slower_than is None
                 or not len(paired.times_s)
@@ -151,4 +151,4 @@ def read_blocks(path: str, constraints: Constraints) -> Evidence:
     The evidence is empty without such a file.
     """
     verdict = read_verdict(path)
-    return Evidence() if verdict is None else BlocksEvidence(paired_results(verdict))
+    return Evidence() if verdict is None else BlocksEvidence(collect_paired_results(verdict))

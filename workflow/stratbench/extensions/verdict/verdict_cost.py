@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stratbench.cell.text.words import format_hours
-from stratbench.extensions.plan.quantities import cells_by
+from stratbench.extensions.plan.quantities import group_cells_by
 from stratbench.extensions.plan.schedule import Plan, Planned
 from stratbench.extensions.verdict.block_rules import (
     MATRIX_REPEATS,
@@ -73,7 +73,7 @@ def estimate_verdict_costs(
         if c.cell.repeat == 0 and c.fit is not None and c.fit.total_span and c.fit.train_span
         and c.state not in ("unsupported", "infeasible")
     ]  # fmt: skip
-    comparisons = cells_by(known, "experiment", "model", "gpus")
+    comparisons = group_cells_by(known, "experiment", "model", "gpus")
     return {
         key: (
             estimate_verdict_cost(comparison, slow=False),

@@ -101,7 +101,7 @@ class Round:
     def full_runs(self) -> list[Cell]:
         """Cells that the round trains completely, instead of in blocks."""
         cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
-        return [cell for cell in cells if cell.path not in self._jobs.skipped]
+        return [cell for cell in cells if cell.path not in self._jobs.skip_reasons]
 
     def list_files(self) -> list[str]:
         """Return the paths of all files that the round makes: results of blocks, and records."""
@@ -124,7 +124,7 @@ class Round:
 
     def get_cell_settings(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return the settings of a block's cells, by strategy."""
-        settings = {name: self._jobs.settings_of(plan.cell(name)) for name in plan.order}
+        settings = {name: self._jobs.resolve_settings(plan.cell(name)) for name in plan.order}
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def get_settings_in_common(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
@@ -133,15 +133,15 @@ class Round:
         These are all settings except length, seed and profile.
         """
         return {
-            name: remove_length_and_seed(self._jobs.settings_of(plan.cell(name)))
+            name: remove_length_and_seed(self._jobs.resolve_settings(plan.cell(name)))
             for name in plan.order
         }
 
     def compute_segment_time_limit_s(self, plan: BlockPlan) -> float | None:
         """Return the time limit of each segment in seconds, or None for no limit."""
         cell = plan.cell(plan.order[0])
-        samples = self._study.dataset(plan.dataset).train_samples
-        total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
+        samples = self._study.get_dataset(plan.dataset).train_samples
+        total = self._jobs.resolve_settings(cell).total_steps(samples) if samples else None
         longest = max(self._count_segment_steps(plan.cell(name), plan.steps) for name in plan.order)
         return compute_segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
@@ -150,9 +150,9 @@ class Round:
 
         Discarded steps are included.
         """
-        timed, settings = steps or MAX_STEPS, self._jobs.settings_of(cell)
+        timed, settings = steps or MAX_STEPS, self._jobs.resolve_settings(cell)
         strategy = make_strategy(settings.strategy, settings.options)
-        return sum(strategy.own_length(count_discarded_steps(timed), timed))
+        return sum(strategy.choose_segment_steps(count_discarded_steps(timed), timed))
 
     def make_block_request(self, plan: BlockPlan) -> JobRequest:
         """Return the resources that a block requests from the scheduler: the maximum over its strategies."""
@@ -160,7 +160,7 @@ class Round:
         minutes = compute_block_limit_minutes(
             self.compute_segment_time_limit_s(plan), len(cells), self.config["cluster"]
         )
-        return combine_requests(map(self._jobs.request_of, cells), minutes)
+        return combine_requests(map(self._jobs.build_job_request, cells), minutes)
 
     def is_followed_by_round(self) -> bool:
         """Return whether another round must follow after all files of this round exist.
@@ -201,7 +201,7 @@ class Round:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         now = {
-            (ComparisonKey.from_cell(cell), cell.strategy): self._jobs.settings_of(cell)
+            (ComparisonKey.from_cell(cell), cell.strategy): self._jobs.resolve_settings(cell)
             for cell in self._study.cells
             if cell.repeat == 0
         }

@@ -91,7 +91,9 @@ class FSDP(Sharded):
         check_equal_groups(f"shard_group_size = {workers}{whose}", workers, gpus)
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         if options.get("offload") == "cpu" and values["precision"] == "fp16":
             yield (
                 ".precision = 'fp16': the loss scaler needs the gradients on the device, but with offload: "
@@ -116,7 +118,7 @@ class FSDP(Sharded):
             ring_copies=2,
         )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
         if scalars:
@@ -132,8 +134,10 @@ class FSDP(Sharded):
                 f"FSDP needs contiguous parameters, and these are not contiguous: {format_names(scattered)}; "
                 "call .contiguous() before nn.Parameter"
             )
-        if trial.sparse:
-            yield base.sparse_gradient_reason(trial.sparse, "FSDP cannot divide")
+        if trial.sparse_gradient_parameters:
+            yield base.sparse_gradient_reason(
+                trial.sparse_gradient_parameters, "FSDP cannot divide"
+            )
         for label, dtypes in self._iter_group_dtypes(model, worker):
             if len(dtypes) > 1:
                 yield (
@@ -142,30 +146,31 @@ class FSDP(Sharded):
                 )
         yield from base.iter_unshardable_model_reasons(trial)
         # Gathered parameters that are not freed after forward may be read until the next step.
-        early = trial.uncalled
+        early = trial.parameters_read_before_call
         if self.options.reshard_after_forward == "always":
-            early += trial.late
+            early += trial.parameters_read_after_calls
         if early:
             yield (
                 f"forward reads {format_names(early)} outside of a call of its shard group, and FSDP "
                 "gathers a group only for a call; call the module itself (neither its parts nor "
                 ".forward), or name in `wrap_classes` only classes whose instances are called"
             )
-        if trial.written_views and self.options.reshard_after_forward == "always":
+        if trial.groups_with_written_views and self.options.reshard_after_forward == "always":
             yield (
-                f"{format_names(trial.written_views)} gives a view, which forward then changes in place "
+                f"{format_names(trial.groups_with_written_views)} gives a view, which forward then "
+                "changes in place "
                 "(h += r), so that FSDP does not gather its group for backward; return .clone() of it, add "
                 f"out of place, or set reshard_after_forward to never {format_help_address('gives a view')}"
             )
-        if trial.at_times and worker.settings.gradient_accumulation_steps > 1:
-            yield from self._accumulation_refusals(trial.at_times, worker)
-        if worker.world_size > 1 and trial.by_chance:
-            yield base.skipped_at_random_reason(trial.by_chance)
-        elif worker.world_size > 1 and trial.by_data:
-            yield base.skipped_by_data_reason(trial.by_data)
-        elif worker.world_size > 1 and trial.reads_values and trial.unopened:
+        if trial.sometimes_without_gradient and worker.settings.gradient_accumulation_steps > 1:
+            yield from self._accumulation_refusals(trial.sometimes_without_gradient, worker)
+        if worker.world_size > 1 and trial.randomly_called_modules:
+            yield base.skipped_at_random_reason(trial.randomly_called_modules)
+        elif worker.world_size > 1 and trial.data_dependent_modules:
+            yield base.skipped_by_data_reason(trial.data_dependent_modules)
+        elif worker.world_size > 1 and trial.reads_values and trial.uncalled_groups:
             yield (
-                f"forward reads values of tensors and did not call {format_names(trial.unopened)}: it "
+                f"forward reads values of tensors and did not call {format_names(trial.uncalled_groups)}: it "
                 "seems to choose modules by its data. Workers have different data, so they would gather "
                 "different groups; call all modules, and choose with torch.where or a factor of 0 or 1"
             )
@@ -183,7 +188,9 @@ class FSDP(Sharded):
                     "gradient_sync to each-part, mixed_precision to autocast, or gradient_accumulation_steps "
                     "to 1"
                 )
-        elif compute_group_size(self.options.shard_group_size, size, worker.local_world) < size:
+        elif (
+            compute_group_size(self.options.shard_group_size, size, worker.local_world_size) < size
+        ):
             yield (
                 f"{may_lack}, and with shard_group_size, gradient_sync: each-part and "
                 f"gradient_accumulation_steps = {s.gradient_accumulation_steps} FSDP cannot add up shards of "
@@ -210,7 +217,7 @@ class FSDP(Sharded):
         from stratbench.workload.torch_internals import BatchNorm
 
         self.group_size = compute_group_size(
-            self.options.shard_group_size, worker.world_size, worker.local_world
+            self.options.shard_group_size, worker.world_size, worker.local_world_size
         )
         groups = worker.world_size // self.group_size
         if groups == 1:
@@ -255,12 +262,12 @@ class FSDP(Sharded):
         has found the groups that backward reaches. Without a trial, backward reaches all groups.
         """
         trial = self.worker.trial
-        called = trial.in_backward.items() if trial else ()
+        called = trial.group_in_backward.items() if trial else ()
         skipped = {i for (i, comes), (_, next_comes) in pairwise(called) if not comes | next_comes}
         groups = [ms for i, (_, ms) in enumerate(self.worker.wrap_groups) if i not in skipped]
         return {id(p) for ms in groups for m in ms for p in m.parameters()}
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         if self.options.gradient_sync == "last-part":
             self.module.set_requires_gradient_sync(last)
         else:
@@ -281,7 +288,7 @@ class FSDP(Sharded):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if self.policy is None:
             return super().forward(x, y)
-        return self.mean_loss(x, y)
+        return self.compute_mean_loss(x, y)
 
     def communication(self) -> dict[str, Any]:
         from stratbench.workload.torch_internals import BatchNorm

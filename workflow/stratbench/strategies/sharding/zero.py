@@ -97,12 +97,14 @@ class ZeRO1(base.Collective):
             ring_copies=2,
         )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
-        if trial.sparse:
-            yield base.sparse_gradient_reason(trial.sparse, "has no place in a flat bucket")
-        if trial.parted and worker.world_size > 1:
-            yield base.diverging_replicas_reason(trial.parted)
+        if trial.sparse_gradient_parameters:
+            yield base.sparse_gradient_reason(
+                trial.sparse_gradient_parameters, "has no place in a flat bucket"
+            )
+        if trial.data_dependent_parameters and worker.world_size > 1:
+            yield base.diverging_replicas_reason(trial.data_dependent_parameters)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from stratbench.workload.torch_internals import assign_buckets
@@ -122,12 +124,12 @@ class ZeRO1(base.Collective):
     def updated_tensors(self) -> list[Tensor]:
         return [bucket.own_weights for bucket in self.buckets]
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         return {"gradients": [bucket.grads for bucket in self.buckets]}
 
     def weights_and_buffers(self) -> list[Tensor]:
         weights = [bucket.weights for bucket in self.buckets]
-        return [*weights, *self.frozen_written(), *self.model.buffers()]
+        return [*weights, *self.list_changed_frozen_parameters(), *self.model.buffers()]
 
     def reset(self) -> None:
         super().reset()
@@ -136,12 +138,12 @@ class ZeRO1(base.Collective):
     def _reset_gradients(self) -> None:
         self._filled: set[nn.Parameter] = set()
         self._reductions: list[torch.distributed.Work] = []
-        self._reduced, self._is_last = 0, not self.adds_again
+        self._reduced, self._is_last = 0, not self.accumulates_repeatedly
         for bucket in self.buckets:
             bucket.missing, bucket.sent = set(bucket.views), False
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
-        self._is_last = last and not self.adds_again
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
+        self._is_last = last and not self.accumulates_repeatedly
         return nullcontext()
 
     def _move_gradient_to_bucket(self, bucket: Bucket, parameter: nn.Parameter) -> None:
@@ -237,10 +239,10 @@ class ZeRO1(base.Collective):
         return base.describe_ring_traffic((w - 1) / w * moved_bytes)
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
         # This overwrites the other ranks' statistics, as the next step would.
         self._broadcast_buffers()
-        with super().evaluating() as model:
+        with super().open_evaluation_model() as model:
             yield model
 
     def report(self) -> dict[str, Any]:
@@ -283,16 +285,18 @@ class TorchZeRO1(DDP):
         )
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        yield from super().refusals(options, values)
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
+        yield from super().iter_refused_values(options, values)
         if values["precision"] == "fp16":
             yield (
                 ".precision = 'fp16': with torch's ZeroRedundancyOptimizer the loss scaler would wait "
                 "for the device in every step; use bf16, or zero1"
             )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        yield from super().refusals_of_model(model, worker)
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().iter_model_refusals(model, worker)
         if names := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
             yield (
                 f"torch's ZeroRedundancyOptimizer takes no complex parameters ({format_names(names)}); use "
@@ -318,7 +322,7 @@ class TorchZeRO1(DDP):
     def make_optimizer(self) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        kind, settings = self.optimizer_kind()
+        kind, settings = self.get_optimizer_class()
         optimizer = ZeroRedundancyOptimizer(
             self.local,
             optimizer_class=kind,
@@ -326,7 +330,7 @@ class TorchZeRO1(DDP):
             **settings,
         )
         own = optimizer.optim.param_groups
-        self.begin_states(optimizer.optim, [p for group in own for p in group["params"]])
+        self.create_optimizer_states(optimizer.optim, [p for group in own for p in group["params"]])
         return optimizer
 
     def communication(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Study:
     def datasets(self) -> list[str]:
         return sorted({e.values["dataset"] for e in self.experiments.values()})
 
-    def base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
+    def resolve_base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
         """Return the base strategy of a strategy or variant, and the configured options."""
         if name in REGISTRY:
             return name, {}
@@ -77,22 +77,24 @@ class Study:
         variant.pop("settings", None)
         return variant.pop("strategy"), variant
 
-    def values_of(self, cell: Cell) -> Mapping[str, Any]:
+    def get_experiment_values(self, cell: Cell) -> Mapping[str, Any]:
         """Return the config of a cell's experiment, with the settings of the cell's variant applied."""
         variant = self._study["variants"].get(cell.strategy, {})
         return {**self.experiments[cell.experiment].values, **variant.get("settings", {})}
 
-    def strategy_kind(self, name: str) -> str:
+    def get_strategy_kind(self, name: str) -> str:
         """Return the kind of a strategy: `collective` or `server`."""
-        return get_strategy_class(self.base_strategy(name)[0]).kind
+        return get_strategy_class(self.resolve_base_strategy(name)[0]).kind
 
     def settings(self, cell: Cell) -> Settings:
         """Return the resolved settings of a cell of this study."""
-        values = self.values_of(cell)
-        base, set_options = self.base_strategy(cell.strategy)
+        values = self.get_experiment_values(cell)
+        base, set_options = self.resolve_base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
-        options = resolve_options(base, set_options, cell.gpus) | self.own_files(cell.strategy)
+        options = resolve_options(base, set_options, cell.gpus) | self.hash_strategy_files(
+            cell.strategy
+        )
         data = self._data.describe_by_identity(cell.dataset)
         return Settings(
             strategy=base,
@@ -101,17 +103,17 @@ class Study:
             dataset=cell.dataset,
             gpus=cell.gpus,
             seed=compute_cell_seed(self.seed, cell.model, cell.repeat),
-            own_model=self._own_model_for(cell.model, data),
+            own_model=self._get_own_model_for_data(cell.model, data),
             task=data.task,
-            data_spec=self._data.identity(cell.dataset),
-            own_task=self.own_task(values["task"]),
+            data_spec=self._data.compute_identity(cell.dataset),
+            own_task=self.get_own_task(values["task"]),
             global_batch=batch,
             per_worker_batch=batch // get_mesh(base, options, cell.gpus).replicas,
             more=collect_extension_values("experiment", values, values),
             **{key: values[key] for key in GIVEN},
         )
 
-    def why_refused(self, config: Mapping[str, Any], cell: Cell) -> str | None:
+    def refused_cell_reason(self, config: Mapping[str, Any], cell: Cell) -> str | None:
         """Return why the config does not allow a cell. None if the study could have it.
 
         The study need not have the cell.
@@ -124,12 +126,12 @@ class Study:
         overrides = {"gpus": [cell.gpus], "strategies": [cell.strategy], "models": [cell.model]}
         block = {**self.experiments[cell.experiment].values, **overrides}
         try:
-            check_experiment("cell", block, values, config, self.dataset)
+            check_experiment("cell", block, values, config, self.get_dataset)
         except ConfigError as error:
             return str(error).removeprefix("config: cell.")
         return None
 
-    def own_model(self, name: str) -> dict[str, Any] | None:
+    def get_own_model(self, name: str) -> dict[str, Any] | None:
         """Return the specification of a user's model, or None for a built-in model.
 
         It has the model's call, its sharding and the fingerprint of its code.
@@ -138,15 +140,15 @@ class Study:
             name, models.get_model_specification(name, self._own.get("models", {}))
         )
 
-    def _own_model_for(self, name: str, data: Dataset) -> dict[str, Any] | None:
+    def _get_own_model_for_data(self, name: str, data: Dataset) -> dict[str, Any] | None:
         """Return the specification of a user's model, with the size of the data set's vocabulary.
 
         The vocabulary is added only where it differs from the number of classes.
         """
-        spec, vocabulary = self.own_model(name), data.vocabulary
+        spec, vocabulary = self.get_own_model(name), data.vocabulary
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
-    def own_task(self, name: str | None) -> dict[str, Any] | None:
+    def get_own_task(self, name: str | None) -> dict[str, Any] | None:
         """Return the specification of a user's task, or None for a built-in task.
 
         It has the task's call and the fingerprint of its code.
@@ -155,15 +157,15 @@ class Study:
             return None
         return self._add_fingerprint(f"task {name}", {"call": name})
 
-    def own_files(self, strategy: str) -> dict[str, Any]:
+    def hash_strategy_files(self, strategy: str) -> dict[str, Any]:
         """Return `{"sha256": ...}` of the user's files that a strategy's options name.
 
         Return an empty mapping if the options name no file.
         """
         key = f"strategy {strategy}"
         if key not in self._own_code:
-            base, options = self.base_strategy(strategy)
-            files = get_strategy_class(base).files(get_option_defaults(base) | options)
+            base, options = self.resolve_base_strategy(strategy)
+            files = get_strategy_class(base).list_user_files(get_option_defaults(base) | options)
             self._own_code[key] = {"sha256": users_code.hash_named_files(files)} if files else None
         return self._own_code[key] or {}
 
@@ -172,46 +174,46 @@ class Study:
             self._own_code[key] = spec and spec | users_code.compute_code_fingerprint(
                 spec["call"],
                 self._folders,
-                find_library_of_call(spec["call"]).packages_beside(spec),
+                find_library_of_call(spec["call"]).list_further_packages(spec),
             )
         return self._own_code[key]
 
-    def own_code(self) -> dict[str, dict[str, Any]]:
+    def describe_own_code(self) -> dict[str, dict[str, Any]]:
         """Return the specifications of the study's own models and tasks, with code fingerprints.
 
         A config that has the result as `own_code` saves `Study` from reading the code again.
         """
         for cell in self.cells:
-            self.own_model(cell.model)
-            self.own_files(cell.strategy)
+            self.get_own_model(cell.model)
+            self.hash_strategy_files(cell.strategy)
         for experiment in self.experiments.values():
-            self.own_task(experiment.values["task"])
+            self.get_own_task(experiment.values["task"])
         return {name: spec for name, spec in self._own_code.items() if spec}
 
-    def faults_of_code(self, cells: Iterable[Cell]) -> list[str]:
+    def list_import_errors(self, cells: Iterable[Cell]) -> list[str]:
         """Return a sentence for each own model and task whose files cannot be imported."""
         faults = {}
         for cell in cells:
-            task = self.own_task(self.experiments[cell.experiment].values["task"])
+            task = self.get_own_task(self.experiments[cell.experiment].values["task"])
             for what, spec in (
-                (f"model {cell.model!r}", self.own_model(cell.model)),
+                (f"model {cell.model!r}", self.get_own_model(cell.model)),
                 ("task", task),
             ):
                 named = f"{what} ({spec['call']})" if spec else ""
                 if spec and named not in faults:
                     call = spec["call"]
-                    fault = find_library_of_call(call).find_fault(spec)
+                    fault = find_library_of_call(call).invalid_call_reason(spec)
                     faults[named] = fault or users_code.unimportable_code_reason(
                         call, self._folders
                     )
         return [f"{named}: {fault}" for named, fault in faults.items() if fault]
 
-    def dataset(self, name: str) -> Dataset:
+    def get_dataset(self, name: str) -> Dataset:
         """Return the metadata of a data set.
 
         Most fields of a user's own data set are unknown until it is prepared.
         """
-        return self._data.facts(name)
+        return self._data.describe_data_set(name)
 
     def data_specs(self) -> dict[str, dict[str, Any]]:
         """Return, by name, the identity of each data set, which determines its samples.
@@ -220,17 +222,17 @@ class Study:
         As `data_specs` in a config, the result replaces its `datasets`, and saves `Study` from hashing a
         user's files again.
         """
-        specs = {name: self._data.identity(name) for name in self.datasets}
+        specs = {name: self._data.compute_identity(name) for name in self.datasets}
         return {name: identity for name, identity in specs.items() if identity}
 
-    def own_data(self) -> list[str]:
+    def list_own_data_sets(self) -> list[str]:
         """Return the names of the user's own data sets in the study."""
         return [name for name, spec in self.data_specs().items() if is_own_data_set(spec)]
 
     def time_limit_s(self, cell: Cell) -> float | None:
         return self.experiments[cell.experiment].values["time_limit_s"]
 
-    def as_trained(self) -> dict[str, Any]:
+    def build_training_config(self) -> dict[str, Any]:
         """Return a config of this study alone, without keys that do not affect training.
 
         `Study` can read it.
@@ -245,7 +247,11 @@ class Study:
         }
         study = {key: value for key, value in self._study.items() if key != "description"}
         trained = {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
-        return trained | self._own if self.own_code() or self.own_data() else trained
+        return (
+            trained | self._own
+            if self.describe_own_code() or self.list_own_data_sets()
+            else trained
+        )
 
     @staticmethod
     def _list_keys_without_effect(values: Mapping[str, Any]) -> set[str]:
@@ -268,7 +274,7 @@ class Study:
             "experiment": experiment,
             "dataset": values["dataset"],
             "strategies": [
-                (name, get_strategy_class(self.base_strategy(name)[0]).max_workers)
+                (name, get_strategy_class(self.resolve_base_strategy(name)[0]).max_workers)
                 for name in values["strategies"]
             ],
             "models": values["models"],

@@ -207,7 +207,7 @@ def check_experiment(
             _iter_model_faults(each, dataset, config["models"]),
             _iter_slowdown_faults(each),
             *(
-                _join_independent_faults(where, keys.faults(each, study))
+                _join_independent_faults(where, keys.iter_contradictions(each, study))
                 for _, keys in iter_extension_keys("experiment")
             ),
         )
@@ -364,13 +364,13 @@ def _iter_batch_faults(
                 f".{key} = {value}: the batch cannot be split evenly over {workers} "
                 f"(gpus = {block['gpus']}); use a multiple of every worker count"
             )
-        if dataset.is_read and together > dataset.train_samples:
+        if dataset.has_known_metadata and together > dataset.train_samples:
             yield (
                 f".{key} = {value}: a step of {workers} would take {together} samples, but the training set "
                 f"of {block['dataset']} has {dataset.train_samples}; use a smaller batch"
             )
         steps = block["steps"]
-        if steps is None and dataset.is_read:
+        if steps is None and dataset.has_known_metadata:
             steps = block["epochs"] * (dataset.train_samples // together)
         if steps is not None and block["lr_warmup_steps"] >= steps:
             yield (
@@ -429,7 +429,7 @@ def _iter_strategy_faults(
                     strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
-        for reason in strategy.refusals(options, {**block, "networks": networks}):
+        for reason in strategy.iter_refused_values(options, {**block, "networks": networks}):
             yield f"{reason}; remove {name} from strategies, or give it an experiment of its own"
 
 
@@ -475,7 +475,7 @@ def _iter_model_faults(
             yield f".loss_chunks = {chunks}: your own task needs the model's whole output; set it to 1"
         if block["compile"]:
             yield f".loss_chunks = {chunks}: is not supported with compile: true; remove one of the two"
-    if block["augment"] and not (dataset.crop_padding or dataset.flip):
+    if block["augment"] and not (dataset.crop_padding or dataset.has_random_flips):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 
 
@@ -489,7 +489,7 @@ def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) ->
         block: The experiment's block.
         dataset: The experiment's data set.
     """
-    learns = libraries.find_library_of_call(call).tasks_of_head(call)
+    learns = libraries.find_library_of_call(call).list_head_tasks(call)
     task = (
         block["task"] or dataset.task or (dataset.shape and tasks.get_default_task(dataset.shape))
     )

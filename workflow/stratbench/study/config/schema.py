@@ -175,7 +175,7 @@ def collect_extension_values(
     for name, keys in iter_extension_keys(place):
         default = {f.name: f.default for f in fields(keys) if f.metadata["given"]}
         own = {k: block[k] for k in default if block.get(k, default[k]) != default[k]}
-        if values := keys.complete(own, whole):
+        if values := keys.complete_values(own, whole):
             more[name] = values
     return more
 
@@ -205,7 +205,7 @@ def check_extension_keys(place: str, block: Mapping[str, Any], config: Mapping[s
     faults = [
         f"config: {where}{f}"
         for _, keys in iter_extension_keys(place)
-        for f in keys.faults(block, config)
+        for f in keys.iter_contradictions(block, config)
     ]
     if faults:
         raise ConfigError(join_messages(faults))

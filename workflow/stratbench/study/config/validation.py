@@ -81,7 +81,9 @@ def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
             # The data files of studies that do not run now are not read.
-            facts = known.facts if study == config["study"] else known.describe_by_config
+            facts = (
+                known.describe_data_set if study == config["study"] else known.describe_by_config
+            )
             try:
                 check_experiment(where, block, values, config, facts)
                 check_name_lengths(study, experiment, block)

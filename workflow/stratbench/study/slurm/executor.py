@@ -54,7 +54,7 @@ class JobFollower(RemoteExecutor):
         with f.lock:
             f.old_signatures[job] = read_signatures(job.output)
             f.failed_jobs.discard(job)
-            if f.postponed.waits(now):
+            if f.postponed.is_pausing(now):
                 f.postponed.jobs.append(job)
                 return
         super().run_job(job)
@@ -63,11 +63,11 @@ class JobFollower(RemoteExecutor):
         f = self.followed
         with f.lock:
             f.submitted_ids.add(job_info.external_jobid)
-            f.waiting_jobs.outputs[job_info.external_jobid] = get_first_output(job_info.job)
+            f.waiting_jobs.output_by_job[job_info.external_jobid] = get_first_output(job_info.job)
             f.old_signatures.setdefault(job_info.job, read_signatures(job_info.job.output))
-            f.told_at_s = time.monotonic()
+            f.last_message_s = time.monotonic()
             if not (job_info.aux or {}).get("adopted"):
-                f.postponed.hurry()
+                f.postponed.end_pause()
         super().report_job_submission(job_info, register_job=register_job)
 
     def report_job_success(self, job_info: Any) -> None:
@@ -86,9 +86,9 @@ class JobFollower(RemoteExecutor):
             self._note_end(job_info)
             f.failed_jobs.add(job_info.job)
             first = get_first_output(job_info.job)
-            known = reason in f.told_refusals
-            f.told_refusals.add(reason)
-            f.tell(
+            known = reason in f.reported_refusals
+            f.reported_refusals.add(reason)
+            f.print_message(
                 f"SLURM refuses {first} for the same reason as a job above"
                 if known
                 else f"SLURM refuses it: {reason}. {f.request_texts.get(first, first)} "
@@ -104,9 +104,9 @@ class JobFollower(RemoteExecutor):
     def _note_end(self, job_info: Any) -> None:
         f = self.followed
         with f.lock:
-            f.told_at_s = time.monotonic()
-            f.waiting_jobs.outputs.pop(job_info.external_jobid, None)
-            f.postponed.not_before_s = 0.0  # a limit on the number of jobs now allows one more
+            f.last_message_s = time.monotonic()
+            f.waiting_jobs.output_by_job.pop(job_info.external_jobid, None)
+            f.postponed.next_submission_s = 0.0  # a limit on the number of jobs now allows one more
 
     def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
         """Postpone a job that SLURM has rejected for `reason`, if the reason is temporary.
@@ -119,10 +119,10 @@ class JobFollower(RemoteExecutor):
         if kind is None or (kind == "limit" and job_states.has_live_jobs() is False):
             return False
         with f.lock:
-            f.postponed.add(job, kind, now)
-            if kind not in f.postponed.told:
-                f.postponed.told.add(kind)
-                f.tell(self._describe_postponement(kind, reason))
+            f.postponed.add_refused_job(job, kind, now)
+            if kind not in f.postponed.reported_kinds:
+                f.postponed.reported_kinds.add(kind)
+                f.print_message(self._describe_postponement(kind, reason))
         return True
 
     def _describe_postponement(self, kind: submission.Kind, reason: str) -> str:
@@ -132,7 +132,7 @@ class JobFollower(RemoteExecutor):
                 f"tried again for {submission.SILENCE_S / 60:.0f} minutes "
                 f"{format_help_address('sbatch fails for now')}"
             )
-        live = len(self.followed.waiting_jobs.outputs) or 1
+        live = len(self.followed.waiting_jobs.output_by_job) or 1
         return (
             f"SLURM takes no more jobs of yours at a time ({reason}); the remaining jobs are submitted when "
             f"earlier ones end; with `jobs: {live}` in the profile Snakemake submits no more at a time "
@@ -145,9 +145,9 @@ class JobFollower(RemoteExecutor):
         while not f.is_ending.is_set():
             now = time.monotonic()
             with f.lock:
-                if not f.postponed.jobs or f.postponed.waits(now):
+                if not f.postponed.jobs or f.postponed.is_pausing(now):
                     return
-                if f.postponed.is_over(now):
+                if f.postponed.has_timed_out(now):
                     given_up, f.postponed = f.postponed.jobs, submission.Postponed()
                     break
                 job = f.postponed.jobs.pop(0)
@@ -155,7 +155,7 @@ class JobFollower(RemoteExecutor):
             states = job_states.read_job_states(self.run_uuid, self._list_clusters([job]))
             if states is None:
                 with f.lock:
-                    f.postponed.add(job, "silence", now)
+                    f.postponed.add_refused_job(job, "silence", now)
                 return
             if not self._adopt_submitted_job(job, states):
                 super().run_job(job)
@@ -210,7 +210,7 @@ class JobFollower(RemoteExecutor):
                 yield info
             self.next_seconds_between_status_checks = FIRST_LOOK_S
             return
-        f.silent_since_s, f.told_of_silence = None, False
+        f.silent_since_s, f.has_reported_silence = None, False
         has_ended, live = False, {}
         for info in active_jobs:
             state = states.get(info.external_jobid)
@@ -227,9 +227,9 @@ class JobFollower(RemoteExecutor):
                 self.report_job_success(info)
                 self._remove_log(info)
         for sentence in f.waiting_jobs.iter_sentences(live, now):
-            f.tell(sentence)
-        if now - f.told_at_s >= PROGRESS_S:
-            f.tell(self._describe_progress(live))
+            f.print_message(sentence)
+        if now - f.last_message_s >= PROGRESS_S:
+            f.print_message(self._describe_progress(live))
         self._schedule_next_check(has_ended)
 
     def _schedule_next_check(self, has_ended: bool) -> None:
@@ -237,7 +237,7 @@ class JobFollower(RemoteExecutor):
         pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, MAX_LOOK_S)
         with self.followed.lock:
             if self.followed.postponed.jobs:
-                until_s = self.followed.postponed.not_before_s - time.monotonic()
+                until_s = self.followed.postponed.next_submission_s - time.monotonic()
                 pause_s = min(pause_s, max(until_s, 1.0))
         self.next_seconds_between_status_checks = pause_s
 
@@ -282,9 +282,9 @@ class JobFollower(RemoteExecutor):
     def _warn_of_no_answer(self, now: float, jobs: int) -> None:
         f = self.followed
         f.silent_since_s = f.silent_since_s or now
-        if now - f.silent_since_s >= UNANSWERED_S and not f.told_of_silence:
-            f.told_of_silence = True
-            f.tell(
+        if now - f.silent_since_s >= UNANSWERED_S and not f.has_reported_silence:
+            f.has_reported_silence = True
+            f.print_message(
                 f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; this run waits for its "
                 f"{format_count(jobs, 'job')}, which may still train "
                 f"{format_help_address('SLURM has not answered')}"
@@ -297,7 +297,7 @@ class JobFollower(RemoteExecutor):
             text = describe_progress(f.num_planned, f.num_succeeded, len(f.failed_jobs), n, live)
             done_or_failed = f.num_planned - f.num_succeeded - len(f.failed_jobs)
         running = sum(s.state not in job_states.QUEUED for s in live.values())
-        times = [f.longest_s.get(f.waiting_jobs.outputs.get(job, "")) for job in live]
+        times = [f.max_times_s.get(f.waiting_jobs.output_by_job.get(job, "")) for job in live]
         if running and n == 0 and done_or_failed == len(live) and None not in times:
             most_h = sum(times) / running / 3600
             text += f"; by the plan, at most {most_h:.1f} h remain if {running} jobs run at a time"

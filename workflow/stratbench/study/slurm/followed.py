@@ -54,7 +54,7 @@ class FollowedRun:
     """
 
     request_texts: Mapping[str, str] = field(default_factory=dict)
-    longest_s: Mapping[str, float] = field(default_factory=dict)
+    max_times_s: Mapping[str, float] = field(default_factory=dict)
     num_planned: int = 0
     postponed: submission.Postponed = field(default_factory=submission.Postponed)
     waiting_jobs: WaitingJobs = field(default_factory=WaitingJobs)
@@ -63,15 +63,15 @@ class FollowedRun:
     submitted_ids: set[str] = field(default_factory=set)
     old_signatures: dict[Any, Any] = field(default_factory=dict)
     omitted_since_s: dict[str, float] = field(default_factory=dict)
-    told_refusals: set[str] = field(default_factory=set)
+    reported_refusals: set[str] = field(default_factory=set)
     num_succeeded: int = 0
     failed_jobs: set[Any] = field(default_factory=set)
     silent_since_s: float | None = None
-    told_of_silence: bool = False
-    told_at_s: float = field(default_factory=time.monotonic)
+    has_reported_silence: bool = False
+    last_message_s: float = field(default_factory=time.monotonic)
 
-    def tell(self, text: str) -> None:
-        self.told_at_s = time.monotonic()
+    def print_message(self, text: str) -> None:
+        self.last_message_s = time.monotonic()
         print_to_stderr(text)
 
 

@@ -44,8 +44,8 @@ class Submission:
     job: Any
     cell: Cell
     settings: Settings
-    asked: JobRequest
-    longest_s: float | None = None
+    job_request: JobRequest
+    max_time_s: float | None = None
 
 
 def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
@@ -67,7 +67,7 @@ def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission
         print_to_stderr(mixed)
     firsts = [str(s.job.output[0]) for s in submissions]
     asks = map(nodes.describe_request, (s.cell for s in submissions), requests)
-    times = {f: s.longest_s for f, s in zip(firsts, submissions, strict=True) if s.longest_s}
+    times = {f: s.max_time_s for f, s in zip(firsts, submissions, strict=True) if s.max_time_s}
     follow_jobs(
         workflow, FollowedRun(dict(zip(firsts, asks, strict=True)), times, len(submissions))
     )
@@ -86,7 +86,7 @@ def find_refused_cells(
     """
     reasons = {}
     for s in submissions:
-        resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.asked
+        resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.job_request
         request = read_submitted_request(resources)
         partition = "*" if anywhere else resources.get("slurm_partition")
         in_profile = _comparable_values(request) != _comparable_values(from_config)

@@ -44,14 +44,14 @@ class Node:
     time_limit_minutes: int | None
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
-    def gpus_of(self, gpu_type: str | None) -> int:
+    def count_gpus(self, gpu_type: str | None) -> int:
         """Return the number of the node's GPUs of a type. The type None means all types."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
     def lacks(self, request: JobRequest) -> list[str]:
         """Return the resources of which the node has less than requested: gpus, cpus, memory, time."""
         short = {
-            "gpus": self.gpus_of(request.gpu_type) < request.gpus,
+            "gpus": self.count_gpus(request.gpu_type) < request.gpus,
             "cpus": self.cpus < request.cpus,
             "memory": self.mem_mib < request.mem_mib,
             "time": self.time_limit_minutes is not None
@@ -197,13 +197,13 @@ def job_too_large_reason(
         return None
 
     def size(node: Node) -> tuple[int, ...]:
-        gpus = node.gpus_of(request.gpu_type)
+        gpus = node.count_gpus(request.gpu_type)
         return len(node.lacks(request)), -gpus, -node.gpus, -node.cpus, -node.mem_mib
 
     largest = min(nodes, key=size)
     lacks = largest.lacks(request)
     able = {n.name for n in by_partition[largest.partition] if not n.lacks(request)}
-    gpus = largest.gpus_of(request.gpu_type)
+    gpus = largest.count_gpus(request.gpu_type)
     has = _format_quantities(
         gpus, largest.cpus, largest.mem_mib, largest.time_limit_minutes, request
     )
@@ -246,7 +246,7 @@ def _iter_remedies(
     served = "servers" in settings.options
     spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
     for what in lacks:
-        if what == "gpus" and (of_type := largest.gpus_of(request.gpu_type)):
+        if what == "gpus" and (of_type := largest.count_gpus(request.gpu_type)):
             yield f"set cluster.gpus_per_node to {of_type}"
         elif what == "gpus" and largest.gpus:
             types = ", ".join(sorted(largest.gpu_types)) or "null: SLURM names none"
@@ -257,7 +257,7 @@ def _iter_remedies(
             yield "lower cluster.cpus_per_gpu" + (" or cluster.server_cpus" if served else "")
         elif what == "cpus":
             yield f"lower {block}.threads" if (settings.threads or 1) > 1 else spread
-        elif what == "memory" and request.planned_mib:
+        elif what == "memory" and request.is_memory_planned:
             yield f"the plan predicts that the cell needs this much memory: {spread}"
         elif what == "memory" and request.gpus:
             yield "lower cluster.mem_mib_per_gpu" + (" or cluster.server_mem_mib" if served else "")

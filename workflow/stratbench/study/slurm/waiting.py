@@ -60,7 +60,7 @@ class WaitingJobs:
         outputs: First output file of each job, by SLURM's job id.
     """
 
-    outputs: dict[str, str] = field(default_factory=dict)
+    output_by_job: dict[str, str] = field(default_factory=dict)
     _waiting_since_s: dict[tuple[str, str], float] = field(default_factory=dict)
     _told_reasons: set[str] = field(default_factory=set)
 
@@ -91,7 +91,7 @@ class WaitingJobs:
 
     def _describe_wait(self, reason: str, jobs: list[str], start: str) -> str:
         first = jobs[0]
-        what = f"SLURM job {first} ({self.outputs.get(first, 'of this run')})"
+        what = f"SLURM job {first} ({self.output_by_job.get(first, 'of this run')})"
         if others := len(jobs) - 1:
             what += f" and {format_count(others, 'other')}"
         meaning = next((m for p, m in MEANINGS.items() if re.fullmatch(p, reason)), None)

@@ -16,7 +16,7 @@ class CoreWaits:
         self._waited_ns: Counter[str] = Counter()
         self._is_counted = False
 
-    def begin(self) -> None:
+    def begin_span(self) -> None:
         """Start a span in which waits are counted. Starting takes about 15 µs per thread."""
         self._before = read_core_waits_ns()
 
@@ -30,7 +30,7 @@ class CoreWaits:
             self._waited_ns[thread] += max(0, waited_ns - before.get(thread, 0))
 
     @property
-    def longest_s(self) -> float | None:
+    def longest_wait_s(self) -> float | None:
         """Longest total wait of a thread in seconds, or None if the kernel counted nothing.
 
         A step waits for each of its threads: the main thread, autograd's and those of OpenMP.

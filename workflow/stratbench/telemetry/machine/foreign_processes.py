@@ -26,7 +26,7 @@ _BROKERS = ("nvidia-cuda-mps-server",)
 def locate_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
     """Return `index` and `uuid` of a GPU by its name in CUDA_VISIBLE_DEVICES, else `name`."""
     gpu = nvml.find_named_gpu(name)
-    known = {} if gpu is None else gpu.static()
+    known = {} if gpu is None else gpu.read_identity_and_settings()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 
 
@@ -82,7 +82,7 @@ class ForeignProcessWatch:
         self._foreign: dict[int, bool | None] = {agent_pid: False}
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
-    def look(self, t_s: float) -> None:
+    def poll_gpus(self, t_s: float) -> None:
         """Ask NVML for the processes of each GPU. Write the file if a foreign process is new.
 
         Args:
@@ -90,7 +90,7 @@ class ForeignProcessWatch:
         """
         known = len(self._found)
         for gpu in self._gpus:
-            held_bytes = gpu.computing()
+            held_bytes = gpu.read_process_memory_bytes()
             for pid in held_bytes.keys() - self._foreign.keys():
                 self._foreign[pid] = is_foreign(pid, self._agent_pid)
             if not any(self._foreign[pid] is False for pid in held_bytes):
@@ -103,9 +103,9 @@ class ForeignProcessWatch:
                 entry["bytes"] = max(entry["bytes"] or 0, held_bytes[pid] or 0) or None
                 entry["last_s"] = t_s
         if len(self._found) > known:
-            self.write()
+            self.write_file()
 
-    def write(self) -> None:
+    def write_file(self) -> None:
         """Write the file if there are foreign processes. A failure to write is only printed."""
         try:
             if self._found:
@@ -129,7 +129,7 @@ def find_other_gpu_users(
         `processes`: foreign processes with their bytes. `others_bytes`: the memory in use without the
         worker's own, or None if unknown.
     """
-    held_bytes = gpu.computing()
+    held_bytes = gpu.read_process_memory_bytes()
     own_bytes = held_bytes.get(own_pid)
     foreign_processes = {}
     if allocated_bytes is None or own_pid in held_bytes:  # else NVML uses other process numbers

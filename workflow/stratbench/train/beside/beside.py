@@ -26,7 +26,7 @@ class Beside:
     """One activity besides the training, which the loop calls between spans of steps, never within one."""
 
     @classmethod
-    def takes(cls, job: Job) -> bool:
+    def is_active_in(cls, job: Job) -> bool:
         """Return whether this activity takes place in the cell of a job."""
         raise NotImplementedError
 
@@ -37,7 +37,7 @@ class Beside:
         self.job, self.strategy, self.data = job, strategy, data
         self.worker, self.phases = worker, phases
 
-    def begin(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
+    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
         """Restore the state in which the training begins after warm-up; return the starting point.
 
         Args:
@@ -46,11 +46,11 @@ class Beside:
         """
         return Start()
 
-    def next_stop(self) -> int | None:
+    def find_next_stop(self) -> int | None:
         """Return the training step after which the clock must stop next, or None."""
         return None
 
-    def between(self, step: int, losses: list[Tensor]) -> None:
+    def act_after_step(self, step: int, losses: list[Tensor]) -> None:
         """Act after step `step`, while the clock is stopped. `losses` are those of the epoch in progress."""
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:

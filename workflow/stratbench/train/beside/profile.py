@@ -22,13 +22,13 @@ class Profile(Beside):
     """The activity that profiles extra steps after training. All workers take them, one records."""
 
     @classmethod
-    def takes(cls, job: Job) -> bool:
+    def is_active_in(cls, job: Job) -> bool:
         return job.settings.profile
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
         if status == "ok" and (chosen or self.strategy.kind == "collective"):
             with self.phases("profile"):
-                trace = self.job.folder.profile_trace if chosen else None
+                trace = self.job.folder.profile_trace_path if chosen else None
                 record_profiler_trace(self.strategy, self.data, self.worker, trace)
         return {}
 
@@ -47,8 +47,10 @@ def record_profiler_trace(
         worker: This worker.
         trace: File to write, or None if this worker only takes part.
     """
-    worker.mark = lambda phase: None
-    batch = data.practice_batches(strategy.samples_per_step(worker.settings), worker.settings)
+    worker.mark_phase_end = lambda phase: None
+    batch = data.create_practice_batches(
+        strategy.samples_per_step(worker.settings), worker.settings
+    )
     activities = [ProfilerActivity.CPU]
     if worker.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -65,6 +67,6 @@ def record_profiler_trace(
         for _ in range(WARM_UP + RECORDED_STEPS):
             strategy.step(*batch())
             if worker.heartbeat is not None:
-                worker.heartbeat.alive()
+                worker.heartbeat.record_progress()
             if trace is not None:
                 recording.step()

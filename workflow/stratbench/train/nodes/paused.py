@@ -15,21 +15,21 @@ from stratbench.train.job import Job
 _UNTOUCHED = ("oom", "unsupported")
 
 
-#: Reads when workers of a node trained (`running.runner.Runner.trained`).
+#: Reads when workers of a node trained (`running.runner.Runner.read_training_phases`).
 Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
 def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
     """Read, from phase logs, the intervals in which the workers with these ranks trained."""
-    return [p for p in read_phases(map(job.folder.phases, ranks)) if p.phase == "train"]
+    return [p for p in read_phases(map(job.folder.get_phase_log_path, ranks)) if p.phase == "train"]
 
 
 def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
     """Return whether a deadline on the clock `time.monotonic` has passed; pauses extend it."""
-    if time.monotonic() <= deadline_s + watch.stopped_s:
+    if time.monotonic() <= deadline_s + watch.total_pause_s:
         return False
-    watch.look()  # a pause may have ended just now
-    return time.monotonic() > deadline_s + watch.stopped_s
+    watch.wait_for_latest_reading()  # a pause may have ended just now
+    return time.monotonic() > deadline_s + watch.total_pause_s
 
 
 def write_worker_pauses(
@@ -51,7 +51,9 @@ def write_worker_pauses(
                 "length_s": pause.length_s,
                 "asleep_s": pause.asleep_s,
             }
-            for pause in iter_worker_pauses(watch.pauses, job.folder.samples(node), job.origin_s)
+            for pause in iter_worker_pauses(
+                watch.pauses, job.folder.get_samples_path(node), job.origin_s
+            )
         ),
     ]
     if pauses:

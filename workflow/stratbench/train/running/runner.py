@@ -42,7 +42,7 @@ class Runner:
     processes: ClassVar[str] = "stratbench.train.agent:create_node_processes"
 
     @classmethod
-    def takes(cls, s: Settings) -> bool:
+    def runs_cells_with(cls, s: Settings) -> bool:
         """Return whether this runner runs cells with these settings."""
         return True
 
@@ -59,7 +59,7 @@ class Runner:
         """
         folder.create()
 
-    def hold_devices(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
+    def reserve_gpus(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
         """Reserve the cell's GPUs on this node for the context. Yield whether it trains on GPUs."""
         return gpu_locks.reserve_cell_gpus(s, args.nodes)
 
@@ -83,8 +83,8 @@ class Runner:
         Returns:
             The job of the final run, how its processes exited, and how the cell ended.
         """
-        exits, ending = self.launch(job, args.cpus_per_node)
-        paused = invalidating_pauses_reason(job, ending.status, self.trained)
+        exits, ending = self.launch_processes(job, args.cpus_per_node)
+        paused = invalidating_pauses_reason(job, ending.status, self.read_training_phases)
         if paused is None:
             return job, exits, ending
         reason = f"; {ending.reason}" if ending.reason else ""
@@ -92,13 +92,13 @@ class Runner:
         print(f"{text} {format_help_address('paused for')}", flush=True)
         folder = job.folder
         folder.create()
-        if folder.local is not None:
-            folder = replace(folder, local=folder.local / "again")
-            folder.local.mkdir()
+        if folder.node_local_dir is not None:
+            folder = replace(folder, node_local_dir=folder.node_local_dir / "again")
+            folder.node_local_dir.mkdir()
         job = replace(job, folder=folder, origin_unix_s=time.time(), origin_s=time.monotonic())
-        return job, *self.launch(job, args.cpus_per_node)
+        return job, *self.launch_processes(job, args.cpus_per_node)
 
-    def launch(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
+    def launch_processes(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
         """Run the job's processes on all nodes. Return how they exited and how the cell ended."""
         kills_before = count_oom_kills()
         exits = (
@@ -108,7 +108,7 @@ class Runner:
         )
         ending = self.classify(job, exits, kills_before)
         if ending.status == "error" and (
-            paused := invalidating_pauses_reason(job, ending.status, self.trained)
+            paused := invalidating_pauses_reason(job, ending.status, self.read_training_phases)
         ):
             ending = replace(ending, reason=f"{ending.reason}; {paused}")
         return exits, ending
@@ -136,10 +136,10 @@ class Runner:
             watch.stop()
         ended = code != 0
         hung = ended and hang_reason(read_worker_states(job)) is not None
-        exits = self.exits(job, lost=1 if ended and not late else None)
-        return agent.Exits(exits, timed_out=late and ended, hung=hung and not late)
+        exits = self.read_exits(job, lost=1 if ended and not late else None)
+        return agent.Exits(exits, timed_out=late and ended, has_hung=hung and not late)
 
-    def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
+    def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
         """Read how the processes of all nodes exited, which srun does not report.
 
         Args:
@@ -166,9 +166,9 @@ class Runner:
 
     def workers(self, job: Job) -> list[dict[str, Any]]:
         """Read the results that workers wrote at their end, without workers that wrote none."""
-        return list(job.folder.read_workers(job.world_size).values())
+        return list(job.folder.read_worker_results(job.world_size).values())
 
-    def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the total time, samples and epochs of a cell that trained to its end.
 
         Args:
@@ -190,32 +190,32 @@ class Runner:
         """
         return efficiency.build_communication_entry(workers, run, self.is_gang)
 
-    def server_entry(self, job: Job) -> dict[str, Any] | None:
+    def build_server_entry(self, job: Job) -> dict[str, Any] | None:
         """Return the record's entry `server`, or None if all processes are workers."""
         return None
 
-    def lost_workers(self, job: Job) -> list[dict[str, Any]]:
+    def list_lost_workers(self, job: Job) -> list[dict[str, Any]]:
         """Return number and failure reason of each lost worker, without which the other workers continued."""
         return []
 
-    def step_times_s(self, job: Job) -> list[list[float]]:
+    def read_step_times_s(self, job: Job) -> list[list[float]]:
         """Return all steps' times in s, with one list per process that counts steps."""
-        workers = job.folder.read_workers(job.world_size).values()
+        workers = job.folder.read_worker_results(job.world_size).values()
         return [[ms / 1e3 for ms in w["step_ms"]] for w in workers]
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
         """Return the results of the epochs that were evaluated before the cell ended."""
         return job.folder.read_epochs()
 
-    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the record's entry with the section of this runner's extension; empty for the core."""
         return {}
 
-    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
+    def read_training_phases(self, job: Job, node: int) -> list[PhaseInterval]:
         """Return the intervals in which the workers of a node trained."""
-        return read_training_phases(job, job.ranks_of(node))
+        return read_training_phases(job, job.list_ranks(node))
 
-    def gpu_intervals(
+    def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
         """Return the intervals in which each GPU trained. None if unknown for any GPU."""
@@ -224,7 +224,7 @@ class Runner:
 
 def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
     """Return a worker's exit code, from the worker's own file or else from its agent."""
-    result = job.folder.read_worker(rank)
+    result = job.folder.read_worker_result(rank)
     if result is None:
         return None if standing is None else standing.exit_code
     return int(result["status"] not in ("ok", "diverged"))
@@ -233,5 +233,10 @@ def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | Non
 def create_runner(s: Settings) -> Runner:
     """Return the runner of a cell with these settings."""
     return next(
-        (runner for _, runner in iter_imported_additions("runner") if runner.takes(s)), Runner
+        (
+            runner
+            for _, runner in iter_imported_additions("runner_class")
+            if runner.runs_cells_with(s)
+        ),
+        Runner,
     )()

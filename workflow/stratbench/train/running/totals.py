@@ -13,7 +13,7 @@ def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[
     Workers that share a replica of the model compute on the same samples, which count once.
     """
     first = min(workers, key=lambda w: w["rank"])
-    each = [w for w in workers if mesh.speaks(w["rank"])]
+    each = [w for w in workers if mesh.reports_for_replica(w["rank"])]
     updates = first["strategy"]["updates_applied"]
     return {
         "train_time_s": max(w["train_time_s"] for w in workers),

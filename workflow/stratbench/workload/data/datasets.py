@@ -18,13 +18,13 @@ GENERATORS: dict[str, Generator] = {
         generated.generate_synthetic_images,
         {"train_samples": 2048, "test_samples": 512}
         | {"classes": 10, "channels": 3, "size": 32, "seed": 0},
-        shape=("channels", "size", "size"),
+        shape_keys=("channels", "size", "size"),
     ),
     "markov-text": Generator(
         generated.generate_markov_text,
         {"train_samples": 4096, "test_samples": 512, "vocabulary": 64, "sequence": 64, "seed": 0},
-        shape=("sequence",),
-        classes="vocabulary",
+        shape_keys=("sequence",),
+        classes_key="vocabulary",
     ),
     **import_named_additions("generators"),
 }
@@ -95,8 +95,8 @@ def _describe_own_data_set(name: str, spec: Mapping[str, Any], meta: Mapping[str
         train_samples=meta.get("train_samples"),
         test_samples=meta.get("test_samples"),
         crop_padding=values.get("crop_padding", 0),
-        flip=values.get("flip", False),
-        floats=meta.get("floats", False),
+        has_random_flips=values.get("flip", False),
+        has_float_samples=meta.get("floats", False),
         values=meta.get("values", False),
         task=own.task,
         vocabulary=values.get("vocabulary"),
@@ -147,7 +147,7 @@ def _describe_tinyshakespeare(values: Mapping[str, int]) -> Dataset:
 
 def _describe_source(source: str, values: Mapping[str, int]) -> Dataset:
     return (
-        GENERATORS[source].describe(values)
+        GENERATORS[source].describe_data_set(values)
         if source in GENERATORS
         else _describe_tinyshakespeare(values)
     )
@@ -157,6 +157,6 @@ DATASETS: dict[str, Dataset] = {
     "digits": Dataset((1, 8, 8), 10, 1437, 360, generated.load_digits_images, crop_padding=1),
     "mnist": Dataset((1, 28, 28), 10, 60_000, 10_000, sources.load_mnist, crop_padding=2),
     "cifar10": Dataset(
-        (3, 32, 32), 10, 50_000, 10_000, sources.load_cifar10, crop_padding=4, flip=True
+        (3, 32, 32), 10, 50_000, 10_000, sources.load_cifar10, crop_padding=4, has_random_flips=True
     ),
 } | {source: _describe_source(source, defaults) for source, defaults in SPECS.items()}

@@ -46,7 +46,7 @@ class EpochTables(NamedTuple):
     order: torch.Tensor
     augmentation: Augmentation | None
 
-    def packed(self) -> EpochTables:
+    def pack_tables(self) -> EpochTables:
         """Return the tables in the smallest integer types, to save memory (`compute_packed_bytes`)."""
         import torch
 
@@ -54,7 +54,7 @@ class EpochTables(NamedTuple):
         small = None if a is None else Augmentation(*(t.to(torch.uint8) for t in a))
         return EpochTables(self.order.to(torch.int32), small)
 
-    def on(self, device: torch.device) -> EpochTables:
+    def to_device(self, device: torch.device) -> EpochTables:
         """Return the tables as int64 on a device."""
         a = self.augmentation
         whole = None if a is None else Augmentation(*(t.to(device).long() for t in a))
@@ -66,7 +66,7 @@ def compute_packed_bytes(data: Dataset, augment: bool) -> int:
 
     A training sample has 4 bytes, and 3 more with augmentation.
     """
-    augmented = augment and (data.crop_padding > 0 or data.flip)
+    augmented = augment and (data.crop_padding > 0 or data.has_random_flips)
     return data.train_samples * (4 + 3 * augmented)
 
 
@@ -246,7 +246,7 @@ class DeviceData(ABC):
     def test_samples(self) -> int:
         return len(self.test_targets)
 
-    def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
+    def draw_epoch_tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
         """Draw the epoch's order of samples and, with `augment`, its crops and flips.
 
         The tables are in host memory. Augmentation is drawn per sample index, so that it does not depend on
@@ -263,7 +263,7 @@ class DeviceData(ABC):
     def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
         return None
 
-    def batch(
+    def make_training_batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a batch of training samples in a model's format, and their targets.
@@ -273,19 +273,19 @@ class DeviceData(ABC):
             augmentation: The epoch's augmentation of all samples, if any.
         """
         if self._rows is not None:
-            return self._make_batch(*self._rows.take(indices, augmentation))
+            return self._make_batch(*self._rows.take_fetched_batch(indices, augmentation))
         drawn = augmentation and [table[indices] for table in augmentation]
         return self._make_batch(self.train_inputs[indices], self.train_targets[indices], drawn)
 
-    def practice_batches(
+    def create_practice_batches(
         self, samples: int, s: Settings
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Return a function that makes batches like the training's, for warm-up steps."""
         import torch
 
         indices = torch.arange(samples, device=self.index_device) % self.train_samples
-        _, augmentation = self.tables(s.seed, 0, s.augment).on(self.index_device)
-        return lambda: self.batch(indices, augmentation)
+        _, augmentation = self.draw_epoch_tables(s.seed, 0, s.augment).to_device(self.index_device)
+        return lambda: self.make_training_batch(indices, augmentation)
 
     def prefetch(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
         """Announce the next batch, so that it is fetched during the training step.
@@ -294,14 +294,14 @@ class DeviceData(ABC):
         this batch.
         """
         if self._rows is not None:
-            self._rows.fetch(indices, augmentation)
+            self._rows.begin_fetching_batch(indices, augmentation)
 
     @property
     def fetches_ahead(self) -> bool:
         """Whether the next batch is fetched in advance, so that `prefetch` has an effect."""
         return self._rows is not None
 
-    def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the test samples from `start` to `stop` (exclusive), without augmentation."""
         rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
         return self._make_batch(*rows)

@@ -25,38 +25,38 @@ class Samples(NamedTuple):
 class Generator:
     """A source of generated samples; its config values are integers, all positive except `seed`."""
 
-    make: Callable[..., Source]
+    make_source: Callable[..., Source]
     defaults: Mapping[str, int]
     #: The values that are the shape of a sample.
-    shape: tuple[str, ...]
+    shape_keys: tuple[str, ...]
     #: Name of the value that has the number of classes or tokens.
-    classes: str = "classes"
+    classes_key: str = "classes"
     #: The value that is the number of tokens of texts with labels.
-    vocabulary: str | None = None
+    vocabulary_key: str | None = None
     #: The task, if the shape of a sample does not determine it.
     task: str | None = None
-    floats: bool = False
+    has_float_samples: bool = False
     #: Minimum values that samples can be made of.
-    minimum: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda values: {}
+    list_min_values: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda values: {}
 
-    def describe(self, values: Mapping[str, int]) -> Dataset:
+    def describe_data_set(self, values: Mapping[str, int]) -> Dataset:
         """Return the metadata of the data set that is generated from these values.
 
         Raises:
             DataError: For a value that is too small.
         """
-        for key, lowest in self.minimum(values).items():
+        for key, lowest in self.list_min_values(values).items():
             if values[key] < lowest:
                 raise DataError(f"{key} is {values[key]}; it must be a whole number >= {lowest}")
         return Dataset(
-            shape=tuple(values[key] for key in self.shape),
-            classes=values[self.classes],
+            shape=tuple(values[key] for key in self.shape_keys),
+            classes=values[self.classes_key],
             train_samples=values["train_samples"],
             test_samples=values["test_samples"],
-            open_source=lambda root, downloads: self.make(**values),
-            floats=self.floats,
+            open_source=lambda root, downloads: self.make_source(**values),
+            has_float_samples=self.has_float_samples,
             task=self.task,
-            vocabulary=values[self.vocabulary] if self.vocabulary else None,
+            vocabulary=values[self.vocabulary_key] if self.vocabulary_key else None,
         )
 
 
@@ -70,13 +70,13 @@ class FileKind:
     #: Other keys of the kind, with their defaults.
     defaults: Mapping[str, Any]
     #: Keys that name a further file each.
-    more_files: tuple[str, ...] = ()
+    further_file_keys: tuple[str, ...] = ()
     #: Samples of its folder; None for a kind that is one file or several.
     samples: Samples | None = None
     #: The shape of a sample: numbers, or keys whose values they are.
     shape: tuple[str | int, ...] = ("sequence",)
     #: The task, if the shape of a sample does not determine it.
     task: str | None = None
-    floats: bool = False
+    has_float_samples: bool = False
     #: Returns the reason that makes some values invalid, or None.
-    find_fault: Callable[[Mapping[str, Any]], str | None] = lambda values: None
+    invalid_values_reason: Callable[[Mapping[str, Any]], str | None] = lambda values: None

@@ -73,7 +73,9 @@ class HostRows:
             1, "stratbench-rows", initializer=torch.set_num_threads, initargs=(1,)
         )
 
-    def fetch(self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None) -> None:
+    def begin_fetching_batch(
+        self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
+    ) -> None:
         """Begin to fetch a batch: the rows of the arrays and of some tables.
 
         The new batch overwrites the batch of two fetches before, so all work on the old batch must have been
@@ -96,7 +98,7 @@ class HostRows:
         done = self._start_thread.submit(self._gather_rows, slot, sources, indices)
         self._coming = _FetchedBatch(indices, tables, slot, done)
 
-    def take(
+    def take_fetched_batch(
         self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor] | None]:
         """Return a batch on the device: inputs, targets and rows of the augmentation tables.
@@ -116,7 +118,7 @@ class HostRows:
             or coming.tables is not tables
             or not torch.equal(coming.indices, indices)
         ):
-            self.fetch(indices, tables)
+            self.begin_fetching_batch(indices, tables)
             coming = self._coming
         self._coming = None
         coming.done.result()

@@ -54,7 +54,7 @@ def prepare_data_set(
         "spec": compute_data_identity(name, spec),
         "classes": facts.classes,
         "crop_padding": facts.crop_padding,
-        "flip": facts.flip,
+        "flip": facts.has_random_flips,
     }
     root = root or os.environ.get(sources.ROOT_VARIABLE)
 
@@ -73,7 +73,7 @@ def _prepare_own_data_set(
     Raises:
         DataError: If the data or code have changed since `spec` was made.
     """
-    identity = json.loads(json.dumps(own.identity(users_code.list_code_folders())))
+    identity = json.loads(json.dumps(own.compute_identity(users_code.list_code_folders())))
     hashes = {key: spec[key] for key in ("sha256", "version") if key in spec}
     if any(identity[key] != value for key, value in hashes.items()):
         raise DataError(

@@ -70,12 +70,21 @@ def write_data_set(
 
     shape = facts.shape or ()
     what = get_sample_kind(shape)
-    value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
-    moments = None if facts.is_text else (_FloatMoments if facts.floats else _ByteMoments)(shape[0])
+    value = (
+        np.float32 if facts.has_float_samples else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
+    )
+    moments = (
+        None
+        if facts.is_text
+        else (_FloatMoments if facts.has_float_samples else _ByteMoments)(shape[0])
+    )
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
         inputs, targets = (
             np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
-            for name, (dtype, one) in {"inputs": (value, shape), "targets": facts.target}.items()
+            for name, (dtype, one) in {
+                "inputs": (value, shape),
+                "targets": facts.target_type_and_shape,
+            }.items()
         )
         start = 0
         with create_progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
@@ -83,7 +92,7 @@ def write_data_set(
                 stop = start + len(chunk_targets)
                 inputs[start:stop], targets[start:stop] = chunk_inputs, chunk_targets
                 if split == "train" and moments is not None:
-                    moments.add(chunk_inputs)
+                    moments.add_images(chunk_inputs)
                 start = stop
                 bar.update(len(chunk_targets))
         if start != samples:
@@ -93,7 +102,7 @@ def write_data_set(
             )
         inputs.flush()
         targets.flush()
-    moments_meta = {} if moments is None else moments.as_meta()
+    moments_meta = {} if moments is None else moments.as_metadata()
     if 0 in moments_meta.get("std", ()):
         raise DataError(
             f"data set {request['name']!r}: channel {moments_meta['std'].index(0)} has the same value in all "
@@ -107,7 +116,8 @@ def write_data_set(
         "test_samples": source.test.samples,
         **moments_meta,
         **({"least_loss": source.least_loss} if facts.is_text or source.least_loss else {}),
-        **{key: True for key in ("floats", "values") if getattr(facts, key)},
+        **({"floats": True} if facts.has_float_samples else {}),
+        **({"values": True} if facts.values else {}),
         **({"vocabulary": facts.vocabulary} if facts.vocabulary else {}),
         "generated": source.generated,
         "sources": source.files,
@@ -127,13 +137,13 @@ class _ByteMoments:
 
         self._counts = np.zeros((channels, 256), dtype=np.int64)
 
-    def add(self, images: np.ndarray) -> None:
+    def add_images(self, images: np.ndarray) -> None:
         import numpy as np
 
         channels = images.swapaxes(0, 1)
         self._counts += [np.bincount(c.ravel(), minlength=256) for c in channels]
 
-    def as_meta(self) -> dict[str, list[float]]:
+    def as_metadata(self) -> dict[str, list[float]]:
         import numpy as np
 
         values, share = np.arange(256) / 255, self._counts / self._counts.sum(1, keepdims=True)
@@ -155,7 +165,7 @@ class _FloatMoments:
 
         self._n, self._mean, self._squares = 0, np.zeros(channels), np.zeros(channels)
 
-    def add(self, images: np.ndarray) -> None:
+    def add_images(self, images: np.ndarray) -> None:
         import numpy as np
 
         values = images.swapaxes(0, 1).reshape(images.shape[1], -1).astype(np.float64)
@@ -165,7 +175,7 @@ class _FloatMoments:
         self._mean += (mean - self._mean) * n / (self._n + n)
         self._n += n
 
-    def as_meta(self) -> dict[str, list[float]]:
+    def as_metadata(self) -> dict[str, list[float]]:
         import numpy as np
 
         return {"mean": self._mean.tolist(), "std": np.sqrt(self._squares / self._n).tolist()}

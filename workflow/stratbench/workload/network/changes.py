@@ -45,7 +45,7 @@ class Attributes:
     def _is_included(self, prefix: str, key: str) -> bool:
         return self._names is None or _join_path(prefix, key) in self._names
 
-    def changed(self) -> list[str]:
+    def list_changed_paths(self) -> list[str]:
         """Return the paths of attributes that were changed, added or removed since the copy."""
         return [
             _join_path(prefix, key)
@@ -165,12 +165,12 @@ class Changes(TorchDispatchMode):
         self._attributes = Attributes(model)
 
     @property
-    def overwritten(self) -> list[str]:
+    def overwritten_parameters(self) -> list[str]:
         """Names of parameters that were written to."""
         return list(self._parameters)
 
     @property
-    def written(self) -> list[str]:
+    def written_buffers(self) -> list[str]:
         """Names of buffers that were changed in place."""
         return [
             name
@@ -179,7 +179,7 @@ class Changes(TorchDispatchMode):
         ]
 
     @property
-    def replaced(self) -> list[str]:
+    def replaced_buffers(self) -> list[str]:
         """Names of buffers that were replaced by another tensor."""
         return [
             name
@@ -188,9 +188,9 @@ class Changes(TorchDispatchMode):
         ]
 
     @property
-    def attributes(self) -> list[str]:
+    def changed_attributes(self) -> list[str]:
         """Paths of plain attributes that were changed."""
-        return self._attributes.changed()
+        return self._attributes.list_changed_paths()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -202,7 +202,7 @@ class Changes(TorchDispatchMode):
                     self._parameters[name] = p, p.detach().clone()
         return func(*args, **kwargs)
 
-    def values_of(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def copy_parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies of the present values of some parameters, by name."""
         by_name = dict(self.model.named_parameters())
         return {name: by_name[name].detach().clone() for name in names}

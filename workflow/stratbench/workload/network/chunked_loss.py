@@ -50,7 +50,7 @@ class ChunkedLoss:
         head.forward = self._forward_loss
 
     @contextmanager
-    def against(self, targets: Tensor) -> Iterator[None]:
+    def compute_loss_against(self, targets: Tensor) -> Iterator[None]:
         """Make the model return its mean loss for some targets until the block ends."""
         self._targets = targets
         try:

@@ -47,19 +47,19 @@ class Library:
             "here; put it back, or give `call`"
         )
 
-    def find_fault(self, spec: Mapping[str, Any]) -> str | None:
+    def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
         """Return why a call cannot build a model, by the package's files. None if it can."""
         return None
 
-    def packages_beside(self, spec: Mapping[str, Any]) -> list[str]:
+    def list_further_packages(self, spec: Mapping[str, Any]) -> list[str]:
         """Return the packages that a call needs besides the package that it names."""
         return []
 
-    def tasks_of_head(self, call: str) -> tuple[str, ...]:
+    def list_head_tasks(self, call: str) -> tuple[str, ...]:
         """Return the tasks for which the class that a call names has a head."""
         return ()
 
-    def task_of_entry(self, spec: Mapping[str, Any]) -> str | None:
+    def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
         """Return the task of an entry of `models`. None if only its code determines the task.
 
         Raises:
@@ -67,7 +67,7 @@ class Library:
         """
         return None
 
-    def vocabulary_of_entry(self, spec: Mapping[str, Any]) -> int | None:
+    def get_entry_vocabulary(self, spec: Mapping[str, Any]) -> int | None:
         """Return the vocabulary size that an entry of `models` states. None if the data determine it."""
         return None
 
@@ -75,7 +75,9 @@ class Library:
         """Return the function that builds a model from the object that a call names."""
         return named
 
-    def more_arguments(self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    def list_data_arguments(
+        self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return arguments that follow from the data, for a callable with `**kwargs`.
 
         Args:

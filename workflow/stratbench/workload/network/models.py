@@ -35,7 +35,7 @@ NO_BLOCKS = (
 
 
 def _get_model_name(model: str | Model) -> str:
-    return model if isinstance(model, str) else model.own.name
+    return model if isinstance(model, str) else model.own_model.name
 
 
 def get_model(s: Settings) -> str | Model:
@@ -56,10 +56,12 @@ def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Mode
     own = OwnModel(name, **{key: value for key, value in spec.items() if key in keys})
     torchvisions = own.torchvision_name
     if torchvisions is None:
-        return Model("own", None, own=own)
+        return Model("own", None, own_model=own)
     patch = int(torchvisions.rpartition("_")[2]) if torchvisions.startswith("vit_") else 1
     patch = _SIDES.get(torchvisions, patch)
-    return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=own)
+    return Model(
+        "torchvision", None, _SMALLEST.get(torchvisions, 32), patch_size=patch, own_model=own
+    )
 
 
 #: Smallest side in pixels of torchvision's models that need more than 32, and side of which a model takes
@@ -104,19 +106,20 @@ def compute_input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int,
     if model.reads_text:
         return shape
     channels, height, width = shape
-    if model.is_torchvisions and channels not in (1, 3):
+    if model.is_from_torchvision and channels not in (1, 3):
         raise ValueError(
             f"{name} takes images with 3 channels, or with 1, which is repeated; those of the data set have "
             f"{channels}"
         )
-    if model.patch > 1 and height != width:
+    if model.patch_size > 1 and height != width:
         raise ValueError(
             f"{name} takes square images; those of the data set have {height}x{width} pixels"
         )
     height, width = (
-        -(-max(side, model.min_size) // model.patch) * model.patch for side in (height, width)
+        -(-max(side, model.min_size) // model.patch_size) * model.patch_size
+        for side in (height, width)
     )
-    return 3 if model.is_torchvisions else channels, height, width
+    return 3 if model.is_from_torchvision else channels, height, width
 
 
 def build_model(
@@ -131,15 +134,15 @@ def build_model(
     """
     model = get_metadata(name)
     import_torchvision()
-    if model.own:
-        return own.build_own_model(model.own, classes, shape)
-    if model.builder:
-        return import_attribute(model.builder)(classes, shape)
+    if model.own_model:
+        return own.build_own_model(model.own_model, classes, shape)
+    if model.builder_path:
+        return import_attribute(model.builder_path)(classes, shape)
     if shape[0] != 3:
         raise ValueError(f"{name} takes 3 channels, not {shape[0]}; repeat a single channel")
     from torchvision import models
 
-    size = {"image_size": shape[1]} if model.patch > 1 else {}
+    size = {"image_size": shape[1]} if model.patch_size > 1 else {}
     return models.get_model(name, weights=None, num_classes=classes, **size)
 
 
@@ -238,7 +241,7 @@ def build_for_training(
                 f"activation_checkpointing = {checkpointing!r}: it has only {count} blocks; lower N"
             )
             reason = few if count else NO_BLOCKS
-            raise users_code.ModelError(f"{get_metadata(name).own or name}: {reason}")
+            raise users_code.ModelError(f"{get_metadata(name).own_model or name}: {reason}")
     return model
 
 
@@ -300,7 +303,7 @@ def take_model_trial(
 
     device = next(model.parameters()).device
     values, layout = tasks.has_value_targets(task), torch.contiguous_format
-    own = get_metadata(name).own
+    own = get_metadata(name).own_model
     vocabulary = own and own.vocabulary
     x, y = make_example_batch(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
@@ -319,13 +322,13 @@ def take_model_trial(
 
 def is_built_by_user_program(name: str | Model) -> bool:
     """Return whether only a user's own training program can build the model."""
-    own = get_metadata(name).own
+    own = get_metadata(name).own_model
     return own is not None and own.call == libraries.NAME_ALONE
 
 
 def describe_model(name: str | Model) -> str:
     """Return the text that names a model in a sentence."""
-    own = get_metadata(name).own
+    own = get_metadata(name).own_model
     return str(own) if own is not None else f"model {_get_model_name(name)!r}"
 
 
@@ -378,7 +381,7 @@ def list_wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, lis
     convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,
     head) are sharded with the root.
     """
-    if (own := get_metadata(name).own) is not None:
+    if (own := get_metadata(name).own_model) is not None:
         from stratbench.workload.network import sharding
 
         if shard := own.wrap_classes or sharding.find_declared_wrap_classes(model):
@@ -387,7 +390,7 @@ def list_wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, lis
     family = get_metadata(name).family
     if family == "vgg":
         return _group_vgg_layers(model)
-    blocks = tuple(import_attribute(path) for path in FAMILIES[family].blocks)
+    blocks = tuple(import_attribute(path) for path in FAMILIES[family].block_classes)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
@@ -399,13 +402,13 @@ def describe_sharding_rule(name: str | Model, built: nn.Module | None = None) ->
         built: The built model, if any.
     """
     model = get_metadata(name)
-    if model.own:
+    if model.own_model:
         from stratbench.workload.network import sharding
 
         return sharding.describe_sharding_groups(
-            model.own.wrap_classes or (built and sharding.find_declared_wrap_classes(built))
+            model.own_model.wrap_classes or (built and sharding.find_declared_wrap_classes(built))
         )
-    blocks = [path.partition(":")[2] for path in FAMILIES[model.family].blocks]
+    blocks = [path.partition(":")[2] for path in FAMILIES[model.family].block_classes]
     return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
 
 
@@ -435,7 +438,7 @@ def describe_own_model(
         shape: Shape of the input.
     """
     return {
-        "arguments": own.collect_arguments(model.own, classes, shape),
+        "arguments": own.collect_arguments(model.own_model, classes, shape),
         "sharding": describe_sharding_rule(model, built),
     }
 

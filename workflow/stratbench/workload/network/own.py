@@ -166,7 +166,7 @@ def collect_arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
-        filled |= find_library_of_call(own.call).more_arguments(kwargs, facts)
+        filled |= find_library_of_call(own.call).list_data_arguments(kwargs, facts)
     return filled | _list_torchvision_arguments(own, shape) | kwargs
 
 
@@ -177,7 +177,7 @@ def _get_builder(own: OwnModel) -> Callable[..., Any]:
         ModelError: If the function cannot be imported, or if the library cannot build the model.
     """
     library = find_library_of_call(own.call)
-    if fault := library.find_fault({"call": own.call, "kwargs": own.kwargs}):
+    if fault := library.invalid_call_reason({"call": own.call, "kwargs": own.kwargs}):
         raise ModelError(f"{own}: {fault}")
     return library.find_builder(import_callable(own))
 

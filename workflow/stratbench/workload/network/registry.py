@@ -24,7 +24,7 @@ class Family:
     """
 
     batchnorm: bool | None
-    blocks: tuple[str, ...] = ()
+    block_classes: tuple[str, ...] = ()
     reads_text: bool | None = False
     tensor_plan: str | None = None
     pipeline_modules: str | None = None
@@ -53,11 +53,11 @@ class Model:
     family: str
     parameters: int | None
     min_size: int = 1
-    builder: str | None = None
-    patch: int = 1
-    own: OwnModel | None = None
+    builder_path: str | None = None
+    patch_size: int = 1
+    own_model: OwnModel | None = None
     num_heads: int | None = None
-    most_stages: int | None = None
+    max_stages: int | None = None
 
     @property
     def batchnorm(self) -> bool | None:
@@ -70,9 +70,9 @@ class Model:
         return FAMILIES[self.family].reads_text
 
     @property
-    def is_torchvisions(self) -> bool:
+    def is_from_torchvision(self) -> bool:
         """Whether this is a torchvision model, which has three input channels."""
-        return self.builder is None and self.family != "own"
+        return self.builder_path is None and self.family != "own"
 
 
 FAMILIES: dict[str, Family] = {
@@ -81,29 +81,29 @@ FAMILIES: dict[str, Family] = {
     ),
     "efficientnet": Family(
         batchnorm=True,
-        blocks=(
+        block_classes=(
             "torchvision.models.efficientnet:MBConv",
             "torchvision.models.efficientnet:FusedMBConv",
         ),
     ),
-    "convnext": Family(batchnorm=False, blocks=("torchvision.models.convnext:CNBlock",)),
-    "resnet": Family(batchnorm=True, blocks=("torchvision.models.resnet:Bottleneck",)),
+    "convnext": Family(batchnorm=False, block_classes=("torchvision.models.convnext:CNBlock",)),
+    "resnet": Family(batchnorm=True, block_classes=("torchvision.models.resnet:Bottleneck",)),
     "densenet": Family(
         batchnorm=True,
-        blocks=(
+        block_classes=(
             "torchvision.models.densenet:_DenseBlock",
             "torchvision.models.densenet:_Transition",
         ),
     ),
     "vit": Family(
         batchnorm=False,
-        blocks=("torchvision.models.vision_transformer:EncoderBlock",),
+        block_classes=("torchvision.models.vision_transformer:EncoderBlock",),
         tensor_plan="stratbench.workload.network.torchvisions:VIT_TENSOR_PLAN",
         pipeline_modules="stratbench.workload.network.torchvisions:VIT",
     ),
     "gpt": Family(
         batchnorm=False,
-        blocks=("stratbench.workload.network.gpt:Block",),
+        block_classes=("stratbench.workload.network.gpt:Block",),
         reads_text=True,
         tensor_plan="stratbench.workload.network.gpt:TENSOR_PLAN",
         pipeline_modules="stratbench.workload.network.gpt:PIECES",
@@ -113,28 +113,28 @@ FAMILIES: dict[str, Family] = {
 }
 
 MODELS: dict[str, Model] = {
-    "vgg16": Model("vgg", 138_357_544, 32, most_stages=8),
+    "vgg16": Model("vgg", 138_357_544, 32, max_stages=8),
     "efficientnet_v2_l": Model("efficientnet", 118_515_272, 32),
     "convnext_large": Model("convnext", 197_767_336, 32),
     "resnet50": Model("resnet", 25_557_032, 32),
     "densenet121": Model("densenet", 7_978_856, 32),
-    "vit_b_16": Model("vit", 86_567_656, 32, patch=16, num_heads=12, most_stages=14),
+    "vit_b_16": Model("vit", 86_567_656, 32, patch_size=16, num_heads=12, max_stages=14),
     "gpt-char": Model(
         "gpt",
         10_770_816,
-        builder="stratbench.workload.network.gpt:build_character_gpt",
+        builder_path="stratbench.workload.network.gpt:build_character_gpt",
         num_heads=6,
-        most_stages=8,
+        max_stages=8,
     ),
     "gpt2-small": Model(
         "gpt",
         124_439_808,
-        builder="stratbench.workload.network.gpt:build_gpt2_small",
+        builder_path="stratbench.workload.network.gpt:build_gpt2_small",
         num_heads=12,
-        most_stages=14,
+        max_stages=14,
     ),
     "vgg-compact": Model(
-        "vgg", 645_704, 16, "stratbench.workload.network.compact:build_vgg", most_stages=6
+        "vgg", 645_704, 16, "stratbench.workload.network.compact:build_vgg", max_stages=6
     ),
     "efficientnet-compact": Model(
         "efficientnet", 393_792, 16, "stratbench.workload.network.compact:build_efficientnet"
@@ -153,16 +153,16 @@ MODELS: dict[str, Model] = {
         469_032,
         16,
         "stratbench.workload.network.compact:build_vit",
-        patch=4,
+        patch_size=4,
         num_heads=4,
-        most_stages=6,
+        max_stages=6,
     ),
     "gpt-compact": Model(
         "gpt",
         809_856,
-        builder="stratbench.workload.network.gpt:build_compact_gpt",
+        builder_path="stratbench.workload.network.gpt:build_compact_gpt",
         num_heads=4,
-        most_stages=6,
+        max_stages=6,
     ),
 }
 

@@ -53,13 +53,13 @@ def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
         cell, time_s = record["cell"], get_by_path(record, "time.train_time_s")
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
-            ends = (parse_moment(record, name) for name in ("started", "finished"))
-            place = list_hosts(record), math.log(time_s), format_device_names(record) or ""
+            ends = (parse_recorded_time_s(record, name) for name in ("started", "finished"))
+            place = join_host_names(record), math.log(time_s), format_device_names(record) or ""
             by_group[group].append(TimedRun(cell["repeat"], *ends, *place))
     return {group: runs for group, runs in by_group.items() if len(runs) > 1}
 
 
-def parse_moment(record: Record, name: str) -> float | None:
+def parse_recorded_time_s(record: Record, name: str) -> float | None:
     """Return a date in a record's provenance as seconds since 1970.
 
     The result is None if the date is missing.
@@ -68,7 +68,7 @@ def parse_moment(record: Record, name: str) -> float | None:
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
-def list_hosts(record: Record) -> str:
+def join_host_names(record: Record) -> str:
     """Return the names of a record's hosts as one text.
 
     The text is empty if they are not recorded.
@@ -77,7 +77,9 @@ def list_hosts(record: Record) -> str:
     return ", ".join(sorted(names - {None}))
 
 
-def iter_rivals(evidence: AuditData, on_equal_counts: bool) -> Iterator[tuple[Group, list[Group]]]:
+def iter_groups_of_similar_time(
+    evidence: AuditData, on_equal_counts: bool
+) -> Iterator[tuple[Group, list[Group]]]:
     """Yield each group of repeats with the groups whose mean training time is similar.
 
     Times are similar if their logarithms differ by at most EXPLAINED.
@@ -88,7 +90,7 @@ def iter_rivals(evidence: AuditData, on_equal_counts: bool) -> Iterator[tuple[Gr
     }
     compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)
     for group in runs:
-        compared[(*group.comparison, group.gpus if on_equal_counts else 0)].append(group)
+        compared[(*group.comparison_key, group.gpus if on_equal_counts else 0)].append(group)
     for members in compared.values():
         for group in members:
             yield (
@@ -108,38 +110,40 @@ def find_confounded_order(evidence: AuditData) -> Iterator[Case]:
     the same difference. Train all of these strategies again as one study.
     """
     yield from (
-        (group, how) for group, how, doubtful in find_groups_out_of_turn(evidence) if doubtful
+        (group, how) for group, how, doubtful in list_groups_not_alternated(evidence) if doubtful
     )
 
 
 @rule("not-in-turns", "note", "time")
-def find_strategies_not_in_turns(evidence: AuditData) -> Iterator[Case]:
+def find_strategies_not_alternated(evidence: AuditData) -> Iterator[Case]:
     """The strategy did not alternate with most strategies that are about as fast, for example because a
     scheduler fills gaps with small jobs. There is no sign that the machine changed meanwhile.
     """
     yield from (
-        (group, how) for group, how, doubtful in find_groups_out_of_turn(evidence) if not doubtful
+        (group, how)
+        for group, how, doubtful in list_groups_not_alternated(evidence)
+        if not doubtful
     )
 
 
 @lru_cache(maxsize=1)
-def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
+def list_groups_not_alternated(evidence: AuditData) -> list[tuple[Group, str, bool]]:
     """Return the groups whose runs did not alternate in time with those of most competitors.
 
     Each group has a text on the order of the runs, and whether the order matters.
     """
-    groups, drifting = [], find_trends(evidence)
+    groups, drifting = [], describe_trends_by_experiment(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.began_unix_s, run.ended_unix_s)}
         for group, runs in list_timed_runs(evidence).items()
     }
-    for group, rivals in iter_rivals(evidence, on_equal_counts=False):
+    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_counts=False):
         named: defaultdict[str, list[str]] = defaultdict(list)
         wholly = 0
         for other in rivals:
-            if how := describe_order(timed[group], timed[other]):
+            if how := describe_run_order(timed[group], timed[other]):
                 named[how].append(f"{other.strategy} on {other.gpus}")
-                wholly += are_apart(timed[group].values(), timed[other].values())
+                wholly += have_disjoint_times(timed[group].values(), timed[other].values())
         # A strategy that was added later is out of turn with all others, but each of these only with it.
         if 2 * sum(map(len, named.values())) > len(rivals):
             text = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
@@ -148,7 +152,7 @@ def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]
     return groups
 
 
-def are_apart(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
+def have_disjoint_times(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
     """Return whether one group's runs all ended before the other's began, in either order."""
     (begun, ended), (from_s, to_s) = (
         (min(run.began_unix_s for run in runs), max(run.ended_unix_s for run in runs))
@@ -157,7 +161,7 @@ def are_apart(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
     return ended <= from_s or to_s <= begun
 
 
-def describe_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str:
+def describe_run_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str:
     """Return `before` or `after`, the order of two groups, or "" without a clear order.
 
     The order is clear if most pairs of equal repeats have it, with another repeat of the groups between.
@@ -166,11 +170,11 @@ def describe_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str
     if len(pairs) < 2:
         return ""
     both = [*own.values(), *others.values()]
-    ahead = sum(compare_order(one, other, both) for one, other in pairs) / len(pairs)
+    ahead = sum(compare_run_order(one, other, both) for one, other in pairs) / len(pairs)
     return "" if abs(ahead) <= 0.5 else "before" if ahead > 0 else "after"
 
 
-def compare_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> int:
+def compare_run_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> int:
     """Return 1 if `one` clearly ran before `other`, -1 if after, else 0.
 
     The order is clear only if another run came between both runs.
@@ -197,7 +201,7 @@ def find_confounded_host(evidence: AuditData) -> Iterator[Case]:
     homes = defaultdict(lambda: defaultdict(list))
     for group, runs in list_timed_runs(evidence).items():
         homes[group.experiment, group.gpus][group.strategy] += [run.hosts for run in runs]
-    for group, rivals in iter_rivals(evidence, on_equal_counts=True):
+    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_counts=True):
         hosts = homes[group.experiment, group.gpus]
         own = hosts[group.strategy]
         elsewhere = [r.strategy for r in rivals if own[0] not in hosts[r.strategy]]
@@ -215,16 +219,16 @@ def find_confounded_host(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("times-follow-time", "warning", "time")
-def find_times_that_follow_time(evidence: AuditData) -> Iterator[Case]:
+def find_training_times_with_trend(evidence: AuditData) -> Iterator[Case]:
     """Training times depend on when a cell ran: the machine became slower or faster during the study.
     Strategies that alternated are compared fairly; single times and comparisons with other studies are not.
     """
-    for experiment, trend in find_trends(evidence).items():
+    for experiment, trend in describe_trends_by_experiment(evidence).items():
         yield {"experiment": experiment}, trend
 
 
 @lru_cache(maxsize=1)
-def find_trends(evidence: AuditData) -> dict[str, str]:
+def describe_trends_by_experiment(evidence: AuditData) -> dict[str, str]:
     """Return a text on each experiment whose training times depend on the order of execution."""
     experiments: defaultdict[str, list[list[TimedRun]]] = defaultdict(list)
     for group, runs in list_timed_runs(evidence).items():
@@ -232,11 +236,13 @@ def find_trends(evidence: AuditData) -> dict[str, str]:
         if len(timed) > 1:
             experiments[group.experiment].append(timed)
     return {
-        name: trend for name, groups in experiments.items() if (trend := describe_trend(groups))
+        name: trend
+        for name, groups in experiments.items()
+        if (trend := describe_time_trend(groups))
     }
 
 
-def describe_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
+def describe_time_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
     """Describe how times depend on the order of execution.
 
     The text is empty if the dependence may be chance. Log times less their group's mean are regressed on the

@@ -171,7 +171,9 @@ def find_table_row(path: str) -> int | None:
 
 
 @lru_cache(maxsize=1)
-def list_records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str, set[str]]]]]:
+def collect_records_by_table_row(
+    evidence: AuditData,
+) -> list[list[tuple[Record, dict[str, set[str]]]]]:
     """Return for each row of TABLE all records with their values of the row's fields."""
     by_row: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
     for record in evidence.records:
@@ -184,11 +186,11 @@ def list_records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str
     return by_row
 
 
-def iter_differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
+def iter_field_differences(evidence: AuditData, entry: int) -> Iterator[Case]:
     """Yield the record fields in which compared cells differ, for row number `entry` of TABLE."""
     names = ("experiment", "model", *TABLE[entry].shared_coordinates)
     groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
-    for record, facts in list_records_by_row(evidence)[entry]:
+    for record, facts in collect_records_by_table_row(evidence)[entry]:
         groups[tuple(record["cell"][name] for name in names)].append((record, facts))
     for key, members in groups.items():
         where = dict(zip(names, key, strict=True))
@@ -221,11 +223,11 @@ def make_rule_of_row(entry: int) -> Rule:
     """Make the rule that compares the fields of row `entry` of TABLE."""
     compared = TABLE[entry]
 
-    def check(evidence: AuditData) -> Iterator[Case]:
-        yield from iter_differences_of_row(evidence, entry)
+    def find_differences(evidence: AuditData) -> Iterator[Case]:
+        yield from iter_field_differences(evidence, entry)
 
-    check.__doc__ = compared.explanation
-    return rule(compared.rule_id, compared.severity, compared.affects)(check)
+    find_differences.__doc__ = compared.explanation
+    return rule(compared.rule_id, compared.severity, compared.affects)(find_differences)
 
 
 MIXED = tuple(map(make_rule_of_row, range(len(TABLE))))

@@ -27,11 +27,13 @@ def read_member_results(job: Job) -> dict[int, dict[str, Any]]:
 
     Each worker writes its results at its end.
     """
-    results = {e["number"]: job.folder.read_worker(e["number"]) for e in read_worker_jobs(job)}
+    results = {
+        e["number"]: job.folder.read_worker_result(e["number"]) for e in read_worker_jobs(job)
+    }
     return {number: result for number, result in results.items() if result is not None}
 
 
-def sum_members_run(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
+def sum_member_runs(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
     """Sum the time, samples and epochs of a training over all its members and launchers.
 
     The result has the form of `totals.summarize_collective_run`. Pauses and repeated steps are part of
@@ -138,13 +140,13 @@ def sum_job_totals(jobs: list[dict[str, Any]], training_s: float) -> dict[str, A
 
 def read_worker_jobs(job: Job) -> list[dict[str, Any]]:
     """Read the last known state of each worker job, sorted by number."""
-    entries = read_json_lines(job.folder.worker_jobs)
+    entries = read_json_lines(job.folder.worker_jobs_path)
     return sorted({e["number"]: e for e in entries}.values(), key=lambda e: e["number"])
 
 
 def _read_histories(job: Job) -> list[MemberHistory]:
     """Read each launcher's history of members, and add the work that members could not report."""
-    kept = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.incarnations()]
+    kept = [json.loads(path.read_text(encoding="utf-8")) for path in job.folder.incarnation_paths()]
     incarnations = [MemberHistory.from_dict(values) for values in kept]
     for incarnation in incarnations:
         for g in incarnation.generations:
@@ -173,7 +175,7 @@ def _add_unreported_work(incarnation: MemberHistory, g: TrainingGeneration, job:
     The members of such a generation could not report their end, and write the work to files. The time since
     their last message counts for the epoch in progress if there is no file.
     """
-    files = [job.folder.read_unheard(number) for number in g.members]
+    files = [job.folder.read_orphaned_result(number) for number in g.members]
     unheard = [file for file in files if file and file["generation"] == g.number]
     for file in unheard:
         g.ended_unix_s = max(file["ended_unix_s"], g.ended_unix_s or 0.0)

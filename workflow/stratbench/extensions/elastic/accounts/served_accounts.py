@@ -21,7 +21,7 @@ from stratbench.train.job import Job
 
 def make_elastic_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `elastic`, for a cell with parameter servers."""
-    journal, origin = read_journal(job.folder.servers), job.origin_unix_s
+    journal, origin = read_journal(job.folder.servers_dir), job.origin_unix_s
     jobs = [
         make_job_entry(e, find_first_dates(journal, e["number"]), origin)
         for e in read_worker_jobs(job)
@@ -52,7 +52,7 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
             "returns": sum(w.get("returns", 0) for w in read_member_results(job).values()),
             "evaluations": count_events(journal, "score"),
             "last_epoch": next((s["elastic"]["finished_at_epoch"] for s in servers[:1]), None),
-            "most_at_a_time": count_most_workers(journal),
+            "most_at_a_time": count_max_concurrent_workers(journal),
             "incarnations": [
                 {
                     "incarnation": e["incarnation"],
@@ -107,7 +107,7 @@ def find_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, floa
     return spans + [(begin, last) for begin in began.values()]
 
 
-def count_most_workers(journal: list[dict[str, Any]]) -> int:
+def count_max_concurrent_workers(journal: list[dict[str, Any]]) -> int:
     """Return the largest number of workers that were present at the same time."""
     here: set[int] = set()
     maximum = 0
@@ -122,7 +122,7 @@ def count_most_workers(journal: list[dict[str, Any]]) -> int:
     return maximum
 
 
-def cut_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
+def drop_work_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
     """Return the servers' statistics without work after the end of the training.
 
     Server 0 knows when the training ended. Tickets that were completed during the last evaluation are left
@@ -141,8 +141,8 @@ def cut_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, 
 
 def list_evaluated_epochs(job: Job) -> list[dict[str, Any]]:
     """Return the entries of evaluated epochs, up to an epoch whose score ended the run."""
-    scores = collect_scores(read_journal(job.folder.servers))
-    server = job.folder.read_server(0)
+    scores = collect_scores(read_journal(job.folder.servers_dir))
+    server = job.folder.read_server_statistics(0)
     last = server["elastic"]["finished_at_epoch"] if server else None
     epochs: list[dict[str, Any]] = []
     while (score := scores.get(len(epochs))) and (last is None or len(epochs) <= last):

@@ -203,7 +203,7 @@ class WorkerJobSupervisor:
         """
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
-        due = [max(self._not_before[s], self._postponed.not_before_s) - now for s in empty]
+        due = [max(self._not_before[s], self._postponed.next_submission_s) - now for s in empty]
         live = {self._entries[id_].number for id_ in self._live.values()}
         due += [t - now for n, t in list(self._cancel_at_s.items()) if n in live]
         return min([pause_s, *(max(x, 0.05) for x in due)])
@@ -267,7 +267,7 @@ class WorkerJobSupervisor:
     def _submit_missing_jobs(self) -> bool:
         """Submit a job for each slot without one, and return whether any was submitted."""
         submitted = False
-        if self._postponed.waits(time.monotonic()):
+        if self._postponed.is_pausing(time.monotonic()):
             return submitted
         self._postponed.jobs.clear()
         for slot in range(self._slots):
@@ -291,7 +291,7 @@ class WorkerJobSupervisor:
                 self._not_before[slot] = time.monotonic() + MAX_POLL_S
                 continue
             self._next_number += 1
-            self._postponed.hurry()
+            self._postponed.end_pause()
             self._live[slot] = id_
             self._store_entry(WorkerJobEntry(number, slot, id_, asked_unix_s), new=True)
             print(f"worker {number} is job {id_}", flush=True)
@@ -306,11 +306,11 @@ class WorkerJobSupervisor:
         now, kind = time.monotonic(), refused.retry_kind
         if kind is None:
             return False
-        self._postponed.add(slot, kind, now)
-        if self._postponed.is_over(now):
+        self._postponed.add_refused_job(slot, kind, now)
+        if self._postponed.has_timed_out(now):
             return False
-        if kind not in self._postponed.told:
-            self._postponed.told.add(kind)
+        if kind not in self._postponed.reported_kinds:
+            self._postponed.reported_kinds.add(kind)
             print(
                 f"a worker job is not accepted at present, and will be submitted again: {refused}",
                 flush=True,

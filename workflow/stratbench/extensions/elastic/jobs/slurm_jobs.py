@@ -48,7 +48,7 @@ class SlurmJobs(Backend):
     def submit(self, number: int, slot: int) -> str:
         if number in self._is_unacknowledged and (taken := self._find_accepted_job(number)):
             return taken
-        output = str(self._folder.log(format_worker_name(number))).replace("%", "%%")
+        output = str(self._folder.get_log_path(format_worker_name(number))).replace("%", "%%")
         command = [
             "sbatch",
             "--parsable",
@@ -97,7 +97,7 @@ class SlurmJobs(Backend):
 
     def make_script(self, number: int) -> str:
         """Return the job script of worker `number`. The script exits at once if the training is over."""
-        job = self._folder.job
+        job = self._folder.job_path
         worker = [sys.executable, "-m", "stratbench.extensions.elastic.worker", job, str(number)]
         step = [
             "srun",
@@ -106,7 +106,7 @@ class SlurmJobs(Backend):
             "--quiet",
             *worker,
         ]
-        over = shlex.join(["test", "-e", str(self._folder.ended)])
+        over = shlex.join(["test", "-e", str(self._folder.end_marker_path)])
         return f"#!/bin/sh\n{over} && exit 0\nexec {shlex.join(map(str, step))}\n"
 
     def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:

@@ -61,7 +61,7 @@ class WorkerJob:
         request = JobRequest(
             1, self.gpus, self.cpus, self.mem_mib, self.runtime_min, gpu_type=self.gpu_type
         )
-        return [*request.options, *self.sbatch_options]
+        return [*request.sbatch_options, *self.sbatch_options]
 
     def as_json(self) -> str:
         """Return the request as JSON, which `from_json` reads."""

@@ -14,7 +14,7 @@ from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
 from stratbench.extensions.servers.wire.link import Left, ServerLost
-from stratbench.extensions.servers.wire.transport import rendezvous_file
+from stratbench.extensions.servers.wire.transport import get_rendezvous_path
 
 #: Longest pause in seconds before a worker without a free place asks again; pauses double from one second on.
 MAX_PAUSE_S = 30.0
@@ -68,7 +68,7 @@ class ReturningChannel:
             Left: If `leaving` is set before this worker has joined.
         """
         self._connect, self._silence_s = connect, silence_s
-        self._rendezvous, self._folder = rendezvous_file(rendezvous, 0), folder
+        self._rendezvous, self._folder = get_rendezvous_path(rendezvous, 0), folder
         self._leaving = leaving
         self._channel: Channel | None = None
         self._waited_s, self._moved = 0.0, [0]

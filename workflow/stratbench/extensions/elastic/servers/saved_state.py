@@ -23,7 +23,7 @@ from stratbench.extensions.elastic.servers.journal import get_state_manifest
 from stratbench.extensions.servers.policies.policy import Fields
 from stratbench.extensions.servers.ps.store import Store
 from stratbench.extensions.servers.ps.tickets import CompactIntSet, intersect_sets
-from stratbench.extensions.servers.wire.shm import DTYPES, Layout, dtype_name
+from stratbench.extensions.servers.wire.shm import DTYPES, Layout, get_dtype_name
 from stratbench.workload.flat import get_tensor_bytes
 
 
@@ -31,37 +31,37 @@ class StateError(ValueError):
     """A saved state cannot be loaded; the message names the file and what to do."""
 
 
-def pack(value: Any, file: BinaryIO) -> Any:
+def pack_tensors(value: Any, file: BinaryIO) -> Any:
     """Return `value` in a form for JSON, and append its tensors to `file`."""
     if torch.is_tensor(value):
         data = get_tensor_bytes(value.contiguous()) if value.numel() else b""
         entry = {"at": file.tell(), "shape": list(value.shape), "crc": zlib.crc32(data)}
         file.write(data)
-        return {"tensor": entry | {"dtype": dtype_name(value.dtype)}}
+        return {"tensor": entry | {"dtype": get_dtype_name(value.dtype)}}
     if isinstance(value, (list, set)):
-        each = [pack(v, file) for v in (sorted(value) if isinstance(value, set) else value)]
+        each = [pack_tensors(v, file) for v in (sorted(value) if isinstance(value, set) else value)]
         return {"set": each} if isinstance(value, set) else each
     if isinstance(value, dict):
         kind = "fields" if isinstance(value, Fields) else "dict"
-        return {kind: [[key, pack(v, file)] for key, v in value.items()]}
+        return {kind: [[key, pack_tensors(v, file)] for key, v in value.items()]}
     return value
 
 
-def unpack(value: Any, file: BinaryIO) -> Any:
+def unpack_tensors(value: Any, file: BinaryIO) -> Any:
     """Return the value that `pack_tensors` converted, from its JSON values and tensors.
 
     Raises StateError if a tensor is damaged.
     """
     if isinstance(value, list):
-        return [unpack(v, file) for v in value]
+        return [unpack_tensors(v, file) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == "tensor":
         return _read_tensor(inner, file)
     if kind == "set":
-        return set(unpack(inner, file))
-    pairs = {key: unpack(v, file) for key, v in inner}
+        return set(unpack_tensors(inner, file))
+    pairs = {key: unpack_tensors(v, file) for key, v in inner}
     return Fields(pairs) if kind == "fields" else pairs
 
 
@@ -100,8 +100,8 @@ def save_state(
             state = shard.state()
             held_up_s += time.perf_counter() - began
             taken.append([state["floor"], sorted(state["above"])])
-            shards.append((k, pack(state, file)))
-        buffers = pack(store.buffers.state(), file) if store.buffers is not None else None
+            shards.append((k, pack_tensors(state, file)))
+        buffers = pack_tensors(store.buffers.state(), file) if store.buffers is not None else None
         file.flush()
         os.fsync(file.fileno())
     manifest = {
@@ -127,8 +127,8 @@ def load_state(folder: Path, server: int) -> SavedServerState:
     """Load the last saved state of a server."""
     manifest = _read_manifest(folder, server)
     with (folder / manifest["file"]).open("rb") as file:
-        shards = {k: unpack(packed, file) for k, packed in manifest["shards"]}
-        buffers = unpack(manifest["buffers"], file)
+        shards = {k: unpack_tensors(packed, file) for k, packed in manifest["shards"]}
+        buffers = unpack_tensors(manifest["buffers"], file)
     return SavedServerState(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
 
 

@@ -11,17 +11,17 @@ from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
 from stratbench.extensions.emit.targets.ddp_options import note_ddp_options
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    note_cpu,
     note_length_and_data,
+    note_missing_cpu_support,
     note_precision,
     note_script_duties,
     write_optimizer_call,
     write_schedule_lines,
 )
 from stratbench.extensions.emit.targets.sharding_lines import (
-    describe_reduction,
-    note_groups,
+    describe_gradient_reduction,
     note_mixed_precision,
+    note_shard_groups,
 )
 
 
@@ -60,7 +60,7 @@ def write(choice: Choice, called: str) -> str:
         if write_schedule_lines(choice):
             choice.add_note("in the script; deepspeed.json has the formula", "schedule")
         note_length_and_data(choice)
-        note_cpu(choice, "Accelerate", "DeepSpeed")
+        note_missing_cpu_support(choice, "Accelerate", "DeepSpeed")
     else:
         note_script_duties(
             choice,
@@ -102,7 +102,9 @@ def describe_accumulation(choice: Choice) -> str:
     """
     sync = choice.take_option("gradient_sync")
     if choice.settings.gradient_accumulation_steps > 1 and sync is not None:
-        choice.add_note(f"gradients are reduced with {describe_reduction(choice)}", "gradient_sync")
+        choice.add_note(
+            f"gradients are reduced with {describe_gradient_reduction(choice)}", "gradient_sync"
+        )
     if sync != "each-part":
         return "in the script, Accelerator(gradient_accumulation_steps={parts})"
     return (
@@ -127,7 +129,7 @@ def make_fsdp_config(choice: Choice) -> dict[str, Any]:
     if classes:
         fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(classes)
     else:
-        note_groups(choice)
+        note_shard_groups(choice)
         fsdp["fsdp_min_num_params"] = choice.record["model"]["parameters"] // 12
     if s.activation_checkpointing is not True:
         note_checkpointing(choice)
@@ -142,5 +144,5 @@ def make_fsdp_config(choice: Choice) -> dict[str, Any]:
     choice.add_note(
         "Accelerate shards embeddings, the last norm and the head apart, too; the cell left them to the root"
     )
-    note_cpu(choice, "Accelerate", "FSDP")
+    note_missing_cpu_support(choice, "Accelerate", "FSDP")
     return config

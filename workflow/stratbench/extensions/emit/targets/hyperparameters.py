@@ -53,7 +53,7 @@ def write_schedule_lines(choice: Choice) -> list[str]:
     They are empty if the learning rate is constant.
     """
     schedule, warmup, final = map(choice.take_setting, ("schedule", "lr_warmup_steps", "final_lr"))
-    if not choice.settings.changes_lr:
+    if not choice.settings.has_changing_lr:
         return []
     lines = ["def share_of_lr(step):"]
     if warmup:
@@ -171,7 +171,7 @@ def note_loss_chunks(choice: Choice) -> None:
         )
 
 
-def note_cpu(choice: Choice, engine: str, lacks: str) -> None:
+def note_missing_cpu_support(choice: Choice, engine: str, lacks: str) -> None:
     """Add a note that an engine cannot run on CPU processes.
 
     The note is added only if the cell ran on CPU processes.

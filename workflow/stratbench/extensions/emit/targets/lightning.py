@@ -13,8 +13,8 @@ from stratbench.extensions.emit.targets.ddp_options import (
 )
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    note_cpu,
     note_length_and_data,
+    note_missing_cpu_support,
     write_optimizer_call,
     write_schedule_lines,
 )
@@ -60,7 +60,7 @@ def write(choice: Choice, called: str) -> str:
         for key in ("gradient_accumulation_steps", "train_batch_size"):
             del config[key]
         strategy = write_call(called, {"config": config})
-        note_cpu(choice, "Lightning", "DeepSpeed")
+        note_missing_cpu_support(choice, "Lightning", "DeepSpeed")
     else:
         strategy = "'auto'\n"
     if called != "ModelParallelStrategy":

@@ -219,9 +219,9 @@ def write_loop_lines(choice: Choice, called: str, imports: list[str]) -> list[st
         step.append(f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm!r})")
     step += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
     step.append("optimizer.zero_grad(set_to_none=True)")
-    if s.changes_lr:
+    if s.has_changing_lr:
         step.append("scheduler.step()")
-    passes = s.passes(choice.record["data"]["train_samples"])
+    passes = s.count_passes(choice.record["data"]["train_samples"])
     return [
         *(["scaler = torch.amp.GradScaler(device.type)"] if scaled else []),
         f"for epoch in range({passes}):",

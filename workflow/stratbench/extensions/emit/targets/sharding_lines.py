@@ -53,7 +53,7 @@ def write_blocks_lines(choice: Choice, model: str) -> list[str]:
         return [
             f"blocks = [m for m in {model}.modules() if type(m).__name__ in {tuple(classes)!r}]"
         ]
-    note_groups(choice)
+    note_shard_groups(choice)
     least = choice.record["model"]["parameters"] // 12
     return [
         f"blocks = [m for m in {model}.children() "
@@ -61,7 +61,7 @@ def write_blocks_lines(choice: Choice, model: str) -> list[str]:
     ]
 
 
-def note_groups(choice: Choice) -> None:
+def note_shard_groups(choice: Choice) -> None:
     """Add a note on the cell's shard groups.
 
     The note is for a network that names no classes of blocks.
@@ -91,7 +91,7 @@ def note_mixed_precision(choice: Choice, engine: str) -> None:
         )
 
 
-def describe_reduction(choice: Choice) -> str:
+def describe_gradient_reduction(choice: Choice) -> str:
     """Return a text on whether FSDP reduces gradients after each micro-batch or the last."""
     last = choice.take_option("gradient_sync") == "last-part"
     return "the last part" if last else "each part, which takes less memory"

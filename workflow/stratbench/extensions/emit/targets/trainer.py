@@ -13,16 +13,16 @@ from stratbench.extensions.emit.targets.ddp_options import choose_comm_hook, lis
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
     find_optimizer_implementation,
-    note_cpu,
     note_length_and_data,
+    note_missing_cpu_support,
     note_pure_bf16,
     write_optimizer_call,
 )
 from stratbench.extensions.emit.targets.python_text import write_call
 from stratbench.extensions.emit.targets.sharding_lines import (
-    describe_reduction,
-    note_groups,
+    describe_gradient_reduction,
     note_mixed_precision,
+    note_shard_groups,
 )
 
 
@@ -52,7 +52,7 @@ def write(choice: Choice, called: str) -> str:
     if called == "deepspeed":
         # DeepSpeed itself does mixed precision, as in the cell.
         arguments["deepspeed"] = make_deepspeed_config(choice)
-        note_cpu(choice, "the Trainer", "DeepSpeed")
+        note_missing_cpu_support(choice, "the Trainer", "DeepSpeed")
         if s.max_grad_norm is not None or s.gradient_accumulation_steps > 1:
             choice.add_note(
                 "DeepSpeed's config repeats batch, accumulation and clipping: change both"
@@ -79,7 +79,7 @@ def write(choice: Choice, called: str) -> str:
             )
     if called == "fsdp":
         arguments |= {"fsdp": True, "fsdp_config": make_fsdp_config(choice)}
-        note_cpu(choice, "the Trainer", "FSDP")
+        note_missing_cpu_support(choice, "the Trainer", "FSDP")
         if s.gradient_accumulation_steps > 1 and choice.options["gradient_sync"] == "each-part":
             kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
             arguments["accelerator_config"] = kwargs
@@ -195,11 +195,13 @@ def make_fsdp_config(choice: Choice) -> dict[str, Any]:
     if classes:
         config["transformer_layer_cls_to_wrap"] = classes
     else:
-        note_groups(choice)
+        note_shard_groups(choice)
         config["min_num_params"] = choice.record["model"]["parameters"] // 12
     note_mixed_precision(choice, "the Trainer")
     if choice.settings.gradient_accumulation_steps > 1:
-        choice.add_note(f"gradients are reduced with {describe_reduction(choice)}", "gradient_sync")
+        choice.add_note(
+            f"gradients are reduced with {describe_gradient_reduction(choice)}", "gradient_sync"
+        )
     choice.take_option("gradient_sync")
     workers = choice.shard_group_size
     if workers < choice.settings.gpus:

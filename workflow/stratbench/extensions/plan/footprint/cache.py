@@ -65,7 +65,7 @@ Key = TypeVar("Key", bound=Hashable)
 Kept = TypeVar("Kept", bound=CachedResult)
 
 
-def compute_results(
+def compute_cached_results(
     doing: str,
     kind: type[Kept],
     work: Callable[..., Kept],

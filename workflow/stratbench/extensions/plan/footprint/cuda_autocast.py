@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister
+from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister_kernels
 from stratbench.workload.torch_internals import get_arguments
 
 #: Operators that compute in float32, to which autocast converts their operands.
@@ -64,7 +64,7 @@ def cuda_autocast() -> Iterator[None]:
                 library.impl(name, _without_casts(partial(kernel, _get_operator(name))))
         yield
     finally:
-        unregister(library)
+        unregister_kernels(library)
 
 
 def _get_operator(name: str) -> Any:

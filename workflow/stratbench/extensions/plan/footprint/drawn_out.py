@@ -23,10 +23,10 @@ from stratbench.extensions.plan.footprint.footprint import (
     Moment,
     Sums,
     drop_zeros,
-    follow,
-    list_sums,
+    find_upper_envelope,
+    list_reductions,
     make_footprint,
-    upper_envelope,
+    trace_two_steps,
 )
 from stratbench.strategies import get_mesh
 from stratbench.telemetry.collectives import CollectiveCall
@@ -46,7 +46,9 @@ FEW, MORE = 5, 6
 FROM_START = 2
 
 
-def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
+def make_footprint_by_blocks(
+    request: Request, trial: Trial | None, blocks: Blocks | None
+) -> Footprint:
     """Return the footprint of a request, traced with few equal blocks if possible.
 
     The result equals that of `make_footprint`.
@@ -61,7 +63,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
     if blocks is not None and mesh.stages == 1 and is_uniform:
         try:
-            return extrapolate_footprint(partial(follow, request, 0, trial), blocks)
+            return extrapolate_footprint(partial(trace_two_steps, request, 0, trial), blocks)
         except UnlikeError:
             pass
         except Exception:
@@ -94,30 +96,34 @@ def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Fo
             raise UnlikeError("the steps with two batch sizes differ in their marks")
     (a, _), (b, _) = steps
     lives = few.live_bytes_by_batch, more.live_bytes_by_batch
-    check_steady(b, lives[1], more.collective_calls)
+    check_blocks_are_equal(b, lives[1], more.collective_calls)
     footprints = few.make_footprint(), more.make_footprint()
     pairs = match_segments(a, b)
     candidates = [(i, j, None) for x, y in pairs for i, j in zip(x.moments, y.moments, strict=True)]
-    sums = [_list_sums_in_order(f, parts) for f in both]
+    sums = [_list_reductions_in_order(f, parts) for f in both]
     for x, y in pairs:
         for i, j in zip(range(*x.reduction_range), range(*y.reduction_range), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
                 raise UnlikeError("the reductions of both traces differ")
             candidates.append((sums[0][i][0], sums[1][j][0], sums[1][j][1]))
     evaluation = _extrapolate_evaluation(both, 1 + 2 * phases, further)
-    flops = extrapolate(few.forward_flops, more.forward_flops, further)
-    counted = extrapolate(few.counted_flops_per_sample, more.counted_flops_per_sample, further)
+    flops = extrapolate_numbers(few.forward_flops, more.forward_flops, further)
+    counted = extrapolate_numbers(
+        few.counted_flops_per_sample, more.counted_flops_per_sample, further
+    )
     plain = [
         replace(f, peak_moments=[], evaluation_peak=evaluation, collectives=[], attention_share=0.0)
         for f in footprints
     ]
     return replace(
-        extrapolate(plain[0], plain[1], further),
+        extrapolate_numbers(plain[0], plain[1], further),
         peak_moments=_extrapolate_moments(both, lives, candidates, further),
         evaluation_peak=evaluation,
         collectives=[
-            c.listed
-            for c in extrapolate_calls(a, b, (few.collective_calls, more.collective_calls), further)
+            c.as_tuple
+            for c in extrapolate_collectives(
+                a, b, (few.collective_calls, more.collective_calls), further
+            )
         ],
         training_flops_per_sample=more.compute_training_flops(counted, flops[0]),
         attention_share=flops[1] / flops[0] if flops[0] else 0.0,
@@ -128,9 +134,9 @@ def _split_step(followed: Followed, first: int, stop: int) -> list[EventSegment]
     return split_into_segments(followed.trace, followed.blocks.count, first, stop)
 
 
-def _list_sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
+def _list_reductions_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
     """Return a step's sums in order, with the number of events before each."""
-    by_sums = list_sums(followed.step_phases, followed.event_edges, parts)
+    by_sums = list_reductions(followed.step_phases, followed.event_edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
 
@@ -144,17 +150,19 @@ def _extrapolate_moments(
     parts = both[0].parts
 
     def fit_line(i: int, j: int) -> Affine:
-        pair = (extrapolate(few[i], more[j], further) for few, more in zip(*lives, strict=True))
+        pair = (
+            extrapolate_numbers(few[i], more[j], further) for few, more in zip(*lives, strict=True)
+        )
         return Affine.from_two_values(tuple(pair), parts)
 
     moments = []
     for kind in dict.fromkeys(sums for _, _, sums in candidates):
         same_kind = [(i, j) for i, j, sums in candidates if sums == kind]
         lines = [fit_line(i, j) for i, j in same_kind]
-        for number in upper_envelope(lines, parts):
+        for number in find_upper_envelope(lines, parts):
             at = same_kind[number]
             held = [
-                extrapolate(
+                extrapolate_numbers(
                     *(
                         f.trace.get_device_bytes_by_purpose(f.event_edges[batch] + n)
                         for f, n in zip(both, at, strict=True)
@@ -182,14 +190,14 @@ def _extrapolate_evaluation(
     best, where = -1, (0, 0)
     for x, y in match_segments(a, b):
         for i, j in zip(x.moments, y.moments, strict=True):
-            n_bytes = extrapolate(lives[0][i], lives[1][j], further)
+            n_bytes = extrapolate_numbers(lives[0][i], lives[1][j], further)
             if n_bytes > best:
                 best, where = n_bytes, (i, j)
     held = [
         f.trace.get_device_bytes_by_purpose(at + n)
         for f, at, n in zip(both, start, where, strict=True)
     ]
-    return MemoryPeak(best, "evaluation", drop_zeros(extrapolate(*held, further)))
+    return MemoryPeak(best, "evaluation", drop_zeros(extrapolate_numbers(*held, further)))
 
 
 class UnlikeError(Exception):
@@ -204,8 +212,8 @@ class EventSegment:
         key: The mark's label, its block's number from the start or (negative) from the end, and how
             often this mark occurred before.
         moments: Numbers of events since the step's start after which memory may be highest.
-        collective_range: Index of the first of the step's collectives in the segment, and of the next one.
-        reduction_range: The two indices for the step's reductions.
+        collective_range: Index of the first of its collectives in the step, and of the first one after it.
+        reduction_range: Index of the first of its reductions, and of the first one after it.
     """
 
     key: tuple[Any, ...]
@@ -285,7 +293,7 @@ def match_segments(
     return pairs
 
 
-def check_steady(
+def check_blocks_are_equal(
     segments: Sequence[EventSegment],
     lives: Sequence[Sequence[int]],
     calls: Sequence[CollectiveCall],
@@ -321,7 +329,7 @@ def check_steady(
             raise UnlikeError("a bucket holds gradients of several blocks")
 
 
-def extrapolate_calls(
+def extrapolate_collectives(
     few: Sequence[EventSegment],
     more: Sequence[EventSegment],
     calls: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
@@ -348,21 +356,23 @@ def extrapolate_calls(
                 calls[0][slice(*by_key[s.key].collective_range)],
                 calls[1][slice(*s.collective_range)],
             )
-            drawn += _extrapolate_segment_calls(a, b, further)
+            drawn += _extrapolate_segment_collectives(a, b, further)
     return drawn
 
 
-def _extrapolate_segment_calls(
+def _extrapolate_segment_collectives(
     a: Sequence[CollectiveCall], b: Sequence[CollectiveCall], further: int
 ) -> Iterator[CollectiveCall]:
     if len(a) == len(b):
         for x, y in zip(a, b, strict=True):
-            if replace(x, n_bytes=0, sample_bytes=0) != replace(y, n_bytes=0, sample_bytes=0):
+            if replace(x, n_bytes=0, bytes_per_sample=0) != replace(
+                y, n_bytes=0, bytes_per_sample=0
+            ):
                 raise UnlikeError("the collectives of both traces differ")
-            n_bytes, sample_bytes = extrapolate(
-                (x.n_bytes, x.sample_bytes), (y.n_bytes, y.sample_bytes), further
+            n_bytes, sample_bytes = extrapolate_numbers(
+                (x.n_bytes, x.bytes_per_sample), (y.n_bytes, y.bytes_per_sample), further
             )
-            yield replace(y, n_bytes=n_bytes, sample_bytes=sample_bytes)
+            yield replace(y, n_bytes=n_bytes, bytes_per_sample=sample_bytes)
         return
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     added = len(b) - len(a)
@@ -373,7 +383,7 @@ def _extrapolate_segment_calls(
     yield from b[same + added :]
 
 
-def extrapolate(few: Any, more: Any, further: int) -> Any:
+def extrapolate_numbers(few: Any, more: Any, further: int) -> Any:
     """Return numbers extrapolated to `further` more blocks than in the longer trace.
 
     Numbers may be in dicts, tuples and dataclasses; all other values must be equal.
@@ -383,10 +393,10 @@ def extrapolate(few: Any, more: Any, further: int) -> Any:
         more: Values of the longer trace.
         further: Number of further blocks.
     """
-    return combine_weighted((few, more), (-further, 1 + further))
+    return sum_weighted_numbers((few, more), (-further, 1 + further))
 
 
-def combine_weighted(each: Sequence[Any], weights: Sequence[int]) -> Any:
+def sum_weighted_numbers(each: Sequence[Any], weights: Sequence[int]) -> Any:
     """Return the sum of weighted numbers, which may be in dicts, tuples and dataclasses.
 
     Args:
@@ -407,15 +417,15 @@ def combine_weighted(each: Sequence[Any], weights: Sequence[int]) -> Any:
         return last + sum((x - last) * w for x, w in zip(others, weights, strict=False))
     if isinstance(last, dict):
         keys = dict.fromkeys(key for x in each for key in x)
-        return {k: combine_weighted([x.get(k, 0) for x in each], weights) for k in keys}
+        return {k: sum_weighted_numbers([x.get(k, 0) for x in each], weights) for k in keys}
     if is_dataclass(last):
         names = [f.name for f in fields(last)]
         return replace(
-            last, **{n: combine_weighted([getattr(x, n) for x in each], weights) for n in names}
+            last, **{n: sum_weighted_numbers([getattr(x, n) for x in each], weights) for n in names}
         )
     if any(len(x) != len(last) for x in others):
         raise UnlikeError("values to combine have different lengths")
-    return type(last)(combine_weighted(numbers, weights) for numbers in zip(*each, strict=True))
+    return type(last)(sum_weighted_numbers(numbers, weights) for numbers in zip(*each, strict=True))
 
 
 def _count_items(ends: tuple[int, int]) -> int:

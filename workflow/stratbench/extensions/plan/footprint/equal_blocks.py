@@ -36,12 +36,12 @@ def find_blocks(model: nn.Module) -> Blocks | None:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < MIN_BLOCKS:
             continue
         size = sum(p.numel() for p in module.parameters())
-        if size > most and _are_equal(list(module)):
+        if size > most and _are_blocks_equal(list(module)):
             best, most = Blocks(path, len(module)), size
     return best
 
 
-def keep_blocks(model: nn.Module, path: str, count: int) -> None:
+def keep_first_blocks(model: nn.Module, path: str, count: int) -> None:
     """Remove all but the first blocks from the model.
 
     Args:
@@ -54,7 +54,7 @@ def keep_blocks(model: nn.Module, path: str, count: int) -> None:
         del held[name]
 
 
-def are_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
+def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
     """Return whether a forward pass calls each block once, in order, with equal operations.
 
     Args:
@@ -129,7 +129,7 @@ class _BlockOperations(TorchDispatchMode):
         return out
 
 
-def _are_equal(blocks: list[nn.Module]) -> bool:
+def _are_blocks_equal(blocks: list[nn.Module]) -> bool:
     """Return whether modules have equal parts (except a counter) and no shared parameter."""
     all_parameters = sum(1 for block in blocks for _ in block.parameters())
     if all_parameters != len({p for block in blocks for p in block.parameters()}):

@@ -20,14 +20,14 @@ from torch.nn import parallel
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.cuda_autocast import cuda_autocast
-from stratbench.extensions.plan.footprint.equal_blocks import Blocks, keep_blocks, mark_blocks
+from stratbench.extensions.plan.footprint.equal_blocks import Blocks, keep_first_blocks, mark_blocks
 from stratbench.extensions.plan.footprint.replica import Replica
 from stratbench.extensions.plan.footprint.request import Request, Turns
 from stratbench.extensions.plan.footprint.torch_internals import (
     FakeTensors,
-    fake_group,
+    fake_process_group,
+    patch_torch_for_fakes,
     shorten_schedule,
-    torch_on_fakes,
 )
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.servers.ps.flat import FlatSpace
@@ -77,8 +77,8 @@ def trace_steps(
     """
     with ExitStack() as stack:
         # Entered first, since the imports there must not make fake tensors.
-        stack.enter_context(get_strategy_class(request.strategy).on_fakes())
-        stack.enter_context(surroundings(request, stage=stage))
+        stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
+        stack.enter_context(fake_worker_environment(request, stage=stage))
         model, strategy, worker = build_worker(request, blocks=blocks)
         if trial is not None:
             worker.trial = trial
@@ -95,23 +95,25 @@ def trace_steps(
             with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
                     strategy.step(*request.make_example_batch(batch))
-                evaluate(strategy, request)
-        worker.mark = _make_phase_marker(trace, model)
+                evaluate_on_fakes(strategy, request)
+        worker.mark_phase_end = _make_phase_marker(trace, model)
         if blocks is not None:
             mark_blocks(model, blocks.path, trace.add_mark)
-        _tag_states(trace, strategy, model)
+        _tag_model_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
                 stack.enter_context(cuda_autocast())
             for batch in batches:
                 _trace_step(trace, strategy, request, batch, number)
             trace.begin_phase("evaluate")
-            evaluate(strategy, request)
+            evaluate_on_fakes(strategy, request)
         return trace, strategy
 
 
 @contextmanager
-def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Iterator[None]:
+def fake_worker_environment(
+    request: Request, on_fakes: bool = True, stage: int = 0
+) -> Iterator[None]:
     """Set up the process group and torch's modes for a worker of the request.
 
     Args:
@@ -121,7 +123,9 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     with ExitStack() as stack:
-        stack.enter_context(fake_group(request.world_size, mesh.rank(MeshCoordinate(0, stage, 0))))
+        stack.enter_context(
+            fake_process_group(request.world_size, mesh.get_rank(MeshCoordinate(0, stage, 0)))
+        )
         if on_fakes:
             stack.enter_context(FakeTensors())
         # On CUDA the optimizer is fused and needs no temporary tensors. Elsewhere an optimizer that is not
@@ -129,7 +133,7 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
         fused = request.is_on_cuda or request.settings.precision == "fp16"
         by_kernels = request.settings.optimizer_impl == "fused"
         stack.enter_context(
-            torch_on_fakes(request.is_on_cuda, fused and by_kernels, not by_kernels)
+            patch_torch_for_fakes(request.is_on_cuda, fused and by_kernels, not by_kernels)
         )
         for module in (parallel, parallel.distributed):
             stack.enter_context(replace_attribute(module, "DistributedDataParallel", Replica))
@@ -155,22 +159,22 @@ def build_worker(
         seed=0,
         device=torch.device("cpu"),
         dtype=request.dtype,
-        build=partial(blank, blocks=blocks) if on_fakes else models.build_model,
+        build=partial(build_fake_model, blocks=blocks) if on_fakes else models.build_model,
         checkpointing=request.settings.activation_checkpointing,
     )
-    strategy = strategy_on_fakes(request)
+    strategy = make_strategy_on_fakes(request)
     with unset_fake_temporarily():
         task, kind = request.make_tried_task()
     worker = base.Worker(
         settings=request.settings,
         rank=dist.get_rank(),
         world_size=request.world_size,
-        local_world=request.workers_per_node,
+        local_world_size=request.workers_per_node,
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
         wrap_groups=models.list_wrap_groups(request.model_source, model),
         task=task,
-        weighs=kind.weighs,
+        has_weighted_loss=kind.weighs,
         mesh=strategy.mesh(request.world_size),
         input_shape=request.input_shape,
     )
@@ -187,14 +191,14 @@ def cache_unit_costs(strategy: Any) -> None:
     """Make a pipeline measure the units of a model once for all of its stages."""
     measure = strategy.measure_model_units
 
-    def look_up(*args: Any) -> Any:
+    def look_up_unit_costs(*args: Any) -> Any:
         key = strategy.worker.settings, strategy.worker.input_shape
         if key not in _measured:
             _measured.clear()
             _measured[key] = measure(*args)
         return _measured[key]
 
-    strategy.measure_model_units = look_up
+    strategy.measure_model_units = look_up_unit_costs
 
 
 def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
@@ -205,8 +209,8 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
         trial: Trial of the model, by which the strategy may reject it; None skips that.
     """
     with ExitStack() as stack:
-        stack.enter_context(get_strategy_class(request.strategy).on_fakes())
-        stack.enter_context(surroundings(request))
+        stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
+        stack.enter_context(fake_worker_environment(request))
         strategy: Any
         model, strategy, worker = build_worker(request)
         if trial is not None:
@@ -225,12 +229,12 @@ def limit_microbatches(strategy: Any, turns: Turns) -> None:
     """
     make_schedule = strategy.make_schedule
 
-    def make_few(samples: int) -> Any:
+    def make_short_schedule(samples: int) -> Any:
         schedule = make_schedule(samples // turns.microbatches * strategy.options.microbatches)
         shorten_schedule(schedule, *turns)
         return schedule
 
-    strategy.make_schedule = make_few
+    strategy.make_schedule = make_short_schedule
 
 
 def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
@@ -243,7 +247,7 @@ def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Work
     """
     strategy.setup(model, worker)
     if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
-        compressor.skip_start()
+        compressor.begin_compression()
         for replica in list_replicas(strategy):
             replica.reduce_all()
 
@@ -261,11 +265,11 @@ def _trace_step(
     strategy.forget_batch()
 
 
-def evaluate(strategy: base.Strategy, request: Request) -> None:
+def evaluate_on_fakes(strategy: base.Strategy, request: Request) -> None:
     """Evaluate as the training loop does: without autocast, and with logits in float64."""
     if not request.eval_batch:
         return
-    with strategy.evaluating() as model, torch.no_grad():
+    with strategy.open_evaluation_model() as model, torch.no_grad():
         model(request.make_example_batch(request.eval_batch)[0]).double()
 
 
@@ -275,7 +279,7 @@ def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str]
     The function names the phase.
     """
 
-    def mark(ended: str) -> None:
+    def mark_phase_end(ended: str) -> None:
         if ended not in ("forward", "backward"):
             return
         trace.phases[-1].name = ended
@@ -283,10 +287,10 @@ def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str]
             trace.tag_storages("gradients", (p.grad for p in model.parameters()))
         trace.begin_phase("optimizer")
 
-    return mark
+    return mark_phase_end
 
 
-def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
+def _tag_model_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
     trace.tag_storages("parameters", model.parameters())
     trace.tag_storages("buffers", model.buffers())
     if strategy.optimizer is not None:
@@ -297,7 +301,7 @@ def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module)
 
 
 def _tag_kept_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
-    for part, tensors in strategy.kept_tensors().items():
+    for part, tensors in strategy.list_persistent_tensors().items():
         trace.tag_storages(part, tensors)
     for replica in list_replicas(strategy):
         trace.tag_storages("gradients" if replica.as_view else "buckets", replica.buckets)
@@ -306,7 +310,7 @@ def _tag_kept_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
 # --- the model -----------------------------------------------------------------------------------
 
 
-def blank(
+def build_fake_model(
     model: str | models.Model,
     classes: int,
     shape: tuple[int, ...],
@@ -325,14 +329,14 @@ def blank(
         warnings.simplefilter("ignore")
         made = models.build_fake_model(model, classes, shape)
     if blocks is not None:
-        keep_blocks(made, *blocks)
+        keep_first_blocks(made, *blocks)
     return made
 
 
 # --- the strategies ------------------------------------------------------------------------------
 
 
-def strategy_on_fakes(request: Request) -> base.Strategy:
+def make_strategy_on_fakes(request: Request) -> base.Strategy:
     """Return the request's strategy, with substitutes for what other processes would provide.
 
     A substitute overrides only what leaves the process, so that the plan does everything else that a
@@ -348,7 +352,7 @@ class FakeParameterServer(ParameterServer):
     """A worker of missing parameter servers, whose tensors are not in shared memory."""
 
     def flatten(self) -> FlatSpace:
-        return FlatSpace(self.model, allocate=_allocate_unmapped)
+        return FlatSpace(self.model, allocate=_allocate_unmapped_tensors)
 
     def connect(self) -> NoChannel:
         return NoChannel()
@@ -364,7 +368,7 @@ class NoChannel:
     def rehearse_exchange(self) -> None: ...
 
 
-def _allocate_unmapped(layout: Layout, shared: bool) -> FlatTensors:
+def _allocate_unmapped_tensors(layout: Layout, shared: bool) -> FlatTensors:
     weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
     buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
     return FlatTensors(weights, torch.zeros_like(weights), buffers)

@@ -16,10 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.drawn_out import (
     UnlikeError,
-    combine_weighted,
-    make_by_blocks,
+    make_footprint_by_blocks,
+    sum_weighted_numbers,
 )
-from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, follow, make_footprint
+from stratbench.extensions.plan.footprint.footprint import (
+    Affine,
+    Footprint,
+    make_footprint,
+    trace_two_steps,
+)
 from stratbench.extensions.plan.footprint.request import Request, Turns
 from stratbench.strategies import get_mesh
 from stratbench.workload.users_code import ModelError
@@ -39,7 +44,7 @@ PLAIN_SCHEDULES = ("gpipe", "1f1b")
 ByMicrobatches = Callable[[int, int], Footprint]
 
 
-def make_by_few_parts(
+def make_footprint_by_few_parts(
     request: Request, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Footprint:
     """Return the footprint of a request, traced with few parts and blocks if possible.
@@ -51,7 +56,7 @@ def make_by_few_parts(
         trial: Trial of the model, by which the strategy may reject it; None skips that.
         blocks: Equal blocks of the model, if any.
     """
-    make = partial(_make_by_stages, trial=trial, blocks=blocks)
+    make = partial(_make_footprint_by_stages, trial=trial, blocks=blocks)
     steps = request.gradient_accumulation_steps
     if steps > FEW + MORE:
         try:
@@ -75,19 +80,21 @@ def extrapolate_steps(request: Request, make: Callable[[Request], Footprint]) ->
     """
     steps = request.gradient_accumulation_steps
 
-    def made(n: int) -> Footprint:
+    def make_for_parts(n: int) -> Footprint:
         settings = replace(request.settings, gradient_accumulation_steps=n)
         return make(replace(request, settings=settings))
 
-    each = [made(n) for n in (FEW, MORE)]
+    each = [make_for_parts(n) for n in (FEW, MORE)]
     parts = [request.num_accumulated_parts // steps * n for n in (FEW, MORE, steps)]
     return extrapolate_parts(each, parts, (FEW - steps + 1, steps - FEW))
 
 
-def _make_by_stages(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
+def _make_footprint_by_stages(
+    request: Request, trial: Trial | None, blocks: Blocks | None
+) -> Footprint:
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     if mesh.stages == 1:
-        return make_by_blocks(request, trial, blocks)
+        return make_footprint_by_blocks(request, trial, blocks)
     if request.options.get("schedule") in PLAIN_SCHEDULES:
         try:
             return extrapolate_stages(request, mesh.stages, trial)
@@ -111,13 +118,13 @@ def extrapolate_stages(request: Request, stages: int, trial: Trial | None = None
     kinds = [(tuple(each), i == 0, i == stages - 1) for i, each in enumerate(units)]
 
     @cache
-    def followed(kind: Any, microbatches: int, waiting: int) -> Footprint:
+    def follow_stage(kind: Any, microbatches: int, waiting: int) -> Footprint:
         turns = Turns(microbatches, waiting)
-        return follow(request, kinds.index(kind), trial, turns=turns).make_footprint()
+        return trace_two_steps(request, kinds.index(kind), trial, turns=turns).make_footprint()
 
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps
     found = [
-        extrapolate_microbatches(partial(followed, kind), many, waits, steps)
+        extrapolate_microbatches(partial(follow_stage, kind), many, waits, steps)
         for kind, waits in zip(kinds, strategy.count_pending_microbatches(stages), strict=True)
     ]
     return replace(found[0], stage_footprints=found)
@@ -166,13 +173,13 @@ def extrapolate_parts(
     of_parts = [_scale_lines(f, n) for f, n in zip(each, parts, strict=False)]
     few, more = of_parts[-2:]
     further = (parts[-1] - parts[-2]) // (parts[-2] - parts[-3])
-    collectives = extrapolate_listed(few.collectives, more.collectives, further)
+    collectives = extrapolate_collective_entries(few.collectives, more.collectives, further)
     plain = [replace(f, collectives=[]) for f in of_parts]
-    drawn = replace(combine_weighted(plain, weights), collectives=collectives)
+    drawn = replace(sum_weighted_numbers(plain, weights), collectives=collectives)
     return _scale_lines(drawn, 1 / parts[-1])
 
 
-def extrapolate_listed(
+def extrapolate_collective_entries(
     few: Sequence[tuple[Any, ...]], more: Sequence[tuple[Any, ...]], further: int
 ) -> list[tuple[Any, ...]]:
     """Return the collectives of a step with `further` more parts.
@@ -199,22 +206,22 @@ def _scale_lines(f: Footprint, times: float) -> Footprint:
     Lines per part of a batch become lines per batch.
     """
 
-    def scaled(line: Affine) -> Affine:
+    def scale_line(line: Affine) -> Affine:
         return replace(line, per_sample=line.per_sample * times)
 
     return replace(
         f,
-        touched_bytes=scaled(f.touched_bytes),
+        touched_bytes=scale_line(f.touched_bytes),
         peak_moments=[
             replace(
                 m,
-                total_bytes=scaled(m.total_bytes),
-                parts_bytes={part: scaled(line) for part, line in m.parts_bytes.items()},
+                total_bytes=scale_line(m.total_bytes),
+                parts_bytes={part: scale_line(line) for part, line in m.parts_bytes.items()},
                 reduction_sums=m.reduction_sums
                 and replace(
                     m.reduction_sums,
-                    outputs=scaled(m.reduction_sums.outputs),
-                    inputs=scaled(m.reduction_sums.inputs),
+                    outputs=scale_line(m.reduction_sums.outputs),
+                    inputs=scale_line(m.reduction_sums.inputs),
                 ),
             )
             for m in f.peak_moments

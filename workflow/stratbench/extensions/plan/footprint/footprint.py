@@ -293,7 +293,9 @@ def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
     With a `trial` of its model, Refused is raised if the strategy does not support the model.
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
-    footprints = [follow(request, stage, trial).make_footprint() for stage in range(mesh.stages)]
+    footprints = [
+        trace_two_steps(request, stage, trial).make_footprint() for stage in range(mesh.stages)
+    ]
     return (
         footprints[0]
         if len(footprints) == 1
@@ -360,7 +362,7 @@ class Followed:
             flops: Operations of the second step's forward on this rank.
         """
         training_flops = counted["training_flops_per_sample"]
-        if self.strategy.worker.mesh.members == 1:
+        if self.strategy.worker.mesh.workers_per_replica == 1:
             return training_flops
         forward_flops = flops / (self.parts * BATCHES[1])
         return training_flops * (forward_flops / counted["forward_flops_per_sample"])
@@ -378,17 +380,17 @@ class Followed:
             between_steps_bytes=drop_zeros(trace.get_device_bytes_by_purpose(edges[0])),
             peak_moments=_select_highest(moments + self.other_moments, parts),
             evaluation_peak=_find_evaluation_peak(trace, edges[2]),
-            collectives=[c.listed for c in self.collective_calls],
+            collectives=[c.as_tuple for c in self.collective_calls],
             flops_per_sample=flops / (parts * BATCHES[1]),
             training_flops_per_sample=self.compute_training_flops(
                 self.counted_flops_per_sample, flops
             ),
             operations_per_step=sum(phase.operations for phase in self.step_phases[1]),
             touched_bytes=Affine.from_two_values((touched[0], touched[1]), parts),
-            flat_tensor_bytes=_flat_bytes(strategy) if request.is_served else {},
+            flat_tensor_bytes=_compute_flat_bytes(strategy) if request.is_served else {},
             host_bytes=trace.get_host_bytes_by_purpose(edges[0]),
-            grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
-            frozen_bytes=_frozen_bytes(strategy),
+            grown_bytes=sum(t.numel() * t.element_size() for t in strategy.list_late_tensors()),
+            frozen_bytes=_compute_frozen_bytes(strategy),
             streamed_bytes=trace.find_max_streamed_bytes(*edges[1:]),
             is_on_cuda=request.is_on_cuda,
             attention_share=attention_flops / flops if flops else 0.0,
@@ -396,7 +398,7 @@ class Followed:
         )
 
 
-def follow(
+def trace_two_steps(
     request: Request,
     stage: int = 0,
     trial: Trial | None = None,
@@ -424,7 +426,7 @@ def follow(
     trace, strategy = fake.trace_steps(request, batches, 0, stage, trial, blocks, turns)
     steps, edges = _split_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
-    kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
+    kinds = [[(c.collective_name, c.group_size) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
         raise ModelError(
             f"{models.describe_model(request.model_source)}: two training steps differ in more than their "
@@ -435,11 +437,11 @@ def follow(
     for call, other in zip(*each, strict=True):
         if call != other:
             line = Affine.from_two_values((call.n_bytes, other.n_bytes), parts)
-            call = replace(call, n_bytes=line.fixed, sample_bytes=line.per_sample)
+            call = replace(call, n_bytes=line.fixed, bytes_per_sample=line.per_sample)
         collectives.append(call)
     others = []
     # Other kinds of steps are traced, too, since the peak is the maximum over all kinds.
-    for number in strategy.first_steps[1:]:
+    for number in strategy.list_first_steps_by_kind[1:]:
         other, _ = fake.trace_steps(request, batches, number, stage, trial)
         lives_of = Followed(request, parts, None, other, strategy, *_split_steps(other), [], [])
         others += _find_peak_moments(
@@ -462,12 +464,12 @@ def _split_steps(
     return steps, [p.first_event for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
 
 
-def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
+def _compute_flat_bytes(strategy: ParameterServer) -> dict[str, int]:
     layout = strategy.flat.layout
     return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
 
 
-def _frozen_bytes(strategy: Strategy) -> int:
+def _compute_frozen_bytes(strategy: Strategy) -> int:
     from stratbench.telemetry.shards import get_local_shard
 
     frozen = [get_local_shard(p) for p in strategy.model.parameters() if not p.requires_grad]
@@ -497,10 +499,10 @@ def _count_model_flops(
     model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
 ) -> dict[str, int]:
     """Return operations per sample of the model alone, which is built once per process."""
-    from stratbench.extensions.plan.footprint.fake import blank
+    from stratbench.extensions.plan.footprint.fake import build_fake_model
 
     network = models.make_model_metadata(model, json.loads(own))
-    return count_flops(partial(blank, network, classes, shape, blocks), shape)
+    return count_flops(partial(build_fake_model, network, classes, shape, blocks), shape)
 
 
 def _find_peak_moments(
@@ -515,9 +517,9 @@ def _find_peak_moments(
     The batches have at least one sample per part.
     """
     lines = [Affine.from_two_values(pair, parts) for pair in zip(*lives, strict=True)]
-    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines, parts)]
-    for sums, at in list_sums(steps, edges, parts).items():
-        chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at], parts)]
+    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in find_upper_envelope(lines, parts)]
+    for sums, at in list_reductions(steps, edges, parts).items():
+        chosen += [(at[i], sums) for i in find_upper_envelope([lines[i] for i in at], parts)]
     moments = []
     for i, sums in chosen:
         both = [trace.get_device_bytes_by_purpose(edge + i) for edge in edges[:2]]
@@ -529,7 +531,7 @@ def _find_peak_moments(
     return moments
 
 
-def list_sums(
+def list_reductions(
     steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
 ) -> dict[Sums, list[int]]:
     """Return a step's reductions that may need a buffer, with their positions in the trace.
@@ -563,11 +565,13 @@ def _select_highest(moments: list[Moment], least: int) -> list[Moment]:
     highest = []
     for sums in dict.fromkeys(m.reduction_sums for m in moments):
         same_sums = [m for m in moments if m.reduction_sums == sums]
-        highest += [same_sums[i] for i in upper_envelope([m.total_bytes for m in same_sums], least)]
+        highest += [
+            same_sums[i] for i in find_upper_envelope([m.total_bytes for m in same_sums], least)
+        ]
     return highest
 
 
-def upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
+def find_upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
     """Return the indices of lines that are highest for some batch >= `least`.
 
     The indices are ordered by ascending slope.

@@ -26,7 +26,7 @@ RESHARDING = "reshard_after_forward"
 
 
 @cache
-def served_stand_in() -> str:
+def get_served_stand_in() -> str:
     """Return the name of the strategy that the plan uses for all parameter-server strategies."""
     return next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
 
@@ -66,7 +66,7 @@ class Request:
         planned = get_strategy_class(strategy)
         most, of_node = s.gpus, local_world
         if planned.kind == "server":
-            strategy, most = served_stand_in(), 1
+            strategy, most = get_served_stand_in(), 1
             options = get_option_defaults(strategy)
         elif planned.kind == "own":  # only the network of a user's command is traced
             options, most = get_option_defaults(strategy), 1
@@ -83,7 +83,7 @@ class Request:
             seed=0,
             global_batch=most,
             per_worker_batch=1,
-            **planned_settings(s) | {"device": "cuda" if on_cuda else "cpu"},
+            **select_planned_settings(s) | {"device": "cuda" if on_cuda else "cpu"},
         )
         return cls(
             settings=settings,
@@ -167,7 +167,10 @@ class Request:
     def num_accumulated_parts(self) -> int:
         """Number of equal parts into which a worker divides the batch of a step."""
         cls = get_strategy_class(self.strategy)
-        return self.gradient_accumulation_steps * cls(cls.Options(**dict(self.options))).parts
+        return (
+            self.gradient_accumulation_steps
+            * cls(cls.Options(**dict(self.options))).num_batch_parts
+        )
 
     @property
     def may_reshard(self) -> bool:
@@ -198,7 +201,7 @@ class Turns(NamedTuple):
     waiting: int
 
 
-def planned_settings(s: Settings) -> dict[str, Any]:
+def select_planned_settings(s: Settings) -> dict[str, Any]:
     """Return the settings that affect a footprint, as their declarations say."""
     selected = {}
     for field in fields(Settings):
@@ -208,7 +211,7 @@ def planned_settings(s: Settings) -> dict[str, Any]:
     return selected
 
 
-def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
+def compute_data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
     """Return the bytes of the whole data set on the device.
 
     Images count at the model's size, with the stored channels and type. Texts, waveforms and targets count as
@@ -224,16 +227,16 @@ def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> in
     numbers = data.train_samples * (4 if augment else 1)
     size = input_shape[1:] if len(input_shape) == 3 else data.shape[1:]
     values = samples * data.shape[0] * math.prod(size)
-    return values * data.stored_bytes + samples * target_bytes(data) + 8 * numbers
+    return values * data.stored_bytes + samples * compute_target_bytes(data) + 8 * numbers
 
 
-def target_bytes(data: Dataset) -> int:
+def compute_target_bytes(data: Dataset) -> int:
     """Return the bytes of a sample's target, as it is stored."""
-    kind, shape = data.target
+    kind, shape = data.target_type_and_shape
     return {"uint8": 1, "int32": 4, "float32": 4, "int64": 8}[kind] * math.prod(shape)
 
 
-def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
+def compute_batch_buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
     """Return the bytes of waiting batches on the device.
 
     Batches wait there if the data are in host memory. They are as stored, with their targets, and three int64
@@ -244,6 +247,6 @@ def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
         samples: Samples of a batch.
         augment: Whether samples are augmented.
     """
-    each = math.prod(data.shape) * data.stored_bytes + target_bytes(data)
+    each = math.prod(data.shape) * data.stored_bytes + compute_target_bytes(data)
     each += 24 if augment and not data.is_text else 0
     return BUFFERED_BATCHES * samples * each

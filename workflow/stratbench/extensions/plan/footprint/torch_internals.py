@@ -110,7 +110,7 @@ _PLAIN = frozenset(
 
 
 @contextmanager
-def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """Context with a fake process group, in which only this rank exists.
 
     This process is one rank. The group exists until the block ends.
@@ -127,7 +127,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> Iterator[None]:
+def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> Iterator[None]:
     """Make torch support fake tensors, and a missing device, until the block ends.
 
     Args:
@@ -197,7 +197,7 @@ def no_autocast() -> Iterator[None]:
         yield
 
 
-def unregister(library: Library) -> None:
+def unregister_kernels(library: Library) -> None:
     """Remove the kernels of `library`, so that the kernels they replaced apply again."""
     library._destroy()
 
@@ -260,7 +260,11 @@ def _run_fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> 
     """
     for lists in zip(params, grads, *filter(None, kept), strict=True):
         described = [
-            (t.device, t.dtype, [(n, k) for n, k in zip(t.shape, t.stride(), strict=True) if n > 1])
+            (
+                t.device,
+                t.dtype,
+                [(n, k) for n, k in zip(t.shape, t.stride(), strict=True) if n > 1],
+            )
             for t in lists
         ]
         if any(d != described[0] for d in described[1:]):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from stratbench.extensions.plan.footprint.reductions import Reduction
 from stratbench.extensions.plan.footprint.torch_internals import FLOP_FORMULAS
-from stratbench.extensions.plan.footprint.traffic import PARTS, staging_bytes
+from stratbench.extensions.plan.footprint.traffic import PARTS, compute_staging_bytes
 from stratbench.telemetry.collective_count import detect_collective, iter_tensors
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.telemetry.shards import get_local_shard
@@ -151,8 +151,8 @@ class OperatorTrace(TorchDispatchMode):
         # C++ asks a fake tensor for its device by `prim`, which launches no kernel.
         if not op.is_view and op.namespace != "prim":
             phase.operations += 1
-            phase.touched_bytes += sum(map(_n_bytes, iter_tensors((args, kwargs)))) + sum(
-                map(_n_bytes, iter_tensors(out))
+            phase.touched_bytes += sum(map(_count_bytes, iter_tensors((args, kwargs)))) + sum(
+                map(_count_bytes, iter_tensors(out))
             )
             if op.overloadpacket in FLOP_FORMULAS:
                 flops = FLOP_FORMULAS[op.overloadpacket](*args, **kwargs, out_val=out)
@@ -163,7 +163,7 @@ class OperatorTrace(TorchDispatchMode):
             for copies_bytes in _CONVOLUTIONS[op.overloadpacket](args, out):
                 self._log_temporary("scratch", copies_bytes)
         if not self._on_cpu and op.overloadpacket is CPU_ATTENTION_BACKWARD:
-            self._log_temporary("scratch", _flash_attention_bytes(args[1]))
+            self._log_temporary("scratch", _list_flash_attention_bytes(args[1]))
         if not self._on_cpu and op.overloadpacket in _SUMS:
             reduction = _SUMS[op.overloadpacket](args)
             if reduction is not None:
@@ -180,11 +180,11 @@ class OperatorTrace(TorchDispatchMode):
         collective = detect_collective(op, args, kwargs)
         if collective is None:
             return None
-        if collective.kind in ("all_gather", "reduce_scatter"):
+        if collective.collective_name in ("all_gather", "reduce_scatter"):
             for t in iter_tensors((args, kwargs)):
                 self.tags.setdefault(self._register_storage(t), "communication")
         if self._on_cpu:
-            self._log_temporary("staging", [staging_bytes(collective)])
+            self._log_temporary("staging", [compute_staging_bytes(collective)])
         return collective
 
     def _tag_fsdp(self, name: str, args: Any, kwargs: Any, made: list[int]) -> None:
@@ -278,7 +278,7 @@ class OperatorTrace(TorchDispatchMode):
         return "activations" if in_forward else "temporaries"
 
 
-def _n_bytes(tensor: torch.Tensor) -> int:
+def _count_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -287,7 +287,7 @@ def _list_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
 
     The copies are of input, weight and result, in oneDNN's blocked layout.
     """
-    return [[_n_bytes(args[0]), _n_bytes(args[1]), _n_bytes(out)]]
+    return [[_count_bytes(args[0]), _count_bytes(args[1]), _count_bytes(out)]]
 
 
 def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
@@ -295,7 +295,7 @@ def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
 
     The copies are for the input's gradient and for the weight's.
     """
-    grad, x, weight = (_n_bytes(t) for t in args[:3])
+    grad, x, weight = (_count_bytes(t) for t in args[:3])
     return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
 
 
@@ -328,7 +328,7 @@ _SUMS = {
 }
 
 
-def _flash_attention_bytes(query: torch.Tensor) -> list[int]:
+def _list_flash_attention_bytes(query: torch.Tensor) -> list[int]:
     """Return the bytes of flash attention's buffers in backward.
 
     The buffers are the query's padded gradient, and row sums. Both have 32 bits, as in PyTorch 2.11 (mha_bwd,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings, build_experiment_schema
 from stratbench.cell.text.words import format_bytes
-from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_footprint
+from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_to_make_footprint
 from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
 from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.plan.footprint.request import Request
@@ -165,7 +165,7 @@ def estimate(
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
     with replace_attribute(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        footprint = try_footprint(request, blocks=_find_blocks(request))
+        footprint = try_to_make_footprint(request, blocks=_find_equal_blocks(request))
     if isinstance(footprint, str):
         raise ValueError(f"stratbench.estimate: {footprint}")
     cell = Cell("estimate", "", name, request.settings.model, "", gpus, 0)
@@ -197,10 +197,10 @@ def estimate(
     )
 
 
-def _find_blocks(request: Request) -> tuple[str, int] | None:
+def _find_equal_blocks(request: Request) -> tuple[str, int] | None:
     """Return the path and number of the model's equal blocks, if any."""
     # Errors of the model are reported when the whole model is traced.
-    with suppress(Exception), fake.surroundings(request):
+    with suppress(Exception), fake.fake_worker_environment(request):
         model, _, _ = fake.build_worker(request)
         return find_equal_blocks(request, model)
     return None
@@ -224,8 +224,10 @@ class _GivenRequest(Request):
 
     @property
     def model_source(self) -> Model:
-        own = OwnModel(self.settings.model, f"{__name__}:copy_given", {"given": self.given}, None)
-        return Model("own", None, own=own)
+        own = OwnModel(
+            self.settings.model, f"{__name__}:copy_given_model", {"given": self.given}, None
+        )
+        return Model("own", None, own_model=own)
 
     def make_example_batch(self, samples: int) -> tuple[Tensor, Tensor]:
         return tuple(
@@ -247,7 +249,7 @@ class _GivenTask(Task):
         return self._loss(outputs, targets)
 
 
-def copy_given(given: Given) -> nn.Module:
+def copy_given_model(given: Given) -> nn.Module:
     """Return a copy of a caller's module with fake tensors, in the active fake mode."""
     memo: dict[int, Any] = {}
     for p in given.model.parameters():
@@ -274,7 +276,7 @@ def _make_settings(
         strategy=name,
         options=options,
         model=f"model-{next(_numbers)}",
-        own_model={"call": f"{__name__}:copy_given", "kwargs": {}, "wrap_classes": None},
+        own_model={"call": f"{__name__}:copy_given_model", "kwargs": {}, "wrap_classes": None},
         dataset="",
         gpus=gpus,
         seed=0,

@@ -30,12 +30,17 @@ from stratbench.extensions.plan.device_rates import (
 )
 from stratbench.extensions.plan.duration import BEST, USUAL, WORST, plan_step
 from stratbench.extensions.plan.footprint.footprint import Footprint
-from stratbench.extensions.plan.needs import Subject, data_bytes_of, derive_needs, subject_of
+from stratbench.extensions.plan.needs import (
+    Subject,
+    compute_subject_data_bytes,
+    derive_needs,
+    make_subject,
+)
 from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.one_model.rows import (
     MICROBATCHES_A_STAGE,
     describe_unplanned,
-    divided_variants,
+    list_divided_variants,
 )
 from stratbench.extensions.plan.public_runs import estimate_from_runs
 from stratbench.extensions.plan.schedule import FITS, classify_fit
@@ -176,7 +181,7 @@ def answer_question(
         for name in dict.fromkeys(cell.strategy for cell in study.cells)
     }
     unplanned = describe_unplanned(question.gpus, _choose_node_gpus(question, config), rows)
-    subjects = [_without_evaluation(subject_of(config, study, cell)) for cell in study.cells]
+    subjects = [_without_evaluation(make_subject(config, study, cell)) for cell in study.cells]
     first, data = subjects[0].settings, subjects[0].data
     _check_amount(question, data)
     rehearsed: dict[Any, Rehearsal] = {}
@@ -244,7 +249,7 @@ def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, A
     template = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
     node = _choose_node_gpus(question, config)
-    divided = divided_variants(node)
+    divided = list_divided_variants(node)
     template["variants"] |= divided
     strategies += divided
     # This batch only has to be divisible by all strategies. The footprint gives the largest batch that
@@ -296,7 +301,7 @@ def choose_batch(
     threads, parts = device.resident_threads, s.request.num_accumulated_parts
     margin = cluster["memory_margin"]
     if batch is None:
-        data_bytes = partial(data_bytes_of, s)
+        data_bytes = partial(compute_subject_data_bytes, s)
         batch = footprint.largest_batch(device.compute_room_bytes(margin), threads, data_bytes)
         batch = max(batch // parts * parts, -(-least // parts) * parts)
     settings = replace(s.settings, per_worker_batch=batch, global_batch=batch * s.mesh.replicas)

@@ -64,7 +64,7 @@ def make_model_study(
             f"data by --dataset, one of {', '.join(known)}"
         )
     entry = (config.get("models") or {}).get(model) or {}
-    if vocabulary := find_library_of_entry(entry).vocabulary_of_entry(entry):
+    if vocabulary := find_library_of_entry(entry).get_entry_vocabulary(entry):
         for values in usual.values():
             if "vocabulary" in values:
                 values["vocabulary"] = vocabulary
@@ -86,7 +86,7 @@ def make_model_study(
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
     # This call raises for faults that all experiments share.
     _, alone = load_experiments({"network": block | {"strategies": first, "gpus": [1]}})
-    if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
+    if "optimizer" not in block and alone.get_dataset(block["dataset"]).is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
     experiments, left_out = {}, []
     for (kind, change), (group, matrix) in product(
@@ -143,7 +143,7 @@ def _find_training_data(
                     return {key: block[key] for key in OF_AN_EXPERIMENT if key in block}
     try:
         entry = own.get(model) or {}
-        task = find_library_of_entry(entry).task_of_entry(entry)
+        task = find_library_of_entry(entry).get_entry_task(entry)
     except ValueError as error:
         raise ConfigError(f"config: models.{model}{error}") from None
     if task is not None:

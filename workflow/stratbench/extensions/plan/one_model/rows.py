@@ -27,7 +27,7 @@ MICROBATCHES_A_STAGE = 4
 MICROBATCHES = "microbatches"
 
 
-def divided_variants(node: int) -> dict[str, dict[str, Any]]:
+def list_divided_variants(node: int) -> dict[str, dict[str, Any]]:
     """Return the variants that split a model over 2 to `node` GPUs, by name.
 
     Tensor parallelism has a variant for each group size that divides a node evenly. Each has another one for
@@ -40,9 +40,9 @@ def divided_variants(node: int) -> dict[str, dict[str, Any]]:
     sizes = [n for n in range(2, node + 1) if node % n == 0]
     variants = {}
     for strategy in REGISTRY:
-        if (option := size_option(strategy, node)) is None:
+        if (option := find_size_option(strategy, node)) is None:
             continue
-        switches = [key for key, tried in tried_values(strategy) if tried is True]
+        switches = [key for key, tried in iter_tried_values(strategy) if tried is True]
         is_pipeline = MICROBATCHES in get_option_defaults(strategy)
         for size, switch in product(sizes[-1:] if is_pipeline else sizes, (None, *switches)):
             variant: dict[str, Any] = {"strategy": strategy, option: size}
@@ -56,7 +56,7 @@ def divided_variants(node: int) -> dict[str, dict[str, Any]]:
     return variants
 
 
-def size_option(strategy: str, node: int) -> str | None:
+def find_size_option(strategy: str, node: int) -> str | None:
     """Return the option that sets how many GPUs share one copy of the model.
 
     The result is None if there is no such option.
@@ -71,13 +71,15 @@ def size_option(strategy: str, node: int) -> str | None:
     for key in defaults:
         # Sizes of other groups, such as those that divide states, leave each GPU a copy of the network.
         if key.endswith("_size"):
-            one, all_ = (get_mesh(strategy, defaults | {key: n}, node).members for n in (1, node))
+            one, all_ = (
+                get_mesh(strategy, defaults | {key: n}, node).workers_per_replica for n in (1, node)
+            )
             if (one, all_) == (1, node):
                 return key
     return None
 
 
-def tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
+def iter_tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
     """Yield each value to try of a strategy's options, as pairs of option and value."""
     for option in fields(get_strategy_class(strategy).Options):
         for value in option.metadata.get("tried", ()):
@@ -104,8 +106,8 @@ def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any
         (name, key, value)
         for name in similar
         if name in planned
-        for key, value in tried_values(name)
-        if key != size_option(name, node) or node % value == 0
+        for key, value in iter_tried_values(name)
+        if key != find_size_option(name, node) or node % value == 0
     ]
     missing = [
         f"{name} {key}={value}"
@@ -113,8 +115,9 @@ def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any
         if not any(row["strategy"] == name and row.get(key) == value for row in rows.values())
     ]
     return (
-        f"{len(others)} of {len(similar)} strategies with DDP's updates{_names(others)}; {len(missing)} of "
-        f"{len(values)} values to try that options of the others declare{_names(missing)}; groups "
+        f"{len(others)} of {len(similar)} strategies with DDP's updates{_join_names(others)}; "
+        f"{len(missing)} of "
+        f"{len(values)} values to try that options of the others declare{_join_names(missing)}; groups "
         f"over several nodes, tensor and pipeline parallelism at once, {rest}"
     )
 
@@ -130,5 +133,5 @@ def has_ddp_updates(strategy: str, gpus: int) -> bool:
         return False
 
 
-def _names(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return f" ({', '.join(names)})" if names else ""

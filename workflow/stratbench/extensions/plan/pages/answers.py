@@ -9,8 +9,8 @@ from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.text.words import format_bytes, format_count, format_names
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
-from stratbench.extensions.plan.needs import data_bytes_of
-from stratbench.extensions.plan.quantities import cells_by, format_span
+from stratbench.extensions.plan.needs import compute_subject_data_bytes
+from stratbench.extensions.plan.quantities import format_span, group_cells_by
 from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned
 
 #: Name of each part of the memory in a sentence.
@@ -61,7 +61,7 @@ def answer_questions(plan: Plan) -> list[tuple[str, list[str]]]:
         ("What takes the memory?", list(_answer_largest_parts(plan))),
         *(
             pair
-            for _, a in iter_imported_additions("plans")
+            for _, a in iter_imported_additions("plan_additions")
             if a.questions
             for pair in a.questions(plan)
         ),
@@ -79,7 +79,7 @@ def _list_predicted(plan: Plan) -> list[Planned]:
 
 def _iter_largest_counts(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
     """Yield the cells on the largest worker count, per experiment and model."""
-    for (experiment, model), cells in cells_by(
+    for (experiment, model), cells in group_cells_by(
         _list_predicted(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)
@@ -214,7 +214,7 @@ def _answer_divisions(plan: Plan) -> Iterator[str]:
     T is the degree of tensor parallelism, and S the number of pipeline stages.
     """
     for where, there in _iter_largest_counts(plan):
-        divided = [c for c in there if c.subject.mesh.members > 1]
+        divided = [c for c in there if c.subject.mesh.workers_per_replica > 1]
         if not divided:
             continue
         able = [c for c in divided if c.fit.may_run]
@@ -247,10 +247,10 @@ def _answer_worker_counts(plan: Plan) -> Iterator[str]:
     known = _list_predicted(plan)
     if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
         yield "No strategy of the study has cells on two numbers of workers."
-    for (experiment, model), cells in cells_by(known, "experiment", "model").items():
+    for (experiment, model), cells in group_cells_by(known, "experiment", "model").items():
         rows = []
         ordered = sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus))
-        for strategy, each in cells_by(ordered, "strategy").items():
+        for strategy, each in group_cells_by(ordered, "strategy").items():
             if len(each) < 2:
                 continue
             first, last = each[0], each[-1]
@@ -272,7 +272,7 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
     followed = [
         c for c in _list_predicted(plan) if c.subject.request in plan.footprints_by_resharding
     ]
-    for (experiment, model, workers), cells in cells_by(
+    for (experiment, model, workers), cells in group_cells_by(
         followed, "experiment", "model", "gpus"
     ).items():
         # Cells that differ only in this choice count as one kind, like cells with equal requests.
@@ -286,7 +286,7 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
             peaks = [f.compute_training_peak(batch, threads).n_bytes for f in (always, never)]
             gathers = [f.sum_payload_bytes_by_kind().get("all_gather", 0) for f in (always, never)]
             largest = never.largest_batch(
-                c.fit.room_bytes, threads, partial(data_bytes_of, c.subject)
+                c.fit.room_bytes, threads, partial(compute_subject_data_bytes, c.subject)
             )
             answer = (
                 "the batch fits"
@@ -302,7 +302,7 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
 
 
 def _answer_largest_parts(plan: Plan) -> Iterator[str]:
-    for (experiment, model), cells in cells_by(
+    for (experiment, model), cells in group_cells_by(
         _list_predicted(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)

@@ -28,7 +28,7 @@ WITHOUT_GRADIENT = {
 }
 
 
-def check_text(checked: Checked) -> str:
+def format_check_result(checked: Checked) -> str:
     """Return the text that `snakemake check` prints."""
     return "\n".join(_iter_lines(checked))
 

@@ -48,4 +48,4 @@ def describe_errors(percent: pd.Series) -> str:
     return f"median {percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
 
 
-READING = Reading(sections=make_prediction_sections)
+READING = Reading(list_sections=make_prediction_sections)

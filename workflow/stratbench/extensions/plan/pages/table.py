@@ -13,7 +13,7 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB, format_bytes, format_seconds
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.quantities import format_span, sort_by_usual_time
-from stratbench.extensions.plan.schedule import Plan, Planned, longest_time_s
+from stratbench.extensions.plan.schedule import Plan, Planned, get_longest_time_s
 from stratbench.study import plan_file
 
 
@@ -104,7 +104,7 @@ REQUEST_COLUMNS = {
         f"slurm_{key}": PlanColumn(f"job_request.{key}")
         for key in ("nodes", "gres", "cpus", "mem_mib", "runtime_min", "workers")
     },
-    "sbatch": PlanColumn("job_request.sbatch"),
+    "sbatch": PlanColumn("job_request.sbatch_command"),
 }
 
 
@@ -149,7 +149,7 @@ def write_json(plan: Plan, path: Path) -> None:
             "infeasible": None if c.state != "infeasible" else c.reason,
             "host_mem_mib": c.needs.host_mib,
             "servers_mem_mib": c.needs.servers_host_mib,
-            "cell_time_high_s": longest_time_s(c.fit),
+            "cell_time_high_s": get_longest_time_s(c.fit),
         }
         for c in plan.cells
         if c.needs is not None

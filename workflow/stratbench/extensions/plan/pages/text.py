@@ -22,13 +22,13 @@ from stratbench.extensions.plan.pages.answers import PART_NAMES, answer_question
 from stratbench.extensions.plan.pages.table import COLUMNS, RANGE
 from stratbench.extensions.plan.pages.what_fits import collect_page_data
 from stratbench.extensions.plan.quantities import (
-    cells_by,
     format_compared_time,
     format_in_unit,
     format_span,
+    group_cells_by,
     list_assumed_rates,
     sort_by_usual_time,
-    totals,
+    sum_totals,
 )
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
 from stratbench.study.reasons import format_skip_reasons
@@ -40,11 +40,11 @@ INDENT = 5
 MANY_ALIKE = 3
 
 
-def _fit_mark(c: Planned) -> str:
+def _format_fit_mark(c: Planned) -> str:
     return {FITS: "", TIGHT: "?", DOES_NOT_FIT: "!"}[c.fit.memory_verdict]
 
 
-def _time_mark(c: Planned) -> str:
+def _format_time_mark(c: Planned) -> str:
     return {"no": "", "possible": "?", "certain": "!"}[c.fit.time_limit_verdict]
 
 
@@ -52,11 +52,11 @@ def _time_mark(c: Planned) -> str:
 TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
     "needed_mib": (
         "{unit} per worker that {who} needs, at {workers} workers (! does not fit, ? tight)",
-        _fit_mark,
+        _format_fit_mark,
     ),
     "train_time_s": (
         "training time to compare by (range), at {workers} workers (! cut off, ? perhaps)",
-        _time_mark,
+        _format_time_mark,
     ),
     "wire_bytes_per_step": (
         "{unit} that a worker sends in a step, at {workers} workers",
@@ -80,7 +80,7 @@ def format_plan(plan: Plan) -> str:
         ),
         "elastic": [c for c in plan.cells if c.job_request.workers and c.cell.repeat == 0],
         "raised": sorted(
-            (c for c in plan.cells if c.job_request.gpus and c.job_request.planned_mib),
+            (c for c in plan.cells if c.job_request.gpus and c.job_request.is_memory_planned),
             key=lambda c: -c.needs.host_bytes,
         ),
     }
@@ -99,7 +99,7 @@ def format_network(plan: Plan) -> str:
         f"{plan.cells[0].cell.model} on {plan.device}, {plan.cells[0].cell.dataset}, {first.optimizer}, "
         f"{first.precision}, global batch {first.global_batch}"
     ]
-    for cells in cells_by(plan.cells, "experiment").values():
+    for cells in group_cells_by(plan.cells, "experiment").values():
         s = cells[0].subject.settings
         if (s.precision, s.activation_checkpointing) == (first.precision, False):
             lines.append(_format_table(cells, "needed_mib", "it"))
@@ -125,10 +125,10 @@ FILTERS = {"bytes": format_bytes, "hours": format_hours}
 def _collect_values(plan: Plan) -> dict[str, Any]:
     return {
         "plan": plan,
-        "experiments": cells_by(sort_by_usual_time(plan.cells), "experiment").items(),
+        "experiments": group_cells_by(sort_by_usual_time(plan.cells), "experiment").items(),
         "answers": answer_questions(plan),
         "assumed": list_assumed_rates(plan),
-        "totals": {name: totals(plan, name) for name in (plan.device, *plan.compared_devices)},
+        "totals": {name: sum_totals(plan, name) for name in (plan.device, *plan.compared_devices)},
     }
 
 
@@ -171,7 +171,7 @@ def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
             most or max(map(weights.get_value, first.values()), default=0)
         )
 
-    def field(c: Planned) -> str:
+    def format_field(c: Planned) -> str:
         if not n_bytes:
             return _format_time(c) + mark(c)
         return format_in_unit(column.get_value(c), n_bytes) + mark(c)
@@ -180,7 +180,7 @@ def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for strategy in _sort_by_time(cells):
         found = [[first.get((strategy, model, n)) for n in workers] for model in models]
-        fields = tuple("  ".join(field(c) for c in there if c) or "-" for there in found)
+        fields = tuple("  ".join(format_field(c) for c in there if c) or "-" for there in found)
         alike.setdefault(fields, []).append(strategy)
     rows = [["", *models], *([_format_names(names), *fields] for fields, names in alike.items())]
     widths = [max(map(len, fields)) for fields in zip(*rows, strict=True)]

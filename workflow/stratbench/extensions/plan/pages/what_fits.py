@@ -18,8 +18,12 @@ from stratbench.extensions.plan import device_rates, duration, public_runs
 from stratbench.extensions.plan.duration import Span
 from stratbench.extensions.plan.footprint import reductions
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, Sums
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.extensions.plan.needs import Subject, data_bytes_of, plain_wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
+from stratbench.extensions.plan.needs import (
+    Subject,
+    compute_plain_wire_bytes,
+    compute_subject_data_bytes,
+)
 from stratbench.extensions.plan.schedule import Plan, Planned
 from stratbench.strategies.base import Strategy
 from stratbench.telemetry.machine.hardware import Datasheet, list_datasheets
@@ -70,7 +74,7 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
             "link": duration.LINK_UTILISATION,
             "server": duration.SERVER_BYTES_PER_S,
             "hiding": duration.HIDING,
-            "public": public_runs.band()._asdict(),
+            "public": public_runs.get_public_band()._asdict(),
             "waiting_share": public_runs.MAX_WAITING_SHARE,
         },
         "sums": {
@@ -263,7 +267,7 @@ def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> di
         "bubble": s.bubble_share,
         "slowdown": s.slowdown,
         "fused": duration.COMPILED if s.settings.compile else 1,
-        "host_s": duration.host_s(needs.slowest_rank),
+        "host_s": duration.compute_host_s(needs.slowest_rank),
         "public": public_runs.is_like_public_runs(s.settings, s.data.is_text),
         "recorded": recorded
         and _describe_recorded_time(
@@ -299,8 +303,8 @@ def _find_slowest_index(footprint: Footprint) -> int:
 
 def _fit_data_bytes(s: Subject) -> tuple[float, float]:
     """Return bytes of data on the device: a fixed part, and bytes per sample."""
-    fixed = data_bytes_of(s, 0)
-    return fixed, data_bytes_of(s, 1) - fixed
+    fixed = compute_subject_data_bytes(s, 0)
+    return fixed, compute_subject_data_bytes(s, 1) - fixed
 
 
 def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
@@ -312,33 +316,36 @@ def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str,
     on_gloo, gpus = not s.request.is_on_cuda, s.cell.gpus
     node_ranks = -(-gpus // nodes)
 
-    def line(within: int | None = None) -> tuple[float, float]:
+    def fit_line(within: int | None = None) -> tuple[float, float]:
         at = [
             fmean(
-                wire_bytes(f.collectives, gpus, on_gloo, n, within)
+                compute_wire_bytes(f.collectives, gpus, on_gloo, n, within)
                 for f in footprint.footprint_per_stage
             )
             for n in (0, 1)
         ]
         return at[0], at[1] - at[0]
 
-    plain = [plain_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.footprint_per_stage]
+    plain = [
+        compute_plain_wire_bytes(s, f, f.collectives, on_gloo)
+        for f in footprint.footprint_per_stage
+    ]
     start, period = find_exchange_steps(s.strategy)
     return {
-        "line": line(),
-        "within": line(node_ranks),
+        "line": fit_line(),
+        "within": fit_line(node_ranks),
         "start": start,
         "period": period,
-        "plain_steps": s.strategy.plain_steps,
+        "plain_steps": s.strategy.num_plain_steps,
         "plain": fmean(plain),
     }
 
 
 def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
     """Return the number of first steps in which workers exchange, and the period after that."""
-    if strategy.exchanges(MANY_STEPS) == MANY_STEPS:
+    if strategy.count_exchanges(MANY_STEPS) == MANY_STEPS:
         return 0, 1
-    return strategy.first_steps[-1], strategy.period
+    return strategy.list_first_steps_by_kind[-1], strategy.steps_per_period
 
 
 def _index_footprint(footprint: Footprint, footprints: dict[str, int]) -> int:

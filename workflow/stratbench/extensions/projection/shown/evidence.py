@@ -35,7 +35,7 @@ class ProjectionEvidence(Evidence):
     ):
         self.projected, self.crossings = projected, crossings or {}
 
-    def extend(
+    def iter_unmeasured_candidates(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterator[Candidate]:
         """Yield projected candidates: each strategy on all available GPUs and on fewer GPUs.
@@ -54,7 +54,7 @@ class ProjectionEvidence(Evidence):
             line = [c for c in candidates if c.strategy == name]
             if constraints.gpus is None or constraints.gpus in [c.gpus for c in line]:
                 continue
-            usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
+            usable = sorted((c for c in line if not c.exclusion_kind), key=lambda c: c.gpus)
             by_count = self.projected.get((*question, name), {}) if usable else {}
             requested = by_count.get(
                 constraints.gpus, Projected(missing_projection_reason(usable, constraints.gpus))
@@ -65,9 +65,9 @@ class ProjectionEvidence(Evidence):
                 if not made.missing_reason:
                     yield make_candidate(usable, gpus, made)
 
-    def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
+    def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on other numbers of workers for which another strategy is fastest."""
-        if choice.projected:
+        if choice.is_projected:
             for sentence in self.crossings.get(question, ()):
                 yield f"Another number of workers: {sentence}"
 
@@ -92,20 +92,20 @@ def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> C
         usable[-1],
         gpus=gpus,
         basis=f"projected from {made.evidence_text}",
-        unit="repeat",
-        projected=True,
+        repetition_unit="repeat",
+        is_projected=True,
         times=pd.Series(dtype=float),
         time_s=middle_s,
         time_low_s=low_s,
         time_high_s=high_s,
         memory_bytes=made.memory_high_bytes,
         score_loss_upper=None,
-        held_s=None,
-        present=None,
+        allocated_gpu_s=None,
+        mean_num_workers=None,
         tokens_per_s=None,
         mfu=None,
-        claim=None,
-        doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
+        verdict_claim=None,
+        caveats=list(dict.fromkeys(doubt for c in usable for doubt in c.caveats)),
     )
     candidate.projected_figures = describe_projection(candidate, made)
     return candidate
@@ -141,6 +141,6 @@ def describe_projection(first: Candidate, made: Projected) -> str:
         paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
         text += (
             f" The target score is reached after {middle_s} (80 %: {low_s} to {high_s}), with "
-            f"{format_hours(made.target_gpu_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
+            f"{format_hours(made.target_gpu_hours)} {'process' if first.is_on_cpu else 'GPU'}-hours{paid}."
         )
     return f"{text} Evidence: {made.evidence_text}."

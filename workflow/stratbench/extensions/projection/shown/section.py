@@ -22,7 +22,7 @@ from stratbench.extensions.projection.shown.evidence import read_evidence
 from stratbench.extensions.projection.shown.projected import (
     choose_worker_noun,
     group_step_times,
-    read_rows,
+    read_projection_rows,
 )
 
 TEMPLATE = Path(__file__).parent / "templates" / "projection.html.j2"
@@ -58,7 +58,7 @@ def make_section_entries(
     """
     if not table.exists():
         return []
-    rows = read_rows(table)
+    rows = read_projection_rows(table)
     models = rows.groupby(["experiment", "model"], sort=False)
     marks = assign_marks_by_strategy(zip(rows["strategy"], rows["base"], strict=True))
     return [_make_model_entry(*key, group, marks, trained) for key, group in models]
@@ -86,9 +86,9 @@ def _make_model_entry(
         "scaling": ", ".join(s for s in dict.fromkeys(known["scaling"]) if s),
         "svg": _draw_step_times(model, noun, lines, known, marks) if lines else "",
         "crossings": describe_crossings(lines, noun),
-        "cheapest": list(_describe_cheapest(known, aim, short)),
+        "cheapest": list(_describe_fastest_and_cheapest(known, aim, short)),
         "evidence": list(_describe_evidence(rows)),
-        "refused": list(_describe_refused(rows)),
+        "refused": list(_describe_unprojected_counts(rows)),
         "untold": list(_describe_missing_targets(rows)),
         "priced": bool(known[f"{aim}cost"].notna().any()),
         "aimed": bool(aim),
@@ -120,7 +120,7 @@ def _draw_step_times(
         series.append(
             ChartSeries(
                 strategy,
-                marks[strategy].variable,
+                marks[strategy].css_variable,
                 dots,
                 dots,
                 [(c.workers, c.step_s) for c in ahead] if len(ahead) > 1 else [],
@@ -134,7 +134,7 @@ def _draw_step_times(
     first = min((line[0] for line in lines.values()), key=lambda c: (c.workers, c.step_s))
     strong = (rows["scaling"] == "strong").any()
     ideal = [(n, first.step_s * (first.workers / n if strong else 1)) for n in counts]
-    series.append(ChartSeries("perfect scaling", "muted", dashed=ideal))
+    series.append(ChartSeries("perfect scaling", "muted", dashed_line_points=ideal))
     return render_log_chart(
         series, f"{noun}s" if noun == "GPU" else "CPU processes", "time per global batch", counts,
         lambda n: f"{n:g}", format_short_time,
@@ -187,7 +187,7 @@ def _format_range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[fl
     return "" if low == high else f"{low} to {high}"
 
 
-def _describe_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
+def _describe_fastest_and_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
     """Yield sentences on the fastest strategy and the one with fewest GPU-hours.
 
     Each sentence names a strategy and its number of workers.
@@ -233,7 +233,7 @@ def _describe_evidence(rows: pd.DataFrame) -> Iterator[str]:
             yield f"{strategy}{on}: {evidence}."
 
 
-def _describe_refused(rows: pd.DataFrame) -> Iterator[str]:
+def _describe_unprojected_counts(rows: pd.DataFrame) -> Iterator[str]:
     """Yield sentences on the counts that are not projected, one per reason.
 
     Beyond the largest projected count of a strategy only the first refused count is named.
@@ -264,7 +264,7 @@ def _describe_missing_targets(rows: pd.DataFrame) -> Iterator[str]:
             yield f"The time of {strategy} to the target score is unknown: {reason}."
 
 
-READING = Reading(sections=make_projection_sections, evidence=read_evidence)
+READING = Reading(list_sections=make_projection_sections, read_evidence=read_evidence)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from stratbench.extensions.servers.policies.options import (
     BoundedOptions,
     EveryPushOptions,
     PolicyOptions,
-    lr_scale_option,
+    make_lr_scale_option,
 )
 from stratbench.extensions.servers.policies.policy import (
     Hyper,
@@ -47,7 +47,7 @@ class AsyncPolicy(Policy):
     class Options(EveryPushOptions):
         refuses_adamw: ClassVar[str | None] = None
 
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("full")
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
@@ -85,7 +85,7 @@ class StalenessLrPolicy(AsyncPolicy):
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
         # "full", since 1 / (1 + staleness) divides by about N already.
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("full")
 
     def _compute_gradient_weight(self, staleness: int) -> float:
         return 1 / (1 + staleness)
@@ -112,7 +112,7 @@ class SspPolicy(AsyncPolicy):
         staleness_bound: int = option(
             3, "pushes a worker may be ahead of the slowest one when it starts a batch", least=0
         )
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
@@ -161,7 +161,7 @@ class AsyncModifiedPolicy(SspPolicy):
         pushes_per_batch: int = option(
             4, "sub-batches, each pushed by itself, of one batch", least=1
         )
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("full")
 
         @property
         def pushes_per_ticket(self) -> int:
@@ -231,7 +231,7 @@ class DcAsgdPolicy(ViewKeepingPolicy):
         dc_decay: float = option(
             0.95, "decay of the gradient's running mean square", 0.0, below=1.0
         )
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         import torch
@@ -267,7 +267,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
     @dataclass(frozen=True)
     class Options(ViewKeepingOptions):
         step_decay: float = option(0.999, "decay of the step's running mean square", 0.0, below=1.0)
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         import torch
@@ -312,7 +312,7 @@ class DanaPolicy(Policy):
     class Options(EveryPushOptions):
         buffers_per_worker: ClassVar[int] = 1
 
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
         def momentum_buffers(self, workers: int) -> int:
             return workers + 1

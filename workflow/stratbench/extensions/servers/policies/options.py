@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from stratbench.cell.options import Options, option
 
 
-def lr_scale_option(default: str) -> Any:
+def make_lr_scale_option(default: str) -> Any:
     """Return the dataclass field of `lr_scale`, which is "full" or "1/N"."""
     return option(
         default,

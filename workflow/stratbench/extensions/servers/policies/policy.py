@@ -94,16 +94,16 @@ def restore_attributes(owner: object, fields: Fields) -> None:
             f"a saved {', '.join(sorted(unknown))} is none of {type(owner).__name__}'s"
         )
     for name, saved in fields.items():
-        setattr(owner, name, _put_back(getattr(owner, name), saved))
+        setattr(owner, name, _restore_value(getattr(owner, name), saved))
 
 
-def _put_back(now: Any, saved: Any) -> Any:
+def _restore_value(now: Any, saved: Any) -> Any:
     """Return the saved value, or `now` with its attributes restored if the value is `Fields`."""
     if isinstance(saved, Fields):
         restore_attributes(now, saved)
         return now
     if isinstance(saved, list) and any(isinstance(each, Fields) for each in saved):
-        return [_put_back(*pair) for pair in zip(now, saved, strict=True)]
+        return [_restore_value(*pair) for pair in zip(now, saved, strict=True)]
     return saved
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stratbench.extensions.servers.ps.device import Staging
-from stratbench.extensions.servers.ps.flat import FlatSpace, cut
+from stratbench.extensions.servers.ps.flat import FlatSpace, cut_into_shards
 from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.extensions.servers.wire.frames import (
@@ -211,7 +211,7 @@ class Channel:
 
     def _start_threads(self) -> None:
         """Compute the bounds of all shards, and start the threads."""
-        self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
+        self._bounds = cut_into_shards(self.flat.layout.numel, self._links[0].shard_numel)
         if self.flat.is_mirrored:
             pushes = self._push_buffers, self._push_shards, self._end_push
             self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._set_weight)

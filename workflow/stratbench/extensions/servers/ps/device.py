@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stratbench.extensions.servers.ps.flat import FlatSpace, host_scalar
+from stratbench.extensions.servers.ps.flat import FlatSpace, make_host_scalar
 from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
 
 #: Bytes of gradients in one device-to-host copy.
@@ -108,12 +108,14 @@ class Staging:
         """
         #: The weight of the next push, a scalar on the device. None: every push has the same weight.
         self.weight: torch.Tensor | None = None
-        self._set_weight, self._own_weight = weigh, host_scalar(flat.device, torch.float64)
+        self._set_weight, self._own_weight = weigh, make_host_scalar(flat.device, torch.float64)
         self.armed = self.overflowed = False
         self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
         self._end_push, self._scale = end_push, scale
         self._unscaler = None if scale is None else Unscaler(flat.device)
-        self._found = host_scalar(flat.device)  # the host's copy of the unscaler's overflow flag
+        self._found = make_host_scalar(
+            flat.device
+        )  # the host's copy of the unscaler's overflow flag
         self._buckets = group_shards(bounds, flat.grads.element_size())
         self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
         spans = [

@@ -14,12 +14,12 @@ from stratbench.extensions.servers.wire.shm import (
     FlatTensors,
     Layout,
     allocate_flat_tensors,
-    dtype_name,
+    get_dtype_name,
 )
 from stratbench.workload.flat import compute_flat_offsets, copy_into_flat, get_flat_view
 
 
-def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
+def cut_into_shards(numel: int, shard_numel: int) -> list[tuple[int, int]]:
     """(start, stop) of each shard of a flat tensor.
 
     All of `shard_numel` elements but the last.
@@ -27,7 +27,7 @@ def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 
 
-def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype:
+def _get_common_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype:
     dtypes = {tensor.dtype for _, tensor in named}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
@@ -70,9 +70,9 @@ class FlatSpace:
         ]
         self.layout = Layout(
             numel,
-            dtype_name(_same_dtype(named, "parameters")),
+            get_dtype_name(_get_common_dtype(named, "parameters")),
             buffer_numel,
-            dtype_name(_same_dtype(named_buffers, "float buffers")),
+            get_dtype_name(_get_common_dtype(named_buffers, "float buffers")),
             hashlib.sha256(json.dumps(described).encode()).hexdigest(),
         )
         self.device = self.parameters[0].device
@@ -97,7 +97,7 @@ class FlatSpace:
             return
         for tensor in (host.weights, host.grads, host.buffers):
             if tensor.numel():
-                _pin(tensor)
+                _pin_memory(tensor)
         self.weights = torch.zeros_like(host.weights, device=self.device)
         self.grads = torch.zeros_like(host.grads, device=self.device)
         self.buffers = torch.zeros_like(host.buffers, device=self.device)
@@ -120,15 +120,15 @@ class FlatSpace:
         self.buffers.copy_(buffers)
 
 
-def host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def make_host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a host tensor of shape [1], to which `device` can copy asynchronously."""
     scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=dtype, count=1)
     if device.type == "cuda":
-        _pin(scalar)
+        _pin_memory(scalar)
     return scalar
 
 
-def _pin(tensor: torch.Tensor) -> None:
+def _pin_memory(tensor: torch.Tensor) -> None:
     """Page-lock memory that torch did not allocate: copies to the device are then asynchronous.
 
     Complete pages are locked, and a page can be locked once. So the memory must be mapped, not taken from the

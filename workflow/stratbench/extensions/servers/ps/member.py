@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.wire.frames import BUFFERS, Frame, Kind, ProtocolError
-from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout, attach
+from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout, attach_flat_tensors
 from stratbench.extensions.servers.wire.transport import Connection
 from stratbench.workload.flat import get_tensor_bytes
 
@@ -281,7 +281,7 @@ class Member:
         if frame.kind is not Kind.MEMORY or frame.length != 1:
             raise ProtocolError(f"malformed frame: {frame.kind.name}, expected MEMORY")
         try:
-            memory = attach(connection.read_descriptor(), layout)
+            memory = attach_flat_tensors(connection.read_descriptor(), layout)
         except (OSError, ValueError) as error:
             raise ProtocolError(str(error)) from None
         self.lane = SharedLane(connection, bounds, memory)

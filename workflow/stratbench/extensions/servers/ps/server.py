@@ -22,10 +22,10 @@ from stratbench.extensions.servers.ps.store import MakePolicy
 from stratbench.extensions.servers.wire.gate import Gate
 from stratbench.extensions.servers.wire.transport import Listeners
 
-__all__ = ["ServerConfig", "serve"]
+__all__ = ["ServerConfig", "run_server"]
 
 
-def serve(
+def run_server(
     config: ServerConfig,
     secret: bytes,
     make: MakePolicy = make_policy,

@@ -20,7 +20,7 @@ from stratbench.extensions.servers.ps.membership import Membership
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
-from stratbench.extensions.servers.ps.store import EpochLog, MakePolicy, Store, check_length
+from stratbench.extensions.servers.ps.store import EpochLog, MakePolicy, Store, check_payload_length
 from stratbench.extensions.servers.ps.tickets import TicketPlan, Tickets
 from stratbench.extensions.servers.wire.frames import (
     BUFFERS,
@@ -222,7 +222,7 @@ class ServerRun:
                 elif frame.kind is Kind.SCORE:
                     self._on_score(member, self._read_json(member, frame))
                 elif frame.kind in handlers:
-                    check_length(frame, 0)
+                    check_payload_length(frame, 0)
                     handlers[frame.kind](member, frame)
                 else:
                     raise ProtocolError(f"malformed frame: {frame.kind.name} from a worker")
@@ -354,7 +354,7 @@ class ServerRun:
             for k in answered:
                 member.lane.receive_shard(k)
         else:
-            check_length(frame, 0)
+            check_payload_length(frame, 0)
             answered = list(self._store.mine)
         if member.scaled == (frame.kind is Kind.PUSH):
             return  # with a loss scale, the reply follows APPLY or SKIP; without one, it follows the push

@@ -16,7 +16,7 @@ from stratbench.extensions.servers.policies.policy import Outcome, Policy
 from stratbench.extensions.servers.ps.tickets import CompactIntSet
 
 
-def _always() -> bool:
+def _return_true() -> bool:
     return True
 
 
@@ -118,7 +118,7 @@ class Shard:
             self._waiting.discard(worker)
             self._release(worker, self.index)
 
-    def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _always) -> int:
+    def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _return_true) -> int:
         """Write the weights that a worker shall read to `out`, and return their version.
 
         If the worker is lost, the read is not recorded, because another worker may have its slot.
@@ -141,7 +141,7 @@ class Shard:
 
     @contextmanager
     def lend_weights(
-        self, worker: int, spare: Tensor, alive: Callable[[], bool] = _always
+        self, worker: int, spare: Tensor, alive: Callable[[], bool] = _return_true
     ) -> Iterator[tuple[Tensor, int]]:
         """Yield the weights that a worker shall read, shape [n], and their version.
 

@@ -23,23 +23,23 @@ from torch import Tensor
 
 from stratbench.cell.files import write_atomic
 from stratbench.extensions.servers.ps.shard import Shard
-from stratbench.extensions.servers.wire.shm import DTYPES, dtype_name
+from stratbench.extensions.servers.wire.shm import DTYPES, get_dtype_name
 from stratbench.workload.flat import get_tensor_bytes
 
 
-def _weights_file(folder: Path, epoch: int, server: int) -> Path:
+def _get_weights_path(folder: Path, epoch: int, server: int) -> Path:
     return folder / f"epoch{epoch}.weights.{server}.npy"
 
 
-def _buffers_file(folder: Path, epoch: int) -> Path:
+def _get_buffers_path(folder: Path, epoch: int) -> Path:
     return folder / f"epoch{epoch}.buffers.npy"
 
 
-def _notice_file(folder: Path, epoch: int, server: int) -> Path:
+def _get_notice_path(folder: Path, epoch: int, server: int) -> Path:
     return folder / f"epoch{epoch}.{server}.json"
 
 
-def _save(path: Path, tensor: Tensor) -> None:
+def _write_tensor(path: Path, tensor: Tensor) -> None:
     """Write a tensor as bytes. The JSON file names the dtype, because NumPy has no bfloat16.
 
     The function does not use `np.save`, whose error on a full disk does not name the reason.
@@ -57,7 +57,7 @@ def _save(path: Path, tensor: Tensor) -> None:
         raise
 
 
-def _load(path: Path, dtype: str) -> Tensor:
+def _read_tensor(path: Path, dtype: str) -> Tensor:
     return torch.from_numpy(np.load(path, allow_pickle=False)).view(DTYPES[dtype])
 
 
@@ -134,18 +134,18 @@ class SnapshotWriter:
                 self._on_failure(f"{reason}: {cause}")
 
     def _write(self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None) -> None:
-        _save(_weights_file(self.folder, epoch, self._server), weights)
+        _write_tensor(_get_weights_path(self.folder, epoch, self._server), weights)
         notice = {
             "epoch": epoch,
             "seconds": seconds,
             "n_servers": self._n_servers,
-            "dtype": dtype_name(weights.dtype),
+            "dtype": get_dtype_name(weights.dtype),
             "buffer_dtype": None,
         }
         if buffers is not None:
-            _save(_buffers_file(self.folder, epoch), buffers)
-            notice["buffer_dtype"] = dtype_name(buffers.dtype)
-        write_atomic(_notice_file(self.folder, epoch, self._server), json.dumps(notice))
+            _write_tensor(_get_buffers_path(self.folder, epoch), buffers)
+            notice["buffer_dtype"] = get_dtype_name(buffers.dtype)
+        write_atomic(_get_notice_path(self.folder, epoch, self._server), json.dumps(notice))
 
 
 def load_snapshot(
@@ -169,7 +169,7 @@ def load_snapshot(
     folder, deadline = Path(folder), time.monotonic() + wait_s
     notices, n_servers = [], 1
     while len(notices) < n_servers:
-        path = _notice_file(folder, epoch, len(notices))
+        path = _get_notice_path(folder, epoch, len(notices))
         if path.exists():
             notices.append(json.loads(path.read_text(encoding="utf-8")))
             n_servers = notices[0]["n_servers"]
@@ -178,10 +178,12 @@ def load_snapshot(
         else:
             time.sleep(0.02)
     first = notices[0]
-    parts = [_load(_weights_file(folder, epoch, s), first["dtype"]) for s in range(n_servers)]
+    parts = [
+        _read_tensor(_get_weights_path(folder, epoch, s), first["dtype"]) for s in range(n_servers)
+    ]
     buffers = None
     if first["buffer_dtype"] is not None:
-        buffers = _load(_buffers_file(folder, epoch), first["buffer_dtype"])
+        buffers = _read_tensor(_get_buffers_path(folder, epoch), first["buffer_dtype"])
     return first["seconds"], torch.cat(parts), buffers
 
 

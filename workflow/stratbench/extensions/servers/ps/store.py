@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratbench.extensions.servers.policies.policy import Hyper, Policy
 from stratbench.extensions.servers.ps.buffers import BufferMean
-from stratbench.extensions.servers.ps.flat import cut
+from stratbench.extensions.servers.ps.flat import cut_into_shards
 from stratbench.extensions.servers.ps.member import Member, SharedLane, StreamLane
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
@@ -26,7 +26,7 @@ MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
 MakeShard = Callable[[int, Tensor], Shard]
 
 
-def check_length(frame: Frame, expected: int) -> None:
+def check_payload_length(frame: Frame, expected: int) -> None:
     """Raise ProtocolError unless the frame's payload has `expected` bytes."""
     if frame.length != expected:
         raise ProtocolError(
@@ -64,7 +64,7 @@ class Store:
         numel = max(1, -(-part // -(-part // max(1, shard_bytes // itemsize))))
         self.layout = layout
         self.shard_numel = numel
-        self.bounds = cut(layout.numel, numel)
+        self.bounds = cut_into_shards(layout.numel, numel)
         n = len(self.bounds)
         if n < n_servers:
             raise ProtocolError(f"the model makes {n} shards, too few for {n_servers} servers")
@@ -91,12 +91,12 @@ class Store:
         if frame.shard not in self._to_fill:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
         if frame.shard == BUFFERS:
-            check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
+            check_payload_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
             lane.receive_shard(BUFFERS)
             return lane.get_received_tensor(BUFFERS)
         start, stop = self.bounds[frame.shard]
         weights = torch.empty(stop - start, dtype=DTYPES[self.layout.dtype])
-        check_length(frame, lane.payload_bytes(weights.nbytes))
+        check_payload_length(frame, lane.payload_bytes(weights.nbytes))
         lane.take_weights(frame.shard, weights)
         return weights
 
@@ -131,7 +131,7 @@ class Store:
                 raise ProtocolError(f"malformed frame: PUSH of shards {first}..{last}")
             numbers = list(range(first, last + 1))
         moved_bytes = sum(member.lane.moved_bytes(k) for k in numbers)
-        check_length(frame, member.lane.payload_bytes(moved_bytes))
+        check_payload_length(frame, member.lane.payload_bytes(moved_bytes))
         return numbers
 
     def push(self, member: Member, frame: Frame) -> None:
@@ -252,8 +252,8 @@ class Store:
         return {
             "shard_numel": self.shard_numel,
             "updates": [s.policy.version for s in shards],
-            "staleness": [_histogram(s.staleness) for s in shards],
-            "staleness_all_shards": _histogram(total),
+            "staleness": [_list_counts(s.staleness) for s in shards],
+            "staleness_all_shards": _list_counts(total),
             "dropped": [s.dropped for s in shards],
             "apply_s": sum(s.apply_s for s in shards),
         }
@@ -336,7 +336,7 @@ class EpochLog:
             self._next_end += self._plan.count_epoch_tickets(len(self.ends))
 
 
-def _histogram(counts: Counter[int]) -> list[int]:
+def _list_counts(counts: Counter[int]) -> list[int]:
     """Return counts of small integers as a list.
 
     Element i is the number of times that the value i occurred.

@@ -175,14 +175,14 @@ class Gate:
                 raise Closed("it had to make room for another connection")
             serve = self._enter(connection, hello, nonces, transport)
         except ComeAgain as error:
-            _dismiss(connection, str(error), for_now=True)
+            _dismiss_connection(connection, str(error), for_now=True)
             return None
         except Exception as error:
             # The error may be missing memory or threads.
             if not isinstance(error, (ProtocolError, Closed, Silent)):
                 log.exception("%s could not be taken in", peer)
             self._refusals.add_refusal(peer, str(error))
-            _dismiss(connection, str(error))
+            _dismiss_connection(connection, str(error))
             return None
         connection.deadline = None
         return serve
@@ -196,7 +196,7 @@ def _check_user(sock: socket.socket) -> None:
         raise ProtocolError(f"user {user} is not the one who runs this job")
 
 
-def _dismiss(connection: Connection, reason: str, for_now: bool = False) -> None:
+def _dismiss_connection(connection: Connection, reason: str, for_now: bool = False) -> None:
     with contextlib.suppress(Closed):  # the peer may have closed the connection already
         connection.send(Frame(Kind.ERR, count=int(for_now)), reason.encode()[:1024])
     connection.close()

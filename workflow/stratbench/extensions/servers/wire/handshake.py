@@ -33,7 +33,7 @@ class JoinLater(JoinRefused):
     """The server has no free slot for this worker now, so that the worker may try again."""
 
 
-def new_secret() -> bytes:
+def make_secret() -> bytes:
     """Return a fresh secret of 32 random bytes."""
     return os.urandom(32)
 

@@ -269,7 +269,7 @@ def _set_tcp_options(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def _boot_id() -> str:
+def _read_boot_id() -> str:
     """Return the identifier of this host's running kernel.
 
     The text is empty if there is none.
@@ -318,10 +318,10 @@ class Listeners:
             "host": self.host,
             "port": self.port,
             "local": self.local_name,
-            "boot_id": _boot_id(),
+            "boot_id": _read_boot_id(),
             "pid": os.getpid(),
         }
-        write_atomic(rendezvous_file(path, server), json.dumps(endpoint))
+        write_atomic(get_rendezvous_path(path, server), json.dumps(endpoint))
 
     def close(self) -> None:
         """Close the listening sockets."""
@@ -329,13 +329,13 @@ class Listeners:
             sock.close()
 
 
-def rendezvous_file(path: str | Path, server: int) -> Path:
+def get_rendezvous_path(path: str | Path, server: int) -> Path:
     """Return the path of the file in which a server publishes its addresses."""
     return Path(f"{path}.{server}")
 
 
 def _connect_once(endpoint: dict[str, Any], transport: str) -> tuple[socket.socket, str]:
-    local = endpoint["local"] and endpoint["boot_id"] and endpoint["boot_id"] == _boot_id()
+    local = endpoint["local"] and endpoint["boot_id"] and endpoint["boot_id"] == _read_boot_id()
     if transport != "tcp" and local and hasattr(os, "memfd_create"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -372,7 +372,7 @@ def connect_to_server(
     """
     if transport not in ("auto", "shm", "tcp"):
         raise ValueError(f"transport is {transport!r}; expected auto, shm or tcp")
-    file = rendezvous_file(path, server)
+    file = get_rendezvous_path(path, server)
     while True:
         try:
             return _connect_once(json.loads(file.read_text(encoding="utf-8")), transport)

@@ -13,8 +13,8 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import replace_control_characters, wrap_lines
 from stratbench.extensions.sets.archive import NAME, SetError, quote_untrusted
 from stratbench.extensions.sets.comparing import figures, page, regression, tables
-from stratbench.extensions.sets.comparing.comparison import compare, make_headline
-from stratbench.extensions.sets.comparing.exploring import write_explore
+from stratbench.extensions.sets.comparing.comparison import compare_result_sets, make_headline
+from stratbench.extensions.sets.comparing.exploring import write_explore_page
 from stratbench.extensions.sets.comparing.union import decide_over_sets, iter_constraint_sentences
 from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.keys import EXPLORE, INDEX, PAGES
@@ -56,7 +56,7 @@ def compare_sets(
     sets = [read_set_with_message(source, name) for name, source in named.items()]
     folder = out_root / make_folder_name(named)
     claim_comparison_folder(folder, named)
-    compared = [compare(sets[0], other) for other in sets[1:]]
+    compared = [compare_result_sets(sets[0], other) for other in sets[1:]]
     decisions = decide_over_sets(sets, prices, limits)
     watched = None if allowed is None else regression.watch_regressions(compared, allowed)
     sections = []
@@ -69,15 +69,15 @@ def compare_sets(
     values = page.make_page_values(
         sets, sections, watched, allowed, decisions, constraints, limits, by_cost
     )
-    write_atomic(folder / INDEX, page.render(values))
-    write_explore(sets, folder / EXPLORE)
+    write_atomic(folder / INDEX, page.render_comparison_page(values))
+    write_explore_page(sets, folder / EXPLORE)
     for one in compared:
         text = f"{one.other_set.name} compared with {one.first_set.name}: {make_headline(one)}"
         print(replace_control_characters(wrap_lines([text])))
         for mean in one.strategy_means:
             if mean.gpus is None:
                 print(
-                    f"  {mean.strategy}: {tables.ratio_text(mean.time_ratio)} times the training time"
+                    f"  {mean.strategy}: {tables.format_ratio(mean.time_ratio)} times the training time"
                 )
     if decisions:
         print(replace_control_characters(describe_decisions(decisions, [], limits, constraints)))

@@ -268,15 +268,15 @@ class Measurements:
         bad = self.bad.get(group)
         return CellMeasurements(
             times,
-            tuple(score.factor * value for value in scores),
-            self.repeats.median(group, "peak_memory_bytes", "memory"),
+            tuple(score.display_factor * value for value in scores),
+            self.repeats.compute_median(group, "peak_memory_bytes", "memory"),
             "" if bad is None else format_outcome_kinds(describe_outcome(bad)),
             group in self.repeats.ok,
             tuple(self.doubts.get(("time", *group), ())),
         )
 
 
-def compare(first: ResultSet, other: ResultSet) -> Comparison:
+def compare_result_sets(first: ResultSet, other: ResultSet) -> Comparison:
     """Compare a result set with the first set."""
     matched = match_cells(first, other)
     measured = Measurements(first), Measurements(other)
@@ -326,11 +326,12 @@ def compare(first: ResultSet, other: ResultSet) -> Comparison:
 def describe_differences(differences: list[Difference]) -> str:
     """Return differences as text, such as `lr 0.01 against 0.5; epochs 10 against not stated`."""
     return "; ".join(
-        f"{shorten_path(d.field_path)} {d.first_value} against {d.other_value}" for d in differences
+        f"{shorten_field_path(d.field_path)} {d.first_value} against {d.other_value}"
+        for d in differences
     )
 
 
-def shorten_path(path: str) -> str:
+def shorten_field_path(path: str) -> str:
     """Return the path of a record field without a prefix such as `settings`."""
     parts = path.split(".")
     return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
@@ -451,7 +452,9 @@ def make_headline(comparison: Comparison) -> str:
     elif len(kinds) == 1:
         [kind] = kinds
         paths = [
-            shorten_path(d.field_path) for d in comparison.machine_differences if d.kind == kind
+            shorten_field_path(d.field_path)
+            for d in comparison.machine_differences
+            if d.kind == kind
         ]
         listed = ", ".join(dict.fromkeys(paths[:4]))
         text += f" {a} and {b} differ in one condition that their records state: {kind} ({listed})."
@@ -462,7 +465,7 @@ def make_headline(comparison: Comparison) -> str:
         )
     if comparison.unstated_differences:
         listed = ", ".join(
-            dict.fromkeys(shorten_path(d.field_path) for d in comparison.unstated_differences)
+            dict.fromkeys(shorten_field_path(d.field_path) for d in comparison.unstated_differences)
         )
         text += f" Only one of the two sets states these values: {listed}."
     doubted = [cell for cell in comparison.cells_with_ratio if cell.doubtful_rules]

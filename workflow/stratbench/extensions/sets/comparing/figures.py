@@ -29,9 +29,11 @@ def draw_ratio_figures(
     """
     marks = assign_marks(pd.concat([comparison.first_set.cells, comparison.other_set.cells]))
     drawn = []
-    for experiment, model in dict.fromkeys(c.group.comparison for c in comparison.cells_with_ratio):
+    for experiment, model in dict.fromkeys(
+        c.group.comparison_key for c in comparison.cells_with_ratio
+    ):
         cells = [
-            c for c in comparison.cells_with_ratio if c.group.comparison == (experiment, model)
+            c for c in comparison.cells_with_ratio if c.group.comparison_key == (experiment, model)
         ]
         stem = out_dir / comparison.other_set.name / experiment / f"{model}_time_ratio"
         with plt.rc_context(RC):
@@ -69,9 +71,11 @@ def make_ratio_rows(
             for c in own
         ]
         text = f"{own[-1].time_ratio.value:.2f}×"
-        rows.append(FigureRow(strategy, points, told=text, chosen=any(p.chosen for p in points)))
+        rows.append(
+            FigureRow(strategy, points, value_text=text, is_chosen=any(p.is_chosen for p in points))
+        )
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
-    return RowChart.of_ratios(rows, marks, margin, head)
+    return RowChart.from_ratios(rows, marks, margin, head)
 
 
 def iter_caption_sentences(

@@ -24,7 +24,11 @@ from stratbench.extensions.sets.comparing.comparison import (
     make_headline,
 )
 from stratbench.extensions.sets.comparing.regression import WatchedCells
-from stratbench.extensions.sets.comparing.tables import change_text, ratio_text, times_text
+from stratbench.extensions.sets.comparing.tables import (
+    format_mean_time,
+    format_ratio,
+    format_score_change,
+)
 from stratbench.extensions.sets.reading import ResultSet
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -100,7 +104,7 @@ def find_common_unit(cells: Sequence[ComparedCell]) -> str:
 
     The text is empty otherwise.
     """
-    units = {c.score.difference(0).partition(" ")[2] for c in cells}
+    units = {c.score.format_difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 
 
@@ -121,7 +125,7 @@ def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
             continue
         chance = "" if change.excludes(0) else "; the change may be chance"
         yield (
-            f"{cell.coordinates_text}: {cell.score.name} changed by {change_text(cell)} "
+            f"{cell.coordinates_text}: {cell.score.name} changed by {format_score_change(cell)} "
             f"{find_common_unit([cell])}{chance}."
         )
 
@@ -168,13 +172,19 @@ def find_base_strategies(
 ) -> dict[str, str | None]:
     """Return the base strategy of each name in decisions over sets, such as `ddp (a100)`."""
     known = map_base_strategies(pd.concat([one.cells for one in sets]))
-    listed = {row["strategy"] for decision in decisions for row in decision.matrix}
+    listed = {row["strategy"] for decision in decisions for row in decision.matrix_rows}
     return {name: known.get(name.partition(" (")[0]) for name in sorted(listed)}
 
 
-def render(values: dict[str, Any]) -> str:
+def render_comparison_page(values: dict[str, Any]) -> str:
     """Return the page as HTML, with all values escaped."""
-    texts = (describe_differences, change_text, ratio_text, shorten_for_table, times_text)
+    texts = (
+        describe_differences,
+        format_score_change,
+        format_ratio,
+        shorten_for_table,
+        format_mean_time,
+    )
     filters = {text.__name__: text for text in texts}
     page = pages.render_page(
         "compare.html.j2", TEMPLATES, REPORT_TEMPLATES, values=values, filters=filters

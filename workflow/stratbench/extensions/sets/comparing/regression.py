@@ -96,19 +96,19 @@ def watch_regressions(comparisons: Sequence[Comparison], allowed: float) -> list
         for family, whole in ((strategies, True), (cells, False))
         for entry in family
     ]
-    for ended_worse, outcome in ((is_lost, LOST), (finishes_less_often, LESS)):
+    for ended_worse, outcome in ((is_no_longer_finished, LOST), (finishes_less_often, LESS)):
         for c in comparisons:
             watched += [
                 make_unfinished_entry(c, cell, outcome)
                 for cell in c.common_cells
                 if ended_worse(cell)
             ]
-    watched += [entry for c in comparisons for entry in iter_no_longer_judged(c)]
+    watched += [entry for c in comparisons for entry in iter_strategies_without_times(c)]
     order = (*FAILING, LESS, OTHER_WORK, UNKNOWN, WITHIN)
     return sorted(watched, key=lambda w: order.index(w.outcome))
 
 
-def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
+def iter_strategies_without_times(comparison: Comparison) -> Iterator[WatchedCells]:
     """Yield an outcome per strategy whose cells have times in the first set only.
 
     The text of each outcome contains the reason.
@@ -120,7 +120,7 @@ def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
         elif (
             cell.first_measurements.train_times_s
             and not cell.other_measurements.train_times_s
-            and not is_lost(cell)
+            and not is_no_longer_finished(cell)
         ):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
     # Published tables have no records, so that none can be missing.
@@ -132,7 +132,7 @@ def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
         yield WatchedCells(comparison.other_set.name, what, False, len(groups), None, outcome)
 
 
-def is_lost(cell: ComparedCell) -> bool:
+def is_no_longer_finished(cell: ComparedCell) -> bool:
     """Return whether a cell finished in the first set, but never in the other.
 
     Repeats without a record do not count, and neither do cells that train something else.

@@ -31,18 +31,18 @@ from stratbench.statistics.unpaired import compute_geometric_mean
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def ratio_text(estimate: IntervalEstimate) -> str:
+def format_ratio(estimate: IntervalEstimate) -> str:
     """Format a ratio for tables, with its interval if there is one."""
-    return estimate.text("{:.3f}".format)
+    return estimate.format_text("{:.3f}".format)
 
 
-def change_text(cell: ComparedCell) -> str:
+def format_score_change(cell: ComparedCell) -> str:
     """Format a cell's change of score for tables. The text is empty if the change is unknown."""
     change = cell.score_change
-    return "" if change is None else change.text(f"{{:+.{cell.score.decimals}f}}".format)
+    return "" if change is None else change.format_text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
-def times_text(times: tuple[float, ...]) -> str:
+def format_mean_time(times: tuple[float, ...]) -> str:
     """Format the geometric mean of times, with the number of times if there are several."""
     if not times:
         return NO_CELL
@@ -95,7 +95,7 @@ def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
     cells = [c for c in comparison.common_cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
     texts = (
-        (c.group, ratio_text(c.time_ratio) if c.time_ratio else f"n/a ({c.no_ratio_reason})")
+        (c.group, format_ratio(c.time_ratio) if c.time_ratio else f"n/a ({c.no_ratio_reason})")
         for c in cells
     )
     return build_table_by_count(counts, group_lines_by_model(texts), "worker")
@@ -105,7 +105,7 @@ def make_strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
     """Return the table of each strategy's mean time ratio."""
     return pd.DataFrame(
         [
-            [m.strategy, m.workers_text, ratio_text(m.time_ratio), m.model_count, m.cell_count]
+            [m.strategy, m.workers_text, format_ratio(m.time_ratio), m.model_count, m.cell_count]
             for m in means
         ],
         columns=["strategy", "workers", "time ratio", "models", "cells"],

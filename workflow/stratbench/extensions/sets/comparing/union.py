@@ -116,4 +116,4 @@ def iter_constraint_sentences(
 ) -> Iterator[str]:
     """Yield the constraints of a decision as sentences, with the prices of all sets."""
     listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
-    yield from constraints.sentences(f"ranked by cost at {listed}" if prices else "")
+    yield from constraints.iter_sentences(f"ranked by cost at {listed}" if prices else "")

@@ -113,7 +113,7 @@ class PairedEvidence:
             strategy: Name of a strategy in the comparison.
             repeat: Number of the repeat.
         """
-        return cell_of(self.study, comparison, strategy, repeat)
+        return make_cell_of_strategy(self.study, comparison, strategy, repeat)
 
     def list_full_runs(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
         """Return the full runs of a strategy, ordered by repeat."""
@@ -132,19 +132,21 @@ class PairedEvidence:
         """
         return sorted(
             strategies,
-            key=lambda strategy: _hash(self.seed, comparison.comparison_key, block, strategy),
+            key=lambda strategy: _hash_parts(self.seed, comparison.comparison_key, block, strategy),
         )
 
     def compute_block_seed(self, comparison: PairedComparison, block: int) -> int:
         """Return the seed that all segments of a block share."""
-        return int(_hash(self.seed, comparison.comparison_key, block)[:8], 16) >> 1
+        return int(_hash_parts(self.seed, comparison.comparison_key, block)[:8], 16) >> 1
 
 
-def _hash(*parts: object) -> str:
+def _hash_parts(*parts: object) -> str:
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
 
 
-def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+def make_cell_of_strategy(
+    study: str, comparison: PairedComparison, strategy: str, repeat: int = 0
+) -> Cell:
     """Return the cell of a strategy and repeat in a comparison.
 
     Args:
@@ -168,7 +170,7 @@ OWN_COMMAND_REASON = "it is trained by a command of yours, which cannot run in s
 def find_cells_without_blocks(study: Study) -> dict[str, str]:
     """Return the reason for each cell that blocks cannot time, by path of the cell."""
     apart = (cell.path for cell in study.cells if study.settings(cell).workers_are_jobs)
-    own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
+    own = (cell.path for cell in study.cells if study.get_strategy_kind(cell.strategy) == "own")
     return dict.fromkeys(apart, SEPARATE_JOBS_REASON) | dict.fromkeys(own, OWN_COMMAND_REASON)
 
 
@@ -177,8 +179,8 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
     study = Study(config, config["study"])
     keys = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skipped | find_cells_without_blocks(study)
-    comparisons = tuple(comparisons_of(study, skipped))
+    skipped = Jobs(config, study).skip_reasons | find_cells_without_blocks(study)
+    comparisons = tuple(iter_comparisons(study, skipped))
     notes = [
         f"{path} is not compared: {reason}"
         for path, reason in skipped.items()
@@ -188,7 +190,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
         (b.comparison_key, b.block_number): b
         for b in _iter_usable_blocks(study, comparisons, root, notes)
     }
-    runs = dict(_full_runs(study, comparisons, root, notes))
+    runs = dict(_iter_full_runs(study, comparisons, root, notes))
     samples = {}
     for cell, (_, train_samples) in runs.items():
         samples.setdefault(cell.dataset, train_samples)
@@ -207,7 +209,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
     ), notes
 
 
-def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
+def iter_comparisons(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
     """Yield the comparisons of a study in the config's order, without the cells in `skipped`."""
     by_key: dict[ComparisonKey, list[Cell]] = {}
     for cell in study.cells:
@@ -245,8 +247,10 @@ def add_full_steps(
         comparison: The comparison.
         train_samples: Number of training samples, if known.
     """
-    known = train_samples or study.dataset(comparison.dataset).train_samples
-    settings = study.settings(cell_of(study.name, comparison, comparison.strategies[0]))
+    known = train_samples or study.get_dataset(comparison.dataset).train_samples
+    settings = study.settings(
+        make_cell_of_strategy(study.name, comparison, comparison.strategies[0])
+    )
     if settings.steps is None and known is None:
         return comparison
     return replace(comparison, full_steps=settings.total_steps(known or 0))
@@ -280,14 +284,14 @@ def _iter_usable_blocks(
         yield block
 
 
-def _full_runs(
+def _iter_full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
     """Yield the full runs with the config's settings, each with its number of training samples."""
     for comparison in comparisons:
         for strategy in comparison.strategies:
             for repeat in range(MATRIX_REPEATS):
-                cell = cell_of(study.name, comparison, strategy, repeat)
+                cell = make_cell_of_strategy(study.name, comparison, strategy, repeat)
                 path = cell.record_path(results)
                 if not path.exists():
                     continue

@@ -225,7 +225,7 @@ def compute_reported_tail(started: np.ndarray) -> np.ndarray:
     return moderated.ALPHA / (moderated.REPEATED_LOOKS * np.maximum(2, started * (started - 1)))
 
 
-def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
+def mask_dropped_strategies(look: Look, decided: np.ndarray) -> np.ndarray:
     """Return a mask of strategies that leave the comparison after an interim analysis.
 
     They leave because they are slower. A decided comparison keeps them, so that their intervals are reported.
@@ -239,7 +239,7 @@ def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
     return look.slower & ~stays & ~decided[..., None]
 
 
-def get_next_look(blocks: int) -> int | None:
+def get_blocks_at_next_look(blocks: int) -> int | None:
     """Return the number of blocks at the interim analysis after the one at `blocks`.
 
     Return None after the last look.
@@ -327,7 +327,7 @@ class SequentialAnalysis:
         )  # fmt: skip
         alone = self.active.sum(-1) <= 1
         ended = judged & (look.decided | (self.blocks >= LOOKS[-1]) | alone)
-        left = dropped(look, ended) & judged[..., None]
+        left = mask_dropped_strategies(look, ended) & judged[..., None]
         self.leader = np.where(judged, look.leader, self.leader)
         self.against = np.where(left, look.leader[..., None], self.against)
         self.active &= ~left

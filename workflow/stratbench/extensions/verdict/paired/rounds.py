@@ -143,7 +143,7 @@ class Course:
         """
         waiting = self._analysis.open & ~self._analysis.again
         return [
-            (judging.get_next_look(int(at)) or int(at)) if waits else int(at)
+            (judging.get_blocks_at_next_look(int(at)) or int(at)) if waits else int(at)
             for at, waits in zip(self._analysis.blocks, waiting, strict=True)
         ]
 

@@ -87,7 +87,7 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
         : last.num_blocks if last else None
     ]
     unusable = next(checks.iter_unusable_reasons(blocks), None)
-    claim, text = make_claim(analysis, state, blocks)
+    claim, text = make_conclusion(analysis, state, blocks)
     if unusable and claim != "only":
         claim, text = "none", f"Nothing is claimed: {unusable}."
     matrix_s = costs.estimate_matrix_gpu_seconds(state)
@@ -115,7 +115,7 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
         "unusable": unusable,
         "checked": analysis.is_confirmed_by_full_runs(state),
         "steps": blocks[0].steps if blocks else None,
-        "open": is_open(state),
+        "open": is_comparison_open(state),
         "claim": claim,
         "claimed": claim in CLAIMS,
         "text": text,
@@ -203,7 +203,7 @@ def describe_noise(noise: Noise, margin: float, rivals: int) -> str:
     )
 
 
-def is_open(state: ComparisonState) -> bool:
+def is_comparison_open(state: ComparisonState) -> bool:
     """Return whether a comparison has several strategies and no conclusion yet."""
     return state.is_open and len(state.comparison.strategies) > 1
 
@@ -211,7 +211,7 @@ def is_open(state: ComparisonState) -> bool:
 # ---------------------------------------------------------------- claims
 
 
-def make_claim(
+def make_conclusion(
     analysis: Course, state: ComparisonState, blocks: list[PairedBlock]
 ) -> tuple[str, str]:
     """Return the kind of the conclusion (one of CLAIMS, `only` or `none`), and its sentence.
@@ -334,10 +334,13 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
         values |= {n: convert_log_to_ratio(v) for n, v in zip(names, ratio, strict=True)}
         if values["low"] is None or values["high"] is None or values["low"] == 0:
             values |= {"low": None, "high": None, "at_least": None}
-    return values | {"text": format_ratio_with_bound(values), "words": describe_standing(values)}
+    return values | {
+        "text": format_ratio_with_bound(values),
+        "words": describe_comparison_with_leader(values),
+    }
 
 
-def describe_standing(ratio: dict[str, Any]) -> str:
+def describe_comparison_with_leader(ratio: dict[str, Any]) -> str:
     """Describe a strategy's state relative to the leader, such as `not told apart`."""
     if ratio["reason"]:
         return f"dropped after {format_count(ratio['blocks'], 'block')}"
