@@ -205,7 +205,7 @@ def test_nothing_stands_between_the_barrier_and_the_clock(data, tmp_path, monkey
     strategy = Noted(Noted.Options())
     strategy.setup(network(), worker)
     for owner, name, label in (
-        (data, "draw_epoch_tables", "tables"), (loop.gc, "collect", "garbage"), 
+        (data, "draw_epoch_tables", "tables"), (loop.gc, "collect", "garbage"),
         (PhaseLog, "write_phase_event", "log"),
         (loop.Progress, "append_epoch", "progress"), (dist, "barrier", "barrier"),
         (StepClock, "begin_epoch", "begin"), (StepClock, "end", "end"),

@@ -285,4 +285,4 @@ def test_a_pause_is_no_hang(tmp_path):
         assert standing.are_all_workers_hung(job, [worker], 0.0)
         assert not standing.are_all_workers_hung(job, [worker], later_s - 1)
         standing.write_worker_states(job, 0, [worker], at_limit=False, awake_since_s=later_s - 1)
-    assert not job.folder.read_worker_states()["rank0"]["hangs"]
+    assert not job.folder.read_worker_states()["rank0"]["is_hung"]

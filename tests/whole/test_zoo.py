@@ -128,7 +128,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
         try:
             ready = worker.set_up_model(
                 s, strategy, data, device, rank,
-                rank=rank, world_size=s.gpus, local_world=s.gpus, folder=run_folder,
+                rank=rank, world_size=s.gpus, local_world_size=s.gpus, folder=run_folder,
                 mesh=strategy.mesh(s.gpus),
             )  # fmt: skip
         except users_code.ModelError as e:

@@ -160,7 +160,15 @@ def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[ElasticSynchr
     group.form_single_member()
     strategy = DDP(DDP.Options(**s.options))
     me = set_up_model(
-        s, strategy, data, CPU, 0, rank=0, world_size=1, local_world=1, folder=RunFolder(folder)
+        s,
+        strategy,
+        data,
+        CPU,
+        0,
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        folder=RunFolder(folder),
     ).worker
     loop.warm_up(strategy, data, me)
     heard = Heard()

@@ -186,7 +186,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         ready = set_up_model(
             s, strategy, data, device, rank,
             rank=rank, world_size=job.world_size, local_world_size=job.count_workers_on_node(rank),
-            folder=job.folder, watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
+            folder=job.folder, compile_watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
         )  # fmt: skip
         built, worker = ready.built, ready.worker
     train = import_attribute(strategy.loop) if strategy.loop else loop.train

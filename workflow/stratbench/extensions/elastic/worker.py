@@ -132,7 +132,8 @@ def train_synchronous(
     with phases("build"):
         ready = worker.set_up_model(
             s, strategy, data, device, seat.place,
-            rank=0, world_size=1, local_world_size=1, folder=job.folder, heartbeat=start.heartbeat, mesh=Mesh(1),
+            rank=0, world_size=1, local_world_size=1, folder=job.folder,
+            heartbeat=start.heartbeat, mesh=Mesh(1),
         )  # fmt: skip
     with phases("warmup"):
         loop.warm_up(strategy, data, ready.worker)
