@@ -97,7 +97,7 @@ def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
 def find_expected_score(evidence: AuditData, row: Any, score: Score) -> tuple[str, float | None]:
     """Return the cell name and score of synchronous training on the fewest workers.
 
-    That training had as many epochs. The score is None if there is no such cell.
+    The training had as many epochs. The score is None if there is no such cell.
 
     Args:
         evidence: Data of the audit.
