@@ -66,8 +66,8 @@ def find_last_write_time_s(run: RunFolder) -> float | None:
 def begin_attempt(job: Job, ended_unix_s: float | None) -> Job:
     """Return the job of the cell's next attempt.
 
-    Its times count from the first attempt's start. Time without a running attempt does not count. Attempts
-    with other settings, data or devices are discarded.
+    The job's times count from the first attempt's start. Time without a running attempt does not count.
+    Attempts with other settings, data or devices are discarded.
 
     Args:
         job: Job of the cell.

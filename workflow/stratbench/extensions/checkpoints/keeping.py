@@ -1,8 +1,8 @@
 """Saves the training state of a synchronous worker in checkpoints, and resumes from them.
 
-The state is everything on which later steps and the record depend: weights, buffers, states of optimizer and
-strategy, loss scale, counts, random generators, losses, results of epochs, and measured times. The order of
-samples is not saved, because it follows from the seed and the step.
+The state is everything on which later steps and the record depend. It has weights, buffers, states of
+optimizer and strategy, loss scale, counts and random generators. It also has losses, results of epochs, and
+measured times. The order of samples is not saved, because it follows from the seed and the step.
 """
 
 from __future__ import annotations
