@@ -42,7 +42,8 @@ class CommandRunner(Runner):
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
         """Store the command's report, and return how the cell ended.
 
-        It ended out of memory if its log says so, or if the kernel killed one of its processes.
+        The cell ended out of memory if the command's log says so, or if the kernel killed one of its
+        processes.
 
         Args:
             job: Job of the cell.
