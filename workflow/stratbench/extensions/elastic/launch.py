@@ -132,8 +132,8 @@ def _wait_for_end(
 ) -> Ending:
     """Wait until the training ends, and return how it ended.
 
-    It also ends at its time limit, and when no worker can continue. `keep` writes the history of members to a
-    file.
+    The training also ends at its time limit, and when no worker can continue. `keep` writes the history of
+    members to a file.
     """
     limit_s, deadline, kept, again_s = job.time_limit_s, None, None, 0.0
     while not coordinator.done.wait(POLL_S):

@@ -46,7 +46,7 @@ class ElasticRunner(Runner):
     def reserve_gpus(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
         """Hold the devices of this machine, unless the workers are SLURM jobs.
 
-        Such jobs have devices of their own.
+        SLURM jobs have devices of their own.
         """
         if (worker_job := parse_worker_job(args)) is not None:
             yield worker_job.gpus > 0

@@ -1,9 +1,9 @@
 """Trains a collective strategy synchronously on the workers that are present (elastic training).
 
 The global batch stays the same and is divided over the present workers. Each worker weights its loss by its
-share of the batch, so that the mean gradient is that of the full batch for any number of workers. In each
-step the members vote on whether to continue, concurrently with the step, so that all of them stop after the
-same step.
+share of the batch. The mean gradient is then that of the full batch for any number of workers. In each step
+the members vote on whether to continue, concurrently with the step, so that all of them stop after the same
+step.
 """
 
 from __future__ import annotations

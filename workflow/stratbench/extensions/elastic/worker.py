@@ -2,9 +2,9 @@
 
     python -m stratbench.extensions.elastic.worker JOB.json NUMBER
 
-A worker reads the job's file, which the cell's launcher has written. Its exit code is 0 when the training is
-over, when it got a signal to leave (SIGTERM, SIGUSR1), and when the cell's own job has ended. It is 3 if
-memory was exhausted, and 1 on any other error.
+A worker reads the job's file, which the cell's launcher has written. The worker's exit code is 0 when the
+training is over or the cell's own job has ended. It is also 0 after a signal to leave (SIGTERM, SIGUSR1). It
+is 3 if memory was exhausted, and 1 on any other error.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ class RunOverError(Exception):
 class ReturningChannel:
     """Channel that joins the next incarnation of the servers if the present servers are lost.
 
-    It delegates all other methods to a `Channel`. After a loss the first ticket of the next incarnation
-    replaces the awaited one. A push in progress is lost, and its ticket is computed again. When `leaving` is
-    set, the channel leaves after the current batch, or after BATCH_S if the batch takes longer. Later calls
-    raise Left.
+    All other methods are those of a `Channel`. After a loss the first ticket of the next incarnation replaces
+    the awaited one. A push in progress is lost, and its ticket is computed again. When `leaving` is set, the
+    channel leaves after the current batch, or after BATCH_S if the batch takes longer. Later calls raise
+    Left.
     """
 
     #: No worker evaluates at the end, because each epoch is evaluated during the training.

@@ -31,7 +31,7 @@ def parse_score(values: Any) -> dict[str, float | None]:
 class Evaluations:
     """Assigns each ended epoch's evaluation to the next worker that asks for work.
 
-    It is not thread-safe; the server calls it under its lock.
+    The class is not thread-safe; the server calls its methods under a lock.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Evaluations:
     def final_epoch(self) -> int | None:
         """The epoch that ends the run before its last ticket, if any.
 
-        It is the first epoch that reaches the target or has results that are not finite. All earlier epochs
+        The epoch is the first that reaches the target or has results that are not finite. All earlier epochs
         have been evaluated. It is None if no result so far ends the run.
         """
         while self._last is None and self._checked_epochs in self.scores:
