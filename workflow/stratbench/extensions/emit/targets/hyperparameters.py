@@ -50,7 +50,7 @@ def write_optimizer_call(choice: Choice, parameters: str = "model.parameters()")
 def write_schedule_lines(choice: Choice) -> list[str]:
     """Return code lines of a function that scales the learning rate by step.
 
-    They are empty if the learning rate is constant.
+    The list is empty if the learning rate is constant.
     """
     schedule, warmup, final = map(choice.take_setting, ("schedule", "lr_warmup_steps", "final_lr"))
     if not choice.settings.has_changing_lr:
