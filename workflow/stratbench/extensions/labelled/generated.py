@@ -129,7 +129,7 @@ def generate_tones(
 ) -> Source:
     """Return waveforms [channels, length]: a tone of the class's pitch, and noise of equal amplitude.
 
-    Its phase is random. Sample i is of class i modulo `classes`, and its label is noisy
+    The tone's phase is random. Sample i is of class i modulo `classes`, and its label is noisy
     (`_make_noisy_labels`).
 
     Args:
