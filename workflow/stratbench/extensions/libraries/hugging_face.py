@@ -18,8 +18,8 @@ from stratbench.workload.users_code import Unsuitable
 class Scores(nn.Module):
     """A transformers model that returns only its scores.
 
-    `scores` is the number of scores per token or sample: the size of its vocabulary, or its number of labels,
-    which may be more than the data set has.
+    `scores` is the number of scores per token or sample: the model's vocabulary size or number of labels. It
+    may be more than the data set has.
     """
 
     def __init__(self, network: PreTrainedModel, scores: int) -> None:
