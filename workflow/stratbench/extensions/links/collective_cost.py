@@ -1,8 +1,8 @@
 """Computes the cost of collectives by the algorithms of NCCL and gloo.
 
-It does not import torch. The formulas count steps and bytes. The cost of a step and of a byte is measured
-(`extensions/links/measure.py`), never fitted to training times. Fits at 1 and 2 GPUs were wrong by more
-than the time itself at 64.
+The module does not import torch. The formulas count steps and bytes. The cost of a step and of a byte is
+measured (`extensions/links/measure.py`), never fitted to training times. Fits at 1 and 2 GPUs were wrong by
+more than the time itself at 64.
 """
 
 from __future__ import annotations
@@ -277,10 +277,10 @@ class _Fit:
 def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
     """Return latency and bandwidth of each kind of collective on each level.
 
-    Both are fitted to median times. The fit minimises squared relative errors over all worker counts and
-    sizes, with values of at least zero. It uses one algorithm for all tensors, or the fastest for each
-    tensor, whichever fits best. If fits are equally good within ALIKE, the first counts. A level whose times
-    do not depend on bytes has infinite bandwidth.
+    Latency and bandwidth are fitted to median times. The fit minimises squared relative errors over all
+    worker counts and sizes, with values of at least zero. It uses one algorithm for all tensors, or the
+    fastest for each tensor, whichever fits best. If fits are equally good within ALIKE, the first counts. A
+    level whose times do not depend on bytes has infinite bandwidth.
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):

@@ -37,7 +37,7 @@ MeasuredLinks = tuple[list[CollectiveTime], float]
 class LinkGroup:
     """Processes that time collectives together, `workers_per_node` on each of `nodes` nodes.
 
-    They find each other through a common `folder`.
+    The processes find each other through a common `folder`.
     """
 
     sweep: Sweep

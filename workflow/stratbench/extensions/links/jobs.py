@@ -49,9 +49,9 @@ def make_links_request(
 def make_links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
     """Return the command line that measures all exchanges of the study's strategies on one node.
 
-    It names the numbers of workers of cells and of groups within them, the kinds of collectives, the
-    servers' transports, and the size of the largest model. A study of single workers measures two workers.
-    On several nodes the measurement adds links between nodes.
+    The command line names the worker counts of cells and groups, the collectives, the servers' transports,
+    and the largest model's size. A study of single workers measures two workers. On several nodes the
+    measurement adds links between nodes.
     """
     most = cluster["gpus_per_node"]
     counts, kinds, transports = set(), set(), set()
