@@ -126,9 +126,9 @@ class Local(base.Collective):
     def compute_distance_from_mean(self, own: Sequence[Tensor]) -> Tensor:
         """Return the relative distance of the workers' weights from their mean.
 
-        It is the root mean square over the workers, the consensus distance of Kong et al., "Consensus Control
-        for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The model has the mean
-        at this time, and `own` are this worker's weights.
+        The distance is the root mean square over the workers, the consensus distance of Kong et al.,
+        "Consensus Control for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The
+        model has the mean at this time, and `own` are this worker's weights.
         """
         import torch
         import torch.distributed as dist
