@@ -21,9 +21,9 @@ SIZES = {"parameters of vgg16 in fp32 (MB)": 4e-6, "parameters of vgg16 / 4 (mil
 class ClaimFigure:
     """One value of a claim's metric, with its origin and its range.
 
-    `range_kind` is the kind of `low` and `high`: a 95 % `interval`, which holds for all figures of a claim
-    together; the `range` from the lowest to the highest repeat; or the `bound` that a time limit
-    leaves. An `exact` value has no ends.
+    `range_kind` is the kind of `low` and `high`. An `interval` holds with 95 % for all figures of a claim
+    together. A `range` is from the lowest to the highest repeat. A `bound` is from a time limit. An `exact`
+    value has no ends.
     """
 
     label: str
@@ -179,8 +179,8 @@ def make_points_metric(one: str, other: str) -> Callable[[Repeats], Iterator[Cla
 def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
     """Yield how much of ps-async's accuracy loss against ps-sync ps-async-modified recovers, as a share.
 
-    It is the median over the repeats that all three have, with their range. There is no figure if no accuracy
-    is lost.
+    The share is the median over the repeats that all three strategies have, with their range. There is no
+    figure if no accuracy is lost.
     """
     for group in groups.ok:
         if group.strategy != "ps-async-modified":

@@ -81,8 +81,8 @@ def make_numbered_table(
 ) -> pd.DataFrame:
     """Return one of tables 3 to 7 from the rows of summary.csv.
 
-    Its columns are experiment, strategy, model, measure, and one for each worker count. It has no rows if the
-    study has no such strategy.
+    The columns are experiment, strategy, model, measure, and one for each worker count. The table has no rows
+    if the study has no such strategy.
 
     Args:
         summary: Rows of summary.csv.
@@ -120,7 +120,7 @@ def format_as_in_paper(row: object) -> str:
 def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     """Return table 8: each strategy's results on the most workers of an experiment.
 
-    Its columns are experiment, strategy, workers, property, text, models, records, outcomes and flags. The
+    The columns are experiment, strategy, workers, property, text, models, records, outcomes and flags. The
     text is the range over models, and the records are the cells of the values. Outcomes are those of cells
     that did not finish, and flags are those of the audit.
     """
