@@ -146,7 +146,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanAddition:
-    """What one extension adds to plans.
+    """Functions by which one extension adds durations and questions to plans.
 
     Attributes:
         durations: Takes the config, the study and records, and returns durations of cells, also beyond
@@ -436,7 +436,7 @@ def _find_state(
 def _describe_data_placement_remedy(s: Subject, fit: DeviceFit) -> str:
     """Return a text on the setting that moves the data off the device.
 
-    It is empty if the data are less than a tenth of the need.
+    The text is empty if the data are less than a tenth of the need.
     """
     n_bytes = fit.peak.parts_bytes["data"]
     if (

@@ -53,8 +53,8 @@ def compute_worker_traffic_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that a worker sends and receives per batch.
 
-    It sends gradients and buffers (BatchNorm's statistics), and receives weights. On the wire the gradients
-    may have half the size, in shared memory they never do.
+    A worker sends gradients and buffers (BatchNorm's statistics), and receives weights. On the wire the
+    gradients may have half the size, in shared memory they never do.
 
     Args:
         s: Settings of the cell.

@@ -113,7 +113,7 @@ _PLAIN = frozenset(
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """Context with a fake process group, in which only this rank exists.
 
-    This process is one rank. The group exists until the block ends.
+    The group exists until the block ends.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -252,7 +252,7 @@ def _fused_adamw(
 def _run_fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
     """Run a fused kernel on fake tensors, with the restrictions of the one on CUDA.
 
-    It works in place and allocates nothing. `kept` has the moments.
+    The kernel works in place and allocates nothing. `kept` has the moments.
 
     Raises:
         RuntimeError: If the conditions of check_fast_path_restrictions in

@@ -1,6 +1,6 @@
 """Records what operators allocate, compute and send, as a list of events.
 
-It is used on fake tensors (`fake.py`), which allocate nothing. It works on real tensors as well.
+The plan traces fake tensors (`fake.py`), which allocate nothing. Real tensors can be traced as well.
 """
 
 from __future__ import annotations

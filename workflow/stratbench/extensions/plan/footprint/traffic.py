@@ -1,6 +1,6 @@
 """Computes the bytes that collectives move between ranks, and the memory that gloo needs.
 
-It does not import torch: if all footprints are on disk, a plan takes seconds.
+The module does not import torch: if all footprints are on disk, a plan takes seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GLOO_SEGMENTS_BYTES = 2 << 20
 def compute_staging_bytes(call: CollectiveCall) -> int:
     """Return the bytes of gloo's temporary memory for a collective.
 
-    It gathers into a flat tensor, which it then copies. It scatters from a copy of the whole input.
+    Gloo gathers into a flat tensor, which is then copied. It scatters from a copy of the whole input.
     """
     segments_bytes = min(GLOO_SEGMENTS_BYTES, call.n_bytes)
     match call.collective_name:

@@ -1,6 +1,7 @@
 """Answers which strategies fit a model on some GPUs, with batch, speed and cost.
 
-It is for `stratbench plan --model NAME --gpus N`. Nothing is trained, and no study has to name the model.
+The answer is for `stratbench plan --model NAME --gpus N`. Nothing is trained, and no study has to name the
+model.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ def _choose_node_gpus(question: Question, config: Mapping[str, Any]) -> int:
 def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the study of the template file, adapted to the question's number of GPUs.
 
-    It has the form that `make_model_study` takes.
+    The study has the form that `make_model_study` takes.
     """
     template = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]

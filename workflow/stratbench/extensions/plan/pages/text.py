@@ -92,7 +92,7 @@ def format_plan(plan: Plan) -> str:
 def format_network(plan: Plan) -> str:
     """Return the text that `stratbench plan --model NAME` prints.
 
-    It has the memory for the settings with which the page begins.
+    The text has the memory for the settings with which the page begins.
     """
     first = plan.cells[0].subject.settings
     lines = [

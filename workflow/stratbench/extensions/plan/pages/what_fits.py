@@ -286,8 +286,8 @@ def _find_evidence_kind(plan: Plan, c: Planned) -> str:
 def _is_regular(s: Subject) -> bool:
     """Return whether memory and traffic are linear in 1 / workers, from two workers on.
 
-    This is so if each part of the states is either complete on a worker or divided by all workers, and if
-    all workers exchange by rings.
+    Each part of the states must be either complete on a worker or divided by all workers. All workers must
+    exchange by rings.
     """
     n, traits = s.cell.gpus, s.request.traits
     divided = {traits.weight_parts, traits.optimizer_parts} <= {1, n}
