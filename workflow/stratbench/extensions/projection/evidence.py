@@ -74,8 +74,8 @@ class ProjectionInputs:
     def host_issue_s(self) -> float | None:
         """Seconds that the slowest worker's host needs to issue a step, on the largest count.
 
-        It is the median of repeats. It is None if not recorded, or if the host waits within a step because
-        it is slowed or stores model states.
+        The value is the median of repeats. It is None if not recorded, or if the host waits within a step
+        because it is slowed or stores model states.
         """
         host_times = []
         for record in self.records_by_count[-1]:
@@ -93,8 +93,8 @@ class ProjectionInputs:
 
         The interval contains 80 of 100 repeats.
 
-        It follows from Student's t and the variance within counts, which are assumed to have equal
-        variance. It is 0 without repeats.
+        The half-width follows from Student's t and the variance within counts, which are assumed to have
+        equal variance. It is 0 without repeats.
         """
         from scipy.special import stdtrit
 

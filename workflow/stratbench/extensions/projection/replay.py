@@ -1,7 +1,7 @@
 """Simulates a traced step: each collective's start and duration, and the waits for collectives.
 
-Overlap follows from the schedule, not from a factor. This is the method of dPRO (Hu et al., MLSys 2022),
-but it uses the trace of one rank on fake tensors, since all ranks do the same.
+Overlap follows from the schedule, not from a factor. The method is that of dPRO (Hu et al., MLSys 2022). Here
+a trace of one rank on fake tensors suffices, since all ranks do the same.
 """
 
 from __future__ import annotations

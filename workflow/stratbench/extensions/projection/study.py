@@ -99,7 +99,7 @@ def project_trainings(
 ) -> dict[Cell, ProjectedDuration]:
     """Return the projected durations of trainings, on counts of the study and beyond.
 
-    They are those of first repeats.
+    Each is that of a first repeat.
 
     Args:
         config: The validated config.

@@ -169,7 +169,7 @@ def _make_time_columns(
 ) -> dict[str, float | None]:
     """Return the columns on step time, efficiency, training time and time to the target.
 
-    They follow from the step's low, middle and high time.
+    The values follow from the step's low, middle and high time.
     """
     ideal_s = scale_step_time_perfectly(evidence.measured_steps[0], evidence.scaling, workers)
     trained = [t * facts.steps_by_count[workers] for t in step_s]

@@ -13,7 +13,8 @@ def compute_share_to_target(
 ) -> tuple[tuple[float, float] | None, str]:
     """Return the range of the fraction of training time until the target score.
 
-    It applies to other worker counts if updates stay the same: with DDP's arithmetic and one global batch.
+    The range applies to other worker counts if updates stay the same: with DDP's arithmetic and one global
+    batch.
 
     Args:
         target: Target score, or None if the config has none.

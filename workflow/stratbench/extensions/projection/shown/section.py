@@ -179,7 +179,7 @@ def _format_or_dash(value: float, text: Callable[[float], str]) -> str:
 def _format_range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[float], str]) -> str:
     """Return the interval of a projection, or the range of repeats, as text.
 
-    It is empty if both ends are equal.
+    The text is empty if both ends are equal.
 
     Empty where it is one value.
     """
