@@ -18,7 +18,7 @@ MEDIAN_S, SIGMA, MIN_S, MAX_S = 1800.0, 1.4, 60.0, 86400.0
 def compute_requested_time_s(duration_s: float, factor: float) -> float:
     """Return the requested wall time, rounded up to minutes as in SLURM.
 
-    It is `factor` times the duration.
+    The time is `factor` times the duration.
     """
     return max(1, math.ceil(duration_s * factor / 60)) * 60.0
 

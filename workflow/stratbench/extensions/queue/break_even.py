@@ -1,6 +1,6 @@
 """Simulates a training as a gang or as separate worker jobs, in the same queue at the same times.
 
-It also finds the sample efficiency at which asynchronous workers break even with another mode.
+The module also finds the sample efficiency at which asynchronous workers break even with another mode.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ModeTimes:
     def compute_ratio(self, mode: str, other: str) -> IntervalEstimate:
         """Return the ratio of two modes' mean times, with a 95 % interval.
 
-        Both means are at equal submission times.
+        The means of both modes are at equal submission times.
         """
 
         def compute_mean_ratio(kept: np.ndarray) -> float:
@@ -162,8 +162,8 @@ class ModeTimes:
     def compute_break_even(self, rival: str) -> IntervalEstimate:
         """Return the sample efficiency at which asynchronous workers take as long as another mode.
 
-        It has a 95 % interval. Outside of the simulated range it has none: it is infinite if even the highest
-        efficiency is too slow, and 0 if the lowest is still faster.
+        The result has a 95 % interval, except outside of the simulated range. There it is infinite if even
+        the highest efficiency is too slow, and 0 if the lowest is still faster.
         """
         worths = self.list_simulated_worths()
 
@@ -305,8 +305,8 @@ def make_recorded_queue(
 ) -> TrainingQueue:
     """Make a queue from one recorded stream of jobs.
 
-    Its submission times are divided into blocks. The end of the stream has no submission times, so that
-    trainings can end in it.
+    The stream's submission times are divided into blocks. The end of the stream has no submission times, so
+    that trainings can end in it.
 
     Args:
         nodes: Number of nodes.

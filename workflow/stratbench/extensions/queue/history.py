@@ -215,8 +215,8 @@ class AccountingHistory:
     def compute_queue_time_s(self, entry: AccountingEntry) -> float:
         """Return when a started job enters the simulated queue.
 
-        A job that started before the window enters at its start, and a job that waited at the begin of the
-        window enters at that time, because most of the jobs that it waited for are not in the file.
+        A job that started before the window enters at its start. A job that waited at the window's begin
+        enters at that time, because the file lacks most jobs that it waited for.
         """
         begin_s, _ = self.window_s
         return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)

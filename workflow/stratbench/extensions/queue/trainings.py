@@ -125,9 +125,9 @@ class ElasticTraining(Training):
     """A training in which each worker is a job of one GPU, which is submitted again when it ends.
 
     The speeds of asynchronous workers add up. Synchronous workers have the speed of the slowest, and pause
-    for `pause_s` when one joins or leaves. They resume from the last checkpoint when one is lost or
-    preempted. With `resumes_from_peers` they resume from the checkpoint only when one is lost: a preempted
-    worker leaves after a step, and the last worker saves the state before.
+    for `pause_s` when one joins or leaves. The workers resume from the last checkpoint when one is lost or
+    preempted. With `resumes_from_peers` they do so only when a worker is lost. A preempted worker then leaves
+    after a step, and the last worker saves the state before.
     """
 
     is_synchronous: bool = False
