@@ -117,7 +117,8 @@ def sum_served_run(
 def compute_mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
     """Return the mean training loss of an epoch, from each worker's report (`loop.Result.losses`).
 
-    None if a loss was not finite, or if the workers that took the steps were lost before reporting.
+    The result is None if a loss was not finite, or if the workers that took the steps were lost before
+    reporting.
     """
     steps: dict[str, list[tuple[float | None, float]]] = {}
     for each in losses:

@@ -371,7 +371,7 @@ class ParameterServer(base.Strategy):
     ) -> Ticket | Evaluation | None:
         """Return the next ticket or request, or None at the end.
 
-        None also if this worker must leave.
+        The result is also None if this worker must leave.
         """
         from stratbench.extensions.servers.wire.link import Left
 
@@ -443,7 +443,7 @@ class ParameterServer(base.Strategy):
 
         Yield as `load_snapshot` returns.
 
-        Its own running statistics return with the block's end, its weights with the next ticket.
+        The model's running statistics return with the block's end, its weights with the next ticket.
         """
         own = self.flat.buffers.clone()
         yield self.load_snapshot(epoch)

@@ -138,7 +138,7 @@ class SspPolicy(AsyncPolicy):
 class AsyncModifiedPolicy(SspPolicy):
     """Policy of the "modified asynchronous" server in section 5.3 of the paper.
 
-    It differs from ps-async in three ways. A worker splits each batch into f = `pushes_per_batch`
+    The policy differs from ps-async in three ways. A worker splits each batch into f = `pushes_per_batch`
     sub-batches, and pushes and pulls for each. Staleness is bounded as in ps-ssp, where the clock counts
     sub-batches. Gradients are weighted by 1 / (1 + tau), as in ps-staleness-lr.
 

@@ -294,7 +294,7 @@ class Policy(ABC):
     def state(self) -> Fields:
         """Return a copy of all attributes that determine later steps.
 
-        They are all attributes but the settings and `scratch`. Values may be tensors, numbers, texts,
+        These attributes are all but the settings and `scratch`. Values may be tensors, numbers, texts,
         optimizers, and lists, sets and dicts of these.
         """
         return copy_attributes(self, {"hyper", "options", *self.scratch})

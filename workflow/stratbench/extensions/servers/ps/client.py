@@ -57,7 +57,7 @@ class Channel:
     5. `channel.close()`.
 
     Other threads of the channel receive frames, send frames to all servers but the first, and send
-    heartbeats, so that a slow worker does not count as lost.
+    heartbeats. A slow worker therefore does not count as lost.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class StreamLane:
 class SharedLane:
     """Access to shards in memory that is shared with one worker. Frames only announce them.
 
-    It has the methods of `StreamLane`.
+    The class has the methods of `StreamLane`.
     """
 
     def __init__(self, connection: Connection, bounds: Bounds, memory: FlatTensors) -> None:

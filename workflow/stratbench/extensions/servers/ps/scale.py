@@ -42,7 +42,7 @@ class LossScale:
 class Unscaler:
     """Divides gradients by the loss scale and detects overflows in the same pass, on the device.
 
-    It calls GradScaler's own kernel, and never waits for the device.
+    The class calls GradScaler's own kernel, and never waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -203,7 +203,7 @@ def delete_later_snapshots(folder: str | Path, server: int, epochs: int) -> None
 def delete_snapshot(folder: str | Path, epoch: int) -> None:
     """Delete the files of a snapshot that has been loaded.
 
-    Its folder stays, for those to come.
+    The folder stays for later snapshots.
     """
     for path in Path(folder).glob(f"epoch{epoch}.*"):
         path.unlink(missing_ok=True)

@@ -37,8 +37,8 @@ def check_payload_length(frame: Frame, expected: int) -> None:
 class Store:
     """One server's part of the model: the shards `mine` of all shards in `bounds`.
 
-    It is allocated for the sizes that the first worker sends, and filled with the initial weights of one
-    worker.
+    The store is allocated for the sizes that the first worker sends, and filled with the initial weights of
+    one worker.
     """
 
     def __init__(
