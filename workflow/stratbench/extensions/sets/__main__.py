@@ -59,7 +59,7 @@ def compare_named_sets(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
-    It is 2, with one sentence on stderr, if a set or a file cannot be used.
+    The exit code is 2, with one sentence on stderr, if a set or a file cannot be used.
     """
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.extensions.sets", description=__doc__

@@ -1,7 +1,7 @@
 """Writes and reads bundles: zip files of a study's results with a manifest of hashes.
 
-A bundle may come from anybody, so that nothing in it is trusted: only the names that a bundle has are
-accepted, sizes are limited while reading, and every fault raises a `SetError` of one sentence.
+A bundle may come from anybody, so that nothing in it is trusted. Only the names that a bundle has are
+accepted, and sizes are limited while reading. Every fault raises a `SetError` of one sentence.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def write_archive(
 def hash_manifest(manifest: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a bundle's manifest.
 
-    It covers all files that the manifest lists with their hashes.
+    The hash covers all files that the manifest lists with their hashes.
     """
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(

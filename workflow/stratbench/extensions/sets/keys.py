@@ -42,7 +42,7 @@ class Sets(Keys):
     ) -> Iterator[str]:
         """Yield messages on faults of the sets and of their prices.
 
-        Such sets cannot be compared, and such prices do not match the sets.
+        Faulty sets cannot be compared, and faulty prices do not match the sets.
         """
 
         def make_wrong_value_message(*of: Any) -> str:
