@@ -38,8 +38,8 @@ STATES = 4
 class MeasuredUnit(NamedTuple):
     """Cost of one unit of a model per sample.
 
-    It has the operations of forward, the bytes of its parameters, the shape of its output, and the bytes that
-    forward saves for backward.
+    The cost has the operations of forward, the bytes of its parameters, the shape of its output, and the
+    bytes that forward saves for backward.
     """
 
     flops: int
@@ -155,8 +155,8 @@ def _minimize_max_cost(
 class StageModule(nn.Module):
     """The modules of one stage of the pipeline.
 
-    Its output is contiguous and has the dtype of the weights. `precision` makes a context of mixed precision
-    for training, and `layout` is the memory format of images.
+    The module's output is contiguous and has the dtype of the weights. `precision` makes a context of mixed
+    precision for training, and `layout` is the memory format of images.
     """
 
     def __init__(
@@ -197,8 +197,8 @@ class StageModule(nn.Module):
 class Stage(PipelineStage):
     """A pipeline stage that reports when it computes, and when its gradients are complete.
 
-    `mark` is called with the name of the phase that has ended, and `last` with whether the next backward is
-    the last one of the step.
+    `mark` is called with the name of the phase that has ended. `last` is called with whether the next
+    backward is the last of the step.
     """
 
     mark: Callable[[str], None]
