@@ -153,7 +153,7 @@ def read_peak_memory_bytes(study: Path) -> dict[str, int]:
 def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: str) -> list[Effect]:
     """Return the effect of each choice on the time of a step.
 
-    It is a mean over pairs of combinations that differ in this choice alone.
+    An effect is a mean over pairs of combinations that differ only in the choice.
 
     Args:
         measured: Measured combinations.

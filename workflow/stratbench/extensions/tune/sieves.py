@@ -191,7 +191,7 @@ def postpone_combinations_beyond_budget(
 def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, str]]:
     """Return the combinations that ran out of memory in a block of a study.
 
-    They are pairs of name and digest of settings.
+    Each is a pair of a name and a digest of settings.
     """
     names = set()
     for path in list_block_files(results, study):

@@ -83,8 +83,8 @@ def list_combinations(
 def list_strategies(gpus: int, tune: Mapping[str, Any]) -> list[str]:
     """Return the names of the strategies to try on `gpus` workers.
 
-    These are the ones that `include` names, or all whose updates equal DDP's. Those that `exclude` names,
-    or whose packages are missing, are left out.
+    The strategies are those that `include` names, or all whose updates equal DDP's. Those that `exclude`
+    names, or whose packages are missing, are left out.
     """
     wanted = tune["include"] or [name for name in REGISTRY if _has_ddp_updates(name, gpus)]
     return [
