@@ -307,8 +307,8 @@ def run_segments_in_order(
 def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
     """Return the difference between the two segments of each strategy.
 
-    It is the absolute log ratio of their times. The result has only strategies whose two segments both ended
-    well.
+    The difference is the absolute log ratio of the segments' times. The result has only strategies whose two
+    segments both ended well.
     """
     times: dict[str, list[float]] = {}
     for s in segments:
@@ -330,7 +330,7 @@ def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> flo
 def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
     """Return the entry `steps` of a segment's record: the time of each timed step.
 
-    They are the steps of the slowest process. The runner of the cell defines a step: with parameter servers
+    The steps are those of the slowest process. The runner of the cell defines a step: with parameter servers
     it is one global batch of pushes.
 
     Args:

@@ -49,7 +49,7 @@ def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dic
 def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Return a comparison's row in the table of conclusions.
 
-    It includes the rows of the strategies other than the leader.
+    The row includes the rows of the strategies other than the leader.
     """
     matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
     spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]

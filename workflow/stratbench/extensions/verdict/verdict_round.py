@@ -130,7 +130,7 @@ class Round:
     def get_settings_in_common(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return by strategy the settings that a block shares with full runs.
 
-        These are all settings except length, seed and profile.
+        Common settings are all except length, seed and profile.
         """
         return {
             name: remove_length_and_seed(self._jobs.resolve_settings(plan.cell(name)))

@@ -48,7 +48,7 @@ class Costs:
     def expected_gpu_seconds(self) -> float | None:
         """Expected GPU-seconds of the next round.
 
-        None if a part of it cannot be estimated yet.
+        The value is None if a part of it cannot be estimated yet.
         """
         expected = 0.0
         for state, _ in self._course.missing_blocks:

@@ -73,7 +73,7 @@ class FullRun:
     def log_step_time(self) -> float | None:
         """The logarithm of the run's mean seconds per step.
 
-        None if the run did not end well.
+        The value is None if the run did not end well.
         """
         if self.status != "ok" or not self.train_time_s or not self.steps:
             return None

@@ -1,9 +1,9 @@
 """Sequential analysis: evaluates each comparison after every few blocks, and decides when it ends.
 
 A comparison is an experiment, model and number of workers, with several strategies. All arrays have the axes
-[..., comparisons, strategies, blocks], [..., comparisons, strategies] or [..., comparisons], so that a
-simulation runs the same functions as a study. Times are natural logarithms of seconds per step. A *look* is
-an evaluation of the blocks so far.
+[..., comparisons, strategies, blocks], or without the last one or two of these. Further axes in front let a
+simulation run the same functions as a study. Times are natural logarithms of seconds per step. A *look* is an
+evaluation of the blocks so far.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def mask_incomplete_blocks(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
 def average_log_times(logs: np.ndarray) -> np.ndarray:
     """Return the mean log time of each strategy over its blocks, shape [..., comparisons, strategies].
 
-    It is NaN for a strategy without blocks.
+    The mean is NaN for a strategy without blocks.
     """
     is_present = np.isfinite(logs)
     with np.errstate(invalid="ignore"):
@@ -228,8 +228,8 @@ def compute_reported_tail(started: np.ndarray) -> np.ndarray:
 def mask_dropped_strategies(look: Look, decided: np.ndarray) -> np.ndarray:
     """Return a mask of strategies that leave the comparison after an interim analysis.
 
-    They leave because they are slower. A decided comparison keeps them, so that their intervals are reported.
-    Below MIN_BLOCKS blocks the fastest alternative stays, so that the next blocks still compare two
+    Strategies leave because they are slower. A decided comparison keeps them, so that their intervals are
+    reported. Below MIN_BLOCKS blocks the fastest alternative stays, so that the next blocks still compare two
     strategies.
     """
     near = find_fastest_index(look.mean, look.rivals)

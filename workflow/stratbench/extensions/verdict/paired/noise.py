@@ -38,7 +38,7 @@ class Noise:
     def count_blocks_for_margin(self, margin: float, rivals: int) -> int | None:
         """Return how many blocks show that equally fast strategies differ by less than `margin`.
 
-        None if that takes more blocks than a verdict runs, or if the noise is unknown.
+        The result is None if that takes more blocks than a verdict runs, or if the noise is unknown.
         """
         if self.ratio is None:
             return None

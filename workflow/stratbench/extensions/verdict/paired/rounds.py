@@ -139,7 +139,7 @@ class Course:
     def _count_blocks_at_next_looks(self) -> list[int]:
         """Return the number of blocks at each comparison's next interim analysis.
 
-        This is the present number of blocks if no look follows.
+        The result is the present number of blocks if no analysis follows.
         """
         waiting = self._analysis.open & ~self._analysis.again
         return [
@@ -274,8 +274,8 @@ class Course:
     def _request_full_runs(self, step: judging.InterimResult) -> None:
         """Request full runs of the fastest strategies whose score is unknown.
 
-        Such a score may change the answer. The call after the first look also requests one full run per group
-        of strategies with equal arithmetic.
+        The unknown score may change the answer. The call after the first look also requests one full run per
+        group of strategies with equal arithmetic.
         """
         for comparison, strategy in np.argwhere(self._analysis.leaders_without_score):
             state = self.states[comparison]
@@ -292,7 +292,7 @@ class Course:
     ) -> Iterator[tuple[ComparisonState, str]]:
         """Yield the strategy whose full run is the reference score, per group of equal arithmetic.
 
-        It is the fastest strategy in the comparison with the fewest workers.
+        The yielded strategy is the fastest in the comparison with the fewest workers.
         """
         seen = set()
         for i, state in sorted(

@@ -63,7 +63,7 @@ class FullRunScores:
     def list_reference_runs(self, comparison: PairedComparison) -> list[FullRun]:
         """Return the full runs whose scores are the reference for other scores.
 
-        They are runs of DDP's arithmetic, else those of the best strategy.
+        The runs are those of DDP's arithmetic, or else those of the best strategy.
         """
         shared = [
             run
