@@ -105,7 +105,7 @@ def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     layouts = count_layouts(strategy)
     losses = []
     if strategy.kind == "server":
-        for _, where in strategy.tickets():
+        for _, where in strategy.iter_tickets():
             losses.append(strategy.step(*data.make_training_batch(order[where])))
         strategy.load_snapshot(0)  # the servers' weights, as an evaluation takes them
     else:

@@ -83,7 +83,7 @@ def pushed(job: Job) -> dict[str, Any]:
     times: dict[bool, list[float]] = {True: [], False: []}
     recording: Any = None
     done = 0
-    for epoch, where in strategy.tickets():
+    for epoch, where in strategy.iter_tickets():
         if epoch == PROFILED and recording is None and worker.device.type == "cuda":
             recording = profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             recording.__enter__()
@@ -216,7 +216,7 @@ def overflowed(job: Job) -> tuple[int, int, float]:
     before = weights_of(strategy)
     strategy.scale.value = 2.0**60
     steps = 0
-    for epoch, where in strategy.tickets():
+    for epoch, where in strategy.iter_tickets():
         order = draw_epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
         strategy.step(*data.make_training_batch(order[where]))
         steps += 1

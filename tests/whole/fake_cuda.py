@@ -228,7 +228,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
             order, augmentation = data.draw_epoch_tables(s.seed, 0, s.augment).to_device(DEVICE)
             losses = [
                 made.step(*data.make_training_batch(order[which], augmentation))
-                for _, which in made.tickets()
+                for _, which in made.iter_tickets()
             ]
         assert {(x.device, x.dtype) for x in losses} == {(DEVICE, dtype)}, losses
         assert all(p.is_contiguous() and p.device == DEVICE for p in net.parameters())

@@ -691,7 +691,7 @@ def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():
     ]
     found = decided(rows)
     assert found.choice.strategy == "ps-async"
-    assert (found.short.score, found.short.score_note) == (
+    assert (found.short_answer.score, found.short_answer.score_note) == (
         "not measured",
         "equal scores are assumed",
     )

@@ -230,7 +230,7 @@ def worked(
     set_up(strategy, s, task, folder, rank)
     x, y = samples()
     losses: dict[str, list[torch.Tensor]] = {}
-    for _, where in strategy.tickets():
+    for _, where in strategy.iter_tickets():
         step = str(where.start // BATCH)
         losses.setdefault(step, []).append(strategy.step(x[where], y[where]))
     strategy.load_epoch(0)

@@ -399,7 +399,7 @@ def test_fused_kernels_are_left_out_on_a_gpu_where_a_gradient_is_sparse():
         strategy.worker = SimpleNamespace(settings=settings("single"))
         strategy.model = getattr(odd_networks, name)(CLASSES)
         strategy.local = [SimpleNamespace(device=torch.device("cuda"))]
-        assert strategy.optimizer_kind()[1]["fused"] == (name == "Plain")
+        assert strategy.get_optimizer_class()[1]["fused"] == (name == "Plain")
 
 
 TASKS = """

@@ -89,7 +89,7 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
     request = request_of(strategy, 4, options, **changes)
     full = make_footprint(request)
     followed = []
-    real = few_parts.follow
+    real = few_parts.trace_two_steps
     monkeypatch.setattr(
         few_parts, "trace_two_steps", lambda *a, **k: followed.append(a) or real(*a, **k)
     )

@@ -141,7 +141,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     strategy.restore(saved)
     losses = []
     if strategy.kind == "server":
-        for _, where in strategy.tickets():
+        for _, where in strategy.iter_tickets():
             if name == "same-slice":
                 where = slice(where.start - where.start % GLOBAL_BATCH, None)
                 where = slice(where.start, where.start + s.per_worker_batch)

@@ -22,7 +22,7 @@ _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write a text to a file atomically, so that no reader sees a part."""
+    """Write a text to a file atomically, so that no reader sees an incomplete file."""
     with (
         replace_file_atomically(path) as temporary,
         temporary.open("x", encoding="utf-8", newline="") as f,

@@ -31,7 +31,7 @@ class SubcommandAdder:
     def __call__(
         self, name: str, run: Run, text: str, study: bool = True
     ) -> argparse.ArgumentParser:
-        """Add a subcommand.
+        """Add a subcommand to the parser of `stratbench`.
 
         Args:
             name: Name of the subcommand.

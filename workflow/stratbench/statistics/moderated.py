@@ -38,7 +38,7 @@ class Differences(NamedTuple):
 
     @property
     def dof(self) -> np.ndarray:
-        """Degrees of freedom of the variances."""
+        """Degrees of freedom of each difference's variance."""
         return self.repeats - 1
 
 
@@ -72,7 +72,7 @@ def estimate_variance_prior(
     fewest: int = MIN_VARIANCES,
     few_dof: float = FEW_DOF,
 ) -> Prior:
-    """Return the prior that fits some variances, shape [...].
+    """Return the common prior of some variances, shape [...].
 
     Its `dof` is infinite if the variances differ no more than estimates of a common variance would. It is at
     most `few_dof` for fewer than ENOUGH_VARIANCES variances, and 0 for fewer than `fewest`.

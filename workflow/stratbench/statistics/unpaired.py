@@ -70,7 +70,7 @@ def estimate_difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
 def estimate_interval(
     value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
 ) -> IntervalEstimate:
-    """Return an estimate with its t interval.
+    """Return an estimate with its t interval, from the variances of samples.
 
     There is no interval if a side has fewer than two repeats, or if no side has a variance.
 

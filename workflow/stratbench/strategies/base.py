@@ -397,7 +397,7 @@ class Strategy:
 
     @property
     def steps_per_period(self) -> int:
-        """Number of steps after which the strategy's work repeats.
+        """Number of steps after which the strategy's pattern of work repeats.
 
         The work repeats only once the last kind of step has begun.
         """
@@ -605,7 +605,7 @@ class Collective(Strategy):
         return optimizer
 
     def get_optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Return the optimizer's class and its keyword arguments."""
+        """Return the class of the optimizer, and the keyword arguments to construct it."""
         import torch
 
         s = self.worker.settings
@@ -851,7 +851,7 @@ class Collective(Strategy):
         return loss
 
     def create_sync_context(self, last: bool) -> AbstractContextManager:
-        """Return the context for a part of a batch.
+        """Return the context that decides whether a part of a batch synchronises gradients.
 
         Gradients are synchronised only in the `last` part.
         """

@@ -123,7 +123,7 @@ class DDP(base.Collective):
 
     @property
     def compress(self) -> str:
-        """Name of the gradient compression."""
+        """Name of the gradient compression that the options select."""
         return self.options.compress
 
     @property

@@ -47,7 +47,7 @@ class SavedState:
         extra: Sequence[Tensor | Stateful],
         attributes: Attributes | None = None,
     ) -> None:
-        """Copy the present state.
+        """Copy the present state of tensors, optimizer and other objects to host memory.
 
         Args:
             tensors: Tensors to copy.

@@ -51,7 +51,7 @@ class Jobs:
         ]
 
     def find_cell(self, wildcards: Mapping[str, str]) -> Cell:
-        """Return the cell that a training job's wildcards name.
+        """Return the cell that the wildcards of a training job name.
 
         A verdict may ask for more repeats of a cell than the config does.
 

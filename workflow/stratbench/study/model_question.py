@@ -62,7 +62,7 @@ def format_question_options(args: argparse.Namespace) -> dict[str, str]:
 
 
 def read_question(args: argparse.Namespace) -> Question:
-    """Return the question that parsed command-line arguments state."""
+    """Return the question that parsed command-line arguments ask."""
     return Question(**{f.name: getattr(args, f.name) for f in fields(Question)})
 
 

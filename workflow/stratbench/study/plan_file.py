@@ -86,7 +86,7 @@ class PlanFile:
         )
 
     def _get_planned_needs(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the planned needs of the cell.
+        """Return the memory and time that the plan predicts for a cell.
 
         The needs of its first repeat replace them if the cell is not in the plan. A verdict adds repeats and
         blocks, which the plan does not have.

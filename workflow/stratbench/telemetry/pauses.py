@@ -87,7 +87,7 @@ class PauseWatch:
 
     @property
     def total_pause_s(self) -> float:
-        """Total length of all pauses, in seconds of `time.monotonic`."""
+        """Total length of all pauses so far, in seconds of `time.monotonic`."""
         return sum(pause.length_s - pause.asleep_s for pause in self.pauses)
 
     @property

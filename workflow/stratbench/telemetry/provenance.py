@@ -59,7 +59,7 @@ def collect_host_facts() -> dict[str, Any]:
 
 
 def hash_state(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of named weights.
+    """Return the SHA-256 of a model's named weights.
 
     The hash is over the name, dtype, shape and bytes of each, sorted by name. Equal weights have equal
     hashes, regardless of device, memory layout, sharding and wrapper: the name prefixes of DDP and

@@ -60,7 +60,7 @@ class Sampler:
         foreign_processes: str | os.PathLike[str] | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Start the sampler process.
+        """Start the sampler process of this node.
 
         Args:
             out: CSV file of samples to write.
@@ -227,7 +227,7 @@ class Host:
         self._asked_s = time.monotonic()
 
     def sample(self) -> dict[str, Any]:
-        """Return a row of the timeline.
+        """Return a timeline row with the node's load, memory and use of cores.
 
         The row is without the use of cores if the previous sample is too recent.
         """
@@ -248,7 +248,7 @@ class Host:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the sampler's command line."""
+    """Parse the command line of the sampler process."""
     parser = argparse.ArgumentParser(prog="stratbench.telemetry.sampler", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="CSV file of samples to write")
     parser.add_argument("--period-s", type=float, default=0.5, help="seconds between samples")

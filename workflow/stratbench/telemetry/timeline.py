@@ -68,7 +68,7 @@ class PhaseLog:
         origin_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the log.
+        """Open the log of a rank's phases for appending.
 
         Args:
             path: File to append to.
@@ -82,7 +82,7 @@ class PhaseLog:
         self._alive = alive
 
     def write_phase_event(self, phase: str, event: str, at_s: float | None = None) -> None:
-        """Write that a phase starts or ends.
+        """Write to the log that a phase starts or ends.
 
         Args:
             phase: Name of the phase.
@@ -161,7 +161,7 @@ def merge_timeline(
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a sample file or timeline.
+    """Yield the rows of a sample file or timeline, as dicts by column.
 
     The value `t_s` is a number, and all others are texts. A missing file has no rows. A row that a kill has
     truncated is left out.

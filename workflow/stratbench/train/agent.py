@@ -128,7 +128,7 @@ def start_fork_server(job: Job) -> AbstractContextManager[Path]:
 
 
 def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
-    """Create the workers of a node, without starting them."""
+    """Create the worker processes of a node, without starting them."""
     text = job.to_json()
     return [
         Process(fork_server, format_worker_name(rank), "worker", text, rank, local_rank)

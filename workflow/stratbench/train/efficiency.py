@@ -136,10 +136,7 @@ def compute_bubble_shares(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
-    """Read the training intervals of each GPU.
-
-    The result is None if they are not known for all GPUs.
-    """
+    """Read the intervals in which each GPU trained. None if unknown for any GPU."""
     if len(workers) < job.world_size:
         return None
     intervals: Intervals = {}

@@ -105,7 +105,7 @@ class Process:
         self._request = {"entry": entry, "args": args}
 
     def start(self) -> None:
-        """Let the server fork the process.
+        """Make the fork server fork the process.
 
         Raises:
             OSError: If the server cannot be reached, cannot fork, or ends before.
@@ -137,7 +137,7 @@ class Process:
         return self.exitcode is None
 
     def kill(self) -> None:
-        """Let the server kill the process, without waiting for its end."""
+        """Make the fork server kill the process, without waiting for the process to end."""
         with contextlib.suppress(OSError):
             self.sentinel.shutdown(socket.SHUT_WR)
 

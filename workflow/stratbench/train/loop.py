@@ -40,7 +40,7 @@ class Progress:
     epoch_results: list[dict[str, Any]] = field(default_factory=list)
 
     def append_epoch(self, entry: dict[str, Any]) -> None:
-        """Add the results of a finished epoch."""
+        """Add the results of a finished epoch, and store them in the run folder."""
         self.epoch_results.append(entry)
         if self.folder is not None:
             self.folder.append_epoch(entry)
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass
 class Result:
-    """The measurements of one worker."""
+    """The measurements of one worker from its training loop."""
 
     status: str
     reason: str | None

@@ -256,7 +256,7 @@ def _has_stepped(
 
 
 def _format_rank_states(standings: Mapping[int, Standing]) -> str:
-    """Return the states of all ranks as text.
+    """Return the last known states of all ranks as text.
 
     The ranks with the fewest steps come first, because others wait for them.
     """

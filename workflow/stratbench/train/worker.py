@@ -62,7 +62,7 @@ COLLECTIVE_S = 600
 
 
 def main(job_json: str, rank: int, local_rank: int) -> None:
-    """Run the worker process and exit.
+    """Run the process of one worker, and exit.
 
     The exit code is 0 after a result, 3 without memory, and 1 after other errors.
 
@@ -322,7 +322,7 @@ def create_compile_watch(job: Job) -> CompileWatch:
 
 
 def load_data(job: Job, device: torch.device) -> DeviceData:
-    """Load the cell's data set for a device.
+    """Load the cell's data set for training on a device.
 
     The data have the shape and dtype that the model takes.
 
@@ -398,7 +398,7 @@ def build_model_and_task(
 
 
 def count_sample_flops(s: Settings, built: Built) -> dict[str, int]:
-    """Return forward and training operations per sample.
+    """Return the floating-point operations per sample of forward and of training.
 
     The dict is empty if they cannot be counted, because a user's own model reads values of tensors.
     """

@@ -81,7 +81,7 @@ class KnownFakes(FakeTensorMode):
         )
 
     def _compute_real_result(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return an operator's result with real numbers.
+        """Return an operator's result with real numbers instead of fake tensors.
 
         The result is None if operands are unknown or too large.
         """
@@ -150,7 +150,7 @@ class KnownFakes(FakeTensorMode):
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """The operation that created a tensor.
+    """The recorded operation that created a tensor.
 
     Attributes:
         op: Operator.

@@ -172,10 +172,7 @@ def _compute_loss(
 def _determine_loss_kind(
     task: Task, what: OwnTask, classes: int, targets: Sequence[int]
 ) -> LossKind:
-    """Return the kind of a task's loss.
-
-    The function compares the loss of a batch with those of its halves.
-    """
+    """Return the kind of a task's loss, by comparing a batch with its halves."""
     import torch
 
     draw = torch.Generator().manual_seed(0)

@@ -231,7 +231,7 @@ def get_task_name(s: Settings, shape: Sequence[int]) -> str:
 
 
 def get_task(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
-    """Return a cell's task.
+    """Return the task of a cell: a built-in one or a user's own.
 
     Args:
         s: Settings of the cell.
@@ -299,7 +299,7 @@ def compute_output_shape(task: Task, targets: Sequence[int], classes: int) -> li
 
 
 def create_own_task(call: str) -> Task:
-    """Create a user's own task.
+    """Create a user's own task, and check its attributes and methods.
 
     Raises:
         ModelError: If the task lacks an attribute or method that a task must have.
@@ -403,7 +403,7 @@ def divide_or_zero(value: float | Tensor, weight: Tensor) -> Tensor:
 
 
 class Evaluated(NamedTuple):
-    """The result of an evaluation over the test set."""
+    """The mean loss and score of an evaluation over the test set."""
 
     #: Mean loss.
     loss: float

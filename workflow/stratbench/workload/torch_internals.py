@@ -212,7 +212,7 @@ class ObservableScaler(torch.amp.GradScaler):
     """A GradScaler that passes its overflow flags to `observe` before it uses the flags."""
 
     def process_overflow_flags(self, flags: Iterable[Tensor]) -> None:
-        """Read or change the overflow flags.
+        """Read or change a GradScaler's overflow flags.
 
         Args:
             flags: A flag per device, which is not 0 if a gradient on the device is not finite.

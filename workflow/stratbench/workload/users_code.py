@@ -61,7 +61,7 @@ def invalid_call_reason(call: str) -> str | None:
 
 
 def get_top_module(call: str) -> str:
-    """Return the top-level module or package of a call."""
+    """Return the name of the top-level module or package that a call names."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
 

@@ -26,7 +26,7 @@ def iter_unanswered_constraints(
     constraints: Constraints,
     slowed: bool,
 ) -> Iterator[str]:
-    """Yield sentences on constraints that no record can answer.
+    """Yield sentences on constraints of the decision that no record can answer.
 
     Args:
         candidates: Candidates.
@@ -135,7 +135,7 @@ def describe_distance(c: ComparisonWithChoice, rival: str = "the next") -> str:
 
 
 def format_percentage(part: float) -> str:
-    """Return a fraction below 2 as a percentage: `9 %` or `0.4 %`."""
+    """Return a fraction as a percentage with few digits: `9 %` or `0.4 %`."""
     if part < 0.0005:
         return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"

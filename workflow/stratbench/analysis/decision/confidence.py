@@ -38,7 +38,7 @@ def compute_confidence(
     score_open: bool,
     count_known: bool = True,
 ) -> Confidence:
-    """Return the confidence by the rules of docs/decision.md.
+    """Return the confidence in a decision, by the rules of docs/decision.md.
 
     Every limitation has a short text and the maximum level that it allows.
 
@@ -258,7 +258,7 @@ def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
 
 
 def iter_score_caveats(first: Candidate, constraints: Constraints) -> Iterator[str]:
-    """Yield sentences on the uncertainty in the choice's score."""
+    """Yield sentences on the uncertainty in the chosen candidate's score."""
     if first.score_loss_upper is None:
         if first.skips_evaluation:
             yield "No score was measured, since `steps` skips evaluation; equal scores are assumed."

@@ -58,7 +58,7 @@ MATRIX_COLUMNS = (
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision for one model in one experiment."""
+    """The decision for one model in one experiment: chosen candidate, reason and confidence."""
 
     experiment: str
     dataset: str
@@ -385,7 +385,7 @@ def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, E
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line of this module and return the exit code."""
+    """Run the command line of decisions, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.decision.decide", description=__doc__
     )

@@ -29,7 +29,7 @@ class Evidence:
     def iter_unmeasured_candidates(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterable[Candidate]:
-        """Yield candidates on unmeasured numbers of workers.
+        """Yield candidates with numbers of workers that no record has measured.
 
         Args:
             question: Experiment and model.
@@ -39,7 +39,7 @@ class Evidence:
         return ()
 
     def exclude_candidates(self, question: Question, candidates: Sequence[Candidate]) -> None:
-        """Exclude further candidates, after constraints and the score tolerance have excluded theirs."""
+        """Exclude further candidates, once constraints and the score tolerance are applied."""
 
     def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on what would change the choice."""

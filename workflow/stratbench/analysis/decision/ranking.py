@@ -177,7 +177,7 @@ class Ranking:
 
     @property
     def is_clear(self) -> bool:
-        """Whether every alternative is clearly slower."""
+        """Whether every alternative is clearly slower than the choice."""
         return all(c.status == "slower" for c in self.comparisons)
 
     @property

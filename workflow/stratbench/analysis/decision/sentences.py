@@ -125,7 +125,7 @@ def describe_choice(
 
 
 def describe_results(first: Candidate, noun: str) -> str:
-    """Return a sentence with the results of the choice."""
+    """Return a sentence with the measured results of the chosen candidate."""
     if first.is_projected:
         return first.projected_figures
     parts = [

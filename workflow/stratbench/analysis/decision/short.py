@@ -143,7 +143,7 @@ def build_short_answer(
     unknown: Sequence[str],
     slowed: Sequence[str] = (),
 ) -> ShortAnswer:
-    """Return the short answer for one model.
+    """Return the short answer for one model, for the report or a terminal.
 
     Args:
         candidates: Candidates.
@@ -330,7 +330,7 @@ def describe_leanest_alternative(first: Candidate, others: Sequence[Candidate]) 
 
 
 def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
-    """Return a line that summarises all answers.
+    """Return a line that summarises the answers for all models.
 
     Args:
         answers: Pairs of a model and the short answer for this model.

@@ -94,7 +94,7 @@ def have_equal_arithmetic(c: Candidate, other: Candidate) -> bool:
 
 
 def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
-    """Return classes of candidates with equal arithmetic.
+    """Return classes of candidates with equal arithmetic, whose scores differ only by chance.
 
     A candidate whose score differs from the median of its class by more than tolerance and chance becomes
     a class of its own. It gets a caveat, since either it or the rest of the class is wrong.

@@ -151,7 +151,7 @@ def format_tick(value: float) -> str:
 def create_shifted_transform(
     axes: Axes, right: float, up: float = 0, of: Transform | None = None
 ) -> Transform:
-    """Return a transform that is shifted by some pixels.
+    """Return a matplotlib transform that is shifted by some pixels.
 
     Args:
         axes: The axes.

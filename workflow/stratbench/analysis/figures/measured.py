@@ -96,7 +96,7 @@ def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
 
 
 def find_chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
-    """Return the choice's value in the summary's unit, or None if unknown."""
+    """Return the chosen candidate's value in the unit of summary.csv, or None if unknown."""
     if data.choice is None:
         return None
     found = rows[(rows["strategy"] == data.choice[0]) & (rows["gpus"] == data.choice[1])]["value"]

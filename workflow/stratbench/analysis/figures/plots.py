@@ -196,7 +196,7 @@ def remove_old_figures(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line of this module and return the exit code."""
+    """Run the command line of figures, and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.figures.plots", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--epochs", type=Path, required=True, help="epochs.csv")

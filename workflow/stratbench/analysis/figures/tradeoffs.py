@@ -225,7 +225,7 @@ def find_free_box(at: Sequence[float], width: float, taken: Sequence[Bbox], page
 
 
 def find_pareto_optimal_mask(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Return the mask of Pareto-optimal points.
+    """Return a boolean mask of the Pareto-optimal points.
 
     A point is beaten by another that is no worse in time and score, and better in one of them.
     """

@@ -58,7 +58,7 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether the column is always read as text."""
+        """Whether values of the column are always read as text."""
         return self.value_kind in ("text", "json")
 
 

@@ -22,11 +22,11 @@ class Group(NamedTuple):
     gpus: int
 
     def with_gpus(self, gpus: int) -> Group:
-        """Return this group with another number of workers."""
+        """Return the coordinates of this group, with another number of workers."""
         return self._replace(gpus=gpus)
 
     def with_strategy(self, strategy: str) -> Group:
-        """Return this group with another strategy."""
+        """Return the coordinates of this group, with another strategy."""
         return self._replace(strategy=strategy)
 
     @property
@@ -110,7 +110,7 @@ class Repeats:
     def read_common_values(
         self, groups: Sequence[Group], column: str, concerns: str = ""
     ) -> np.ndarray:
-        """Return the values of the repeats that all groups share, shape [groups, repeats].
+        """Return a column's values for the repeats that all groups share, shape [groups, repeats].
 
         Args:
             groups: The groups.

@@ -80,12 +80,12 @@ class Measure:
 
     @property
     def definition(self) -> str:
-        """The meaning of the measure, in a few sentences."""
+        """The meaning of the metric, in a few sentences."""
         return self.explicit_definition or BY_NAME[self.column].definition
 
     @property
     def heading(self) -> str:
-        """The title with the unit, for axes and captions."""
+        """The title of the metric with its unit, for axes and captions."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
     def with_score_names(self, score: Score) -> Measure:

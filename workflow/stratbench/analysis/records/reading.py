@@ -37,7 +37,7 @@ class ReportInput:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report as HTML."""
+    """A section of the report as HTML, which an extension adds."""
 
     id: str
     html: Markup
@@ -49,7 +49,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Reading:
-    """Additions of one extension to decisions and the report.
+    """The functions by which one extension adds to decisions and to the report.
 
     Attributes:
         notices: Returns sentences that precede all numbers, given the cells and the findings.

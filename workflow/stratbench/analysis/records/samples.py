@@ -106,7 +106,7 @@ class SampleSeries:
 
 
 def select_known_values(index_of: dict[str, int], sample: Sample) -> dict[str, float]:
-    """Return the known values of a sample by column."""
+    """Return the values of a sample that are not missing, by column."""
     return {name: v for name, i in index_of.items() if (v := sample.values[i]) is not None}
 
 
@@ -171,7 +171,7 @@ def parse_timeline(lines: Iterable[str]) -> Timeline | None:
 
 
 def parse_finite(text: str) -> float | None:
-    """Return a finite number, or None for an empty field.
+    """Return a CSV field as a finite number, or None for an empty field.
 
     Raises:
         ValueError: The text is not a finite number.

@@ -50,7 +50,7 @@ def compute_scale_x(ratio: float) -> float:
 
 
 def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> DrawnMark:
-    """Return a strategy's mark around (x, y).
+    """Return the mark of a strategy as SVG path and colours, centred at (x, y).
 
     Args:
         mark: The strategy's mark.
@@ -165,7 +165,7 @@ def format_alternative_ratio(other: Mapping[str, Any]) -> str:
 def iter_answer_rows(
     answers: Sequence[Mapping[str, Any]], bases: Mapping[str, str | None], margin: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each answer of answers.json.
+    """Yield the template's values of a row for each answer of answers.json.
 
     Args:
         answers: The answers.

@@ -379,7 +379,7 @@ def render_report(values: dict[str, Any]) -> str:
 def read_input(
     folder: Path, study_dir: Path, audit: Path | None, evidence: Iterable[str] = ()
 ) -> ReportInput:
-    """Read the input of a report.
+    """Read the tables and files that a report shows.
 
     Args:
         folder: Folder with the files of the other stages.
@@ -426,7 +426,7 @@ def write_pages(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line of the report, and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.report.report", description=__doc__)
     parser.add_argument(
         "--folder",

@@ -307,7 +307,7 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line of the tables, and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.tables.tables", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")

@@ -29,7 +29,7 @@ def render_page(
     values: dict[str, Any],
     filters: dict[str, Callable[..., Any]] | None = None,
 ) -> str:
-    """Return a page: a template filled in with values.
+    """Return a page as text, by filling values into a template.
 
     Templates may include templates of SHARED. A template `*.txt.j2` gives a text for a terminal, without
     escapes.

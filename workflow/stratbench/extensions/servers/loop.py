@@ -76,7 +76,7 @@ def train_on_tickets(
     reports = ThreadPoolExecutor(1)  # prints in a thread, so that a slow disk does not delay a step
     tables(0)
     collect_and_freeze_garbage()
-    for epoch, where in strategy.tickets(evaluate_epoch_now):
+    for epoch, where in strategy.iter_tickets(evaluate_epoch_now):
         if not samples:
             reports.submit(log.write_phase_event, "train", "start", at_s=time.monotonic())
         if not clock.is_running:

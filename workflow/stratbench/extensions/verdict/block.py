@@ -245,7 +245,7 @@ class BlockRun:
         )
         s = self._settings[strategy]
         strategy = make_strategy(s.strategy, s.options)
-        discarded, timed = strategy.own_length(discarded, timed)
+        discarded, timed = strategy.choose_segment_steps(discarded, timed)
         tail = TAIL_STEPS if strategy.kind == "server" else 0
         return (
             blocks.make_segment_settings(s, self._plan, discarded + timed + tail),

@@ -28,7 +28,7 @@ class GroupCalls:
     def __init__(
         self, groups: Sequence[tuple[str, list[nn.Module]]], heartbeat: Heartbeat | None = None
     ) -> None:
-        """Register hooks on the modules of all groups.
+        """Register hooks on the modules of all shard groups.
 
         Args:
             groups: Name and modules of each group.

@@ -70,7 +70,7 @@ class Study:
         return sorted({e.values["dataset"] for e in self.experiments.values()})
 
     def resolve_base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Return the base strategy of a strategy or variant, and the configured options."""
+        """Return the base strategy of a strategy or variant, and its options in the config."""
         if name in REGISTRY:
             return name, {}
         variant = dict(self._study["variants"][name])
@@ -191,7 +191,7 @@ class Study:
         return {name: spec for name, spec in self._own_code.items() if spec}
 
     def list_import_errors(self, cells: Iterable[Cell]) -> list[str]:
-        """Return a sentence for each own model and task whose files cannot be imported."""
+        """Return a sentence for each user's model or task whose files cannot be imported."""
         faults = {}
         for cell in cells:
             task = self.get_own_task(self.experiments[cell.experiment].values["task"])

@@ -181,9 +181,9 @@ def collect_extension_values(
 
 
 def collect_constraints(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constraints of a decision.
+    """Return the constraints of a decision, from `decide` and from other blocks of the config.
 
-    They are the keys of `decide`, and those that other blocks have.
+    The constraints are the keys of `decide`, and keys of other blocks that extensions declare as constraints.
     """
     decide = config["decide"]
     added = {field.name for _, keys in iter_extension_keys("decide") for field in fields(keys)}

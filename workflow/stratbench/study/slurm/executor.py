@@ -310,7 +310,7 @@ class JobFollower(RemoteExecutor):
             Path(log).unlink(missing_ok=True)
 
     async def sleep(self) -> None:
-        """Wait until the next request, or until Snakemake ends.
+        """Wait until SLURM is to be asked again, or until Snakemake ends.
 
         Snakemake's own method would sleep until the next request, even if Snakemake ends.
         """

@@ -32,7 +32,7 @@ ENDS = {
 
 @dataclass
 class FollowedRun:
-    """The state of a run's jobs on SLURM.
+    """The state of the jobs of one Snakemake run on SLURM.
 
     Attributes:
         request_texts: Each job's request to SLURM in words, by the job's first output file.

@@ -22,7 +22,7 @@ MAX_TOLD = 5
 
 @dataclass(frozen=True)
 class Node:
-    """The resources of one node in one partition.
+    """The resources of one SLURM node in one partition.
 
     Attributes:
         partition: Name of the partition.

@@ -104,7 +104,7 @@ class WaitingJobs:
 def describe_progress(
     planned: int, done: int, failed: int, to_submit: int, states: Mapping[str, JobState]
 ) -> str:
-    """Return a line on the progress of the run.
+    """Return a line on the progress of the run's jobs.
 
     Args:
         planned: Number of jobs that the run has on SLURM.

@@ -21,7 +21,7 @@ class CoreWaits:
         self._before = read_core_waits_ns()
 
     def end(self) -> None:
-        """End the span, if a span has begun."""
+        """End the span of counted waits, if a span has begun."""
         before, self._before = self._before, None
         if not before:
             return

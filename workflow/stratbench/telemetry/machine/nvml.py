@@ -131,10 +131,7 @@ class Nvml:
         return pairs
 
     def call_function(self, function: str, *arguments: Any) -> Any | None:
-        """Call a function of the library.
-
-        Return its result, or None if it is missing or fails.
-        """
+        """Call a function of NVML, and return its result. None if the function is missing or fails."""
         if self._library is None:
             return None
         try:
@@ -188,7 +185,7 @@ class Gpu:
         )
 
     def uuid(self) -> str | None:
-        """Return the UUID, `GPU-...` or, for a MIG instance, `MIG-...`."""
+        """Return the UUID of the GPU (`GPU-...`) or MIG instance (`MIG-...`)."""
         return _decode(self._call_function("nvmlDeviceGetUUID"))
 
     def list_mig_instances(self) -> list[Gpu]:

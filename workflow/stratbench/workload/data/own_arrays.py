@@ -38,7 +38,7 @@ class Opened(NamedTuple):
 
 
 def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
-    """Return the data set in the arrays that a user's function has returned.
+    """Return a data set made of the arrays that a user's function has returned.
 
     Images are `train_x` and `test_x`, uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C]. Their
     `train_y` and `test_y` are integer labels [N], or values to learn, float32 [N] or [N, values]. A text has
@@ -136,7 +136,7 @@ def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
 
 
 def move_channels_first(x: np.ndarray) -> np.ndarray:
-    """Return images as [N, C, H, W].
+    """Return images with the channel axis moved first: [N, C, H, W].
 
     The last axis is that of the channels if it has 1 to 4 entries and the second axis more.
     """

@@ -145,7 +145,7 @@ def is_own_data_set(spec: Mapping[str, Any] | None) -> bool:
 def read_own_data(
     name: str, spec: Mapping[str, Any], places: Mapping[str, Any] | None = None
 ) -> OwnData:
-    """Return a user's data set for a specification.
+    """Return a user's data set, as a specification describes it.
 
     Args:
         name: Name of the data set.
@@ -235,10 +235,7 @@ def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
-    """Return a user's data set within a job.
-
-    The file paths come from the specification or the environment.
-    """
+    """Return a user's data set in a job, with file paths from the specification or the environment."""
     if spec.keys() & set(PLACES) or spec.get("call"):
         return read_own_data(name, spec)
     return read_own_data(

@@ -248,7 +248,7 @@ def _iter_image_chunks(
 
 
 def _read_pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
-    """Return an image as uint8 [channels, size, size]."""
+    """Return the pixels of an image file as uint8 [channels, size, size]."""
     import numpy as np
     from PIL import Image
 

@@ -28,7 +28,7 @@ class _BatchBuffers:
 
 
 class _FetchedBatch(NamedTuple):
-    """A batch that is being fetched.
+    """A batch whose rows are being fetched from host memory.
 
     Attributes:
         indices: Indices of the samples.

@@ -133,7 +133,7 @@ def _parse_spec(text: str) -> dict[str, Any] | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepare a data set's arrays in a folder.
+    """Run the command line that prepares a data set's arrays in a folder.
 
     Return 0, or 1 with a message on stderr.
     """

@@ -231,7 +231,7 @@ def load_mnist(root: Path | None, scratch: Path | None) -> Source:
 
 
 def read_mnist_folder(folder: Path) -> Source:
-    """Return MNIST from a folder with its four files.
+    """Return MNIST from a folder with its four IDX files.
 
     The folder has, for each of them, the file, its .gz, or both.
     """

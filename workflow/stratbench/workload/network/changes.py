@@ -166,12 +166,12 @@ class Changes(TorchDispatchMode):
 
     @property
     def overwritten_parameters(self) -> list[str]:
-        """Names of parameters that were written to."""
+        """Names of the model's parameters that were written to."""
         return list(self._parameters)
 
     @property
     def written_buffers(self) -> list[str]:
-        """Names of buffers that were changed in place."""
+        """Names of the model's buffers that were changed in place."""
         return [
             name
             for *_, name, tensor, _copy, version in self._buffers
@@ -180,7 +180,7 @@ class Changes(TorchDispatchMode):
 
     @property
     def replaced_buffers(self) -> list[str]:
-        """Names of buffers that were replaced by another tensor."""
+        """Names of the model's buffers that were replaced by another tensor."""
         return [
             name
             for module, key, name, tensor, *_ in self._buffers
@@ -189,7 +189,7 @@ class Changes(TorchDispatchMode):
 
     @property
     def changed_attributes(self) -> list[str]:
-        """Paths of plain attributes that were changed."""
+        """Paths of the model's plain attributes that were changed."""
         return self._attributes.list_changed_paths()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -118,7 +118,7 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
 
 
 def _has_attention_dropout(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether attention has dropout.
+    """Return whether a call of attention has dropout.
 
     Its result must not be stored, since the recomputation would then draw other random numbers.
     """

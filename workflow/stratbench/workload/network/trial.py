@@ -293,7 +293,7 @@ class _TrialRun:
     def find_state_dependence(
         self, changed_names: Mapping[str, list[str]], evaluated: Tensor, trained: Tensor
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return `Trial.unsaved_evaluation_state` and `Trial.changing_training_state`.
+        """Return names of changed state on which evaluation depends, and on which training depends.
 
         Args:
             changed_names: Changed names by kind.
@@ -347,9 +347,9 @@ class _TrialRun:
         return _find_names_in_some_sets(reached), tuple(parted)
 
     def find_parameters_read_elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return `parameters_read_elsewhere` and `class_dependent_parameters` of a `Trial`.
+        """Return parameters that forward reads outside their modules, and class-dependent parameters.
 
-        They are found by a forward with copied parameters, as in FSDP.
+        Both are found by a forward with copied parameters, as in FSDP.
         """
         more = {n for p, n in self.names.items() if type(p) is not nn.Parameter or vars(p)}
         if self.on_fakes:
