@@ -292,7 +292,7 @@ class Coordinator:
                 raise ProtocolError(f"unknown message {other!r}")
 
     def _store_epoch(self, entry: dict[str, Any]) -> None:
-        """Store the results of an epoch once. The cell fails if they cannot be written."""
+        """Store the results of an epoch once. The cell fails if the results cannot be written."""
         if entry["epoch"] == self._epochs_done + 1:
             try:
                 self._on_epoch(entry)

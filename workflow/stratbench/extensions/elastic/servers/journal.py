@@ -56,7 +56,7 @@ def read_journal(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the event with the results of each evaluated epoch, by epoch.
+    """Return the journal's event with the results of each evaluated epoch, by epoch.
 
     Epochs that ended after the state from which a later incarnation resumed are left out, because they are
     trained again.
