@@ -13,7 +13,7 @@ NAME = "EXPERIMENT/STRATEGY/MODEL/Ngpu[/repK]"
 
 
 def find_record(results: Path, study: str | None, cell: str | None) -> record.Record:
-    """Return the record of a cell.
+    """Read the record of a cell, by path, by name, or as `decide` chose.
 
     Args:
         results: The folder with the results of all studies.
