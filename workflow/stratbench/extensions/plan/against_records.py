@@ -96,7 +96,7 @@ def compute_bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> i
 
 
 def get_measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
-    """Return the peak bytes of training, from the record of the rank that used most.
+    """Return the peak memory of training in bytes, from one rank's memory record.
 
     On a GPU it is the memory requested from the allocator, without cuBLAS's workspaces. Older records only
     have the allocated memory. On a CPU a process also contains its libraries, which grow over time. There

@@ -239,11 +239,11 @@ def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any
 
 
 def select_timed_records(records: Records, gpu: str | None) -> Records:
-    """Return the records whose times apply to `gpu`, or all if it is None."""
+    """Return the records whose times apply to `gpu`, or all records if `gpu` is None."""
     named = find_matching_gpus(gpu) if gpu else None
 
     def names_other_gpu(record: Mapping[str, Any]) -> bool:
-        """Return whether the record names another GPU; records of CPU cells name none."""
+        """Return whether the record names another GPU. Records of CPU cells name no GPU."""
         known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
         sheets = [find_datasheet(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)

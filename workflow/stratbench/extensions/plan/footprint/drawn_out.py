@@ -135,7 +135,7 @@ def _split_step(followed: Followed, first: int, stop: int) -> list[EventSegment]
 
 
 def _list_reductions_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
-    """Return a step's sums in order, with the number of events before each."""
+    """Return a step's reductions in order, each with the number of events before it."""
     by_sums = list_reductions(followed.step_phases, followed.event_edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 

@@ -342,7 +342,7 @@ def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str,
 
 
 def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
-    """Return the number of first steps in which workers exchange, and the period after that."""
+    """Return in how many first steps workers exchange data, and the period of later exchanges."""
     if strategy.count_exchanges(MANY_STEPS) == MANY_STEPS:
         return 0, 1
     return strategy.list_first_steps_by_kind[-1], strategy.steps_per_period
