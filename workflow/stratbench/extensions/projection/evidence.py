@@ -207,7 +207,7 @@ def _read_gpu_name(record: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LinkReplay:
-    """Replays of a strategy's step on measured links.
+    """Replays of a strategy's step with measured link times.
 
     Attributes:
         replay_step: Returns the seconds of a step for a worker count and seconds of computation.
@@ -318,7 +318,7 @@ def _make_server_replay(
     path: Path,
     nodes_of: Callable[[int], int],
 ) -> LinkReplay | None:
-    """Return the replay by a queue at the parameter servers.
+    """Return a step's replay by a queueing model of the parameter servers.
 
     The servers have equal parts of the weights. Workers access the servers concurrently.
 

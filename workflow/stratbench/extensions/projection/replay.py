@@ -136,7 +136,7 @@ def is_host_unblocked(operations: int, issue_s: float, step_s: float) -> bool:
 def _finish_computation(
     now: float, work_s: float, busy_until: float, compute_slowdown: float
 ) -> float:
-    """Return the end time of work that is `compute_slowdown` times slower until `busy_until`."""
+    """Return the end time of work that is slower by `compute_slowdown` until `busy_until`."""
     slow_s = max(0.0, busy_until - now)
     if work_s * compute_slowdown <= slow_s:
         return now + work_s * compute_slowdown

@@ -97,7 +97,7 @@ def project_strategy(
 def project_trainings(
     config: Mapping[str, Any], study: Study, records: Mapping[Cell, Mapping[str, Any]]
 ) -> dict[Cell, ProjectedDuration]:
-    """Return the projected durations of trainings, on counts of the study and beyond.
+    """Return the projected durations of trainings, on worker counts of the study and larger ones.
 
     Each is that of a first repeat.
 

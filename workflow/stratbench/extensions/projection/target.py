@@ -11,7 +11,7 @@ from stratbench.extensions.projection.evidence import ProjectionInputs
 def compute_share_to_target(
     target: float | None, evidence: ProjectionInputs
 ) -> tuple[tuple[float, float] | None, str]:
-    """Return the range of the fraction of training time until the target score.
+    """Return the fraction of training time until the target score, as a range.
 
     The range applies to other worker counts if updates stay the same: with DDP's arithmetic and one global
     batch.

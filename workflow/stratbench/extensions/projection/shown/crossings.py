@@ -92,7 +92,7 @@ def _intersect_lines(
     here: dict[str, CountStepTime],
     there: dict[str, CountStepTime],
 ) -> Crossing:
-    """Return the crossing of two strategies, by straight lines on logarithmic axes."""
+    """Return where two strategies' step times cross, by straight lines on logarithmic axes."""
     ahead = [math.log(at[after].step_s / at[before].step_s) for at in (here, there)]
     low, high = (math.log(at[after].workers) for at in (here, there))
     meet = math.exp(low + (high - low) * ahead[0] / (ahead[0] - ahead[1]))

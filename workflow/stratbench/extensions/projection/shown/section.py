@@ -225,7 +225,7 @@ def _describe_fastest_and_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> I
 
 
 def _describe_evidence(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield a sentence on the evidence of each strategy's projection."""
+    """Yield a sentence per strategy on the evidence for its projection."""
     for strategy, group in rows[rows["kind"] == "projected"].groupby("strategy", sort=False):
         by_evidence = list(group.groupby("evidence", sort=False)["workers"])
         for evidence, counts in by_evidence:
