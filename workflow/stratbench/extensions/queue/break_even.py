@@ -152,7 +152,7 @@ class ModeTimes:
         return float(np.quantile(self.hours_by_mode[mode], 0.9))
 
     def list_simulated_worths(self) -> list[float]:
-        """Return the simulated sample efficiencies of asynchronous workers, the highest first."""
+        """Return the simulated sample efficiencies of asynchronous workers, the highest one first."""
         prefix = f"{ASYNCHRONOUS} "
         efficiencies = [
             float(a.removeprefix(prefix)) for a in self.hours_by_mode if a.startswith(prefix)

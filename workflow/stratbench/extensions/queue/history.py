@@ -143,7 +143,7 @@ class AccountingHistory:
 
     @cached_property
     def queue_growth_gpus(self) -> float:
-        """Growth of the waiting work over the window, as a number of GPUs.
+        """Growth of the waiting jobs' work over the window, as a number of GPUs.
 
         The growth would keep this number of GPUs busy. It is at least 0.
 
@@ -155,7 +155,7 @@ class AccountingHistory:
         usual_s = statistics.median(known) if known else 0.0
 
         def waiting(at_s: float) -> float:
-            """Return the GPU-seconds of the jobs that waited at a time."""
+            """Return the GPU-seconds of all jobs that were waiting at a time."""
             return sum(
                 e.gpus * (e.ran_s or (e.limit_s / self._request_factor if e.limit_s else usual_s))
                 for e in self.entries
@@ -289,7 +289,7 @@ def read_history(
 
 
 def _iter_rows(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Yield each line's values by name of the column."""
+    """Yield the values of each line, by column name."""
     names: Sequence[str] = FIELDS
     for number, values in enumerate(lines, 1):
         if not values or values == [""]:

@@ -61,7 +61,7 @@ class QueueRequest:
     # fmt: on
 
     def faults(self, gpus_per_node: int) -> Iterator[str]:
-        """Yield a message for each contradiction between values."""
+        """Yield a message for each contradiction between values of the request."""
         if (self.load is None) == (self.history is None):
             yield (
                 f".queue: has load = {self.load} and history = {self.history!r}; give exactly one of the two"

@@ -186,7 +186,7 @@ class Cluster:
         self._add_event(at_s, "wake", (owner, note))
 
     def set_duration(self, job: SimulatedJob, duration_s: float) -> None:
-        """Set how long a running job takes. It ends earlier if its wall time is shorter."""
+        """Set how long a running job takes. The job ends earlier if its wall time is shorter."""
         job.duration_s = duration_s
         self._schedule_end(job)
 
