@@ -439,9 +439,9 @@ class ParameterServer(base.Strategy):
 
     @contextmanager
     def hold_snapshot(self, epoch: int) -> Iterator[float]:
-        """Load the servers' state after `epoch` into the model for a block.
+        """Context in which the model has the servers' state after `epoch`.
 
-        Yield as `load_snapshot` returns.
+        The context yields the result of `load_snapshot`.
 
         The model's running statistics return with the block's end, its weights with the next ticket.
         """

@@ -254,7 +254,7 @@ class BucketOptions(PolicyOptions):
         return workers / self.pushes_per_update(workers)
 
     def pushes_per_update(self, workers: int) -> int:
-        """Return the number of pushes per update, one per worker for a global batch."""
+        """Return the number of pushes per update: the number of workers."""
         return workers
 
     def optimizer_buffers(self, workers: int) -> int:

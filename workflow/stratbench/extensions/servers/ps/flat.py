@@ -20,9 +20,9 @@ from stratbench.workload.flat import compute_flat_offsets, copy_into_flat, get_f
 
 
 def cut_into_shards(numel: int, shard_numel: int) -> list[tuple[int, int]]:
-    """(start, stop) of each shard of a flat tensor.
+    """Return (start, stop) of each shard of a flat tensor.
 
-    All of `shard_numel` elements but the last.
+    All shards but the last have `shard_numel` elements.
     """
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 

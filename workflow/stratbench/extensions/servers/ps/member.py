@@ -287,7 +287,7 @@ class Member:
         self.lane = SharedLane(connection, bounds, memory)
 
     def assign_ticket(self, ticket: int, shards: range) -> None:
-        """Set the worker's current ticket, for which it has to push these shards."""
+        """Set the worker's current ticket, and the shards to push for the ticket."""
         self.ticket = self.last_ticket = ticket
         self.todo = set(shards)
 

@@ -319,7 +319,7 @@ class ServerRun:
     # --- working ---------------------------------------------------------------------------------
 
     def _check_ticket(self, member: Member, frame: Frame) -> None:
-        """Check the ticket of a frame. On servers other than 0, the first frame of a ticket assigns it."""
+        """Check a frame's ticket. On servers other than 0, a ticket's first frame assigns the ticket."""
         if self.config.server and self._initialised and member.ticket is None:
             if not 0 <= frame.ticket < len(self.plan):
                 raise ProtocolError(f"malformed frame: ticket {frame.ticket} is not in the plan")

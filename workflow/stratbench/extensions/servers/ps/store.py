@@ -209,7 +209,7 @@ class Store:
         return self.shards[shard].lend_weights(slot, spare, alive)
 
     def join(self, slot: int) -> None:
-        """Add the worker of a slot to all shards, and let it read them."""
+        """Add the worker of a slot to all shards, and let the worker read them."""
         for shard in self.shards.values():
             shard.join(slot)
 

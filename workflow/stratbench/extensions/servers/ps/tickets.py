@@ -101,7 +101,7 @@ class CompactIntSet:
         yield from sorted(self._above)
 
     def add(self, number: int) -> bool:
-        """Add a number, and return False if the set had it already."""
+        """Add a number, and return False if the set already had the number."""
         if number in self:
             return False
         self._above.add(number)

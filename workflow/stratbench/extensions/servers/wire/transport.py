@@ -49,7 +49,7 @@ class Awake:
     """
 
     def __init__(self, interval_s: float) -> None:
-        """Start the detection. The caller calls `record_awake` about every `interval_s` seconds."""
+        """Start to detect pauses. The caller calls `record_awake` about every `interval_s` seconds."""
         self._longest_s = 3 * interval_s
         self.since = self._looked = time.monotonic()
 
