@@ -75,9 +75,9 @@ def _remove_secrets(
 
 
 def _has_user_keys(path: tuple[str, ...]) -> bool:
-    """Return whether a user chose the keys below this path, such as model names.
+    """Return whether users chose the keys below a path, such as model names.
 
-    The path is in a config or a plan.
+    The path has the keys above, in a config or a plan.
     """
     if len(path) == 3:
         return path[0] == "studies" and path[2] in ("experiments", "variants")

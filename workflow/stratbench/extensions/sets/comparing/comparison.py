@@ -338,7 +338,7 @@ def shorten_field_path(path: str) -> str:
 
 
 def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """Yield each strategy's mean ratio, over all worker counts and at each one."""
+    """Yield each strategy's mean ratio, for all worker counts together and for each count."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         by_strategy[cell.group.strategy].append(cell)

@@ -137,7 +137,7 @@ def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
 
 
 def _format_value(value: Any) -> str:
-    """Format a value of a table as records have it: 10, not 10.0."""
+    """Format a table's value as in records: 10, not 10.0."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
