@@ -274,7 +274,7 @@ class Pipeline(ModelSplit):
         return [(list(chain(*units[i:j])), measured[i:j]) for i, j in pairwise(ends)]
 
     def _open_connections(self) -> None:
-        """Send a value over each boundary of stages.
+        """Open the connections between stages by sending a value over each boundary.
 
         NCCL connects two workers at the first send.
         """
