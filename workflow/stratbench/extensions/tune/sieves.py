@@ -308,7 +308,7 @@ def add_tuning_study(
 
 
 def make_tuning_study_name(study: str) -> str:
-    """Return the name of the study that measures the combinations which the filters leave."""
+    """Return the name of the study that measures the combinations left by the filters."""
     return f"{study}-tune"
 
 
