@@ -318,9 +318,9 @@ def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
 
 
 def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> float:
-    """Return the limit of disagreement in this block.
+    """Return the difference of two segments above which this block runs a third one.
 
-    A strategy whose two segments differ by more runs a third one.
+    The difference is the absolute log ratio of the segments' times.
     """
     if plan.disagreement_limit is not None:
         return plan.disagreement_limit

@@ -20,7 +20,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class NextRound:
-    """The blocks and full runs to run next. With `is_last`, nothing is left to run, for the `reason`."""
+    """The blocks and full runs of the next round. With `is_last`, nothing is left to run.
+
+    `reason` has the cause of the end.
+    """
 
     number: int
     blocks: tuple[dict[str, Any], ...]

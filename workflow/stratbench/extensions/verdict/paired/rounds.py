@@ -89,7 +89,7 @@ class Course:
         return array
 
     def _replay_round(self) -> bool:
-        """Replay one round, and return whether another may follow.
+        """Replay one round, and return whether another round may follow.
 
         Return False if a block or full run is missing, or if nothing is left to do.
         """

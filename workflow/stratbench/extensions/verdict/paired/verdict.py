@@ -359,7 +359,7 @@ def format_ratio_with_bound(ratio: dict[str, Any]) -> str:
 
 
 def convert_log_to_ratio(log: float) -> float | None:
-    """Return the ratio that a logarithm stands for.
+    """Return the exponential of a logarithm of a ratio.
 
     Return None if it is not finite, or too large or small to print.
     """
