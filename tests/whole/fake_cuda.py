@@ -102,7 +102,9 @@ def patches() -> Iterator[Any]:
     yield answers(torch.cuda, "get_device_capability", (9, 0))
     yield answers(torch.cuda.amp.common, "amp_definitely_not_available", False)
     yield answers(flat, "_pin_memory", None)
-    fake_scalar = mock.create_autospec(device.host_scalar, side_effect=lambda *_: torch.empty(1))
+    fake_scalar = mock.create_autospec(
+        device.make_host_scalar, side_effect=lambda *_: torch.empty(1)
+    )
     yield mock.patch.object(device, "make_host_scalar", fake_scalar)
     yield answers(device.Staging, "_judge", None)  # it looks at what the device found
     # Of a module that is not DistributedDataParallel's.

@@ -80,7 +80,11 @@ def test_each_case_has_its_sentence_and_its_reason(name):
         [finding(severity="warning", experiment="e", strategy="ddp")] if name == "a doubt" else []
     )
     answer = decided(rows, findings)
-    assert (answer.confidence, answer.short_answer.claim, answer.short_answer.reason) == (level, claim, reason)
+    assert (answer.confidence, answer.short_answer.claim, answer.short_answer.reason) == (
+        level,
+        claim,
+        reason,
+    )
     assert (answer.choice is None) == (answer.short_answer.strategy is None)
 
 
@@ -98,7 +102,10 @@ def test_a_score_that_may_be_lost_stands_in_the_claim_and_in_its_cell():
 
 
 def test_a_time_has_an_interval_from_five_runs_on_and_a_range_below():
-    five, three = decided(runs("ddp", 200.0)).short_answer, decided(runs("ddp", 200.0, 3)).short_answer
+    five, three = (
+        decided(runs("ddp", 200.0)).short_answer,
+        decided(runs("ddp", 200.0, 3)).short_answer,
+    )
     logs = np.log(200.0 * np.array(NOISE))
     half = (
         2.7764451 * logs.std(ddof=1) / np.sqrt(5)
@@ -172,7 +179,9 @@ def test_an_answer_on_text_has_tokens_per_second_in_total_and_per_worker():
         "counts_per_sample": 1024,
     }
     decision = decided(runs("ddp", 100.0, **text, mfu=0.384))
-    assert decision.short_answer.value_note.endswith("; 10,300 tokens/s (2,570 per worker, MFU 38 %)")
+    assert decision.short_answer.value_note.endswith(
+        "; 10,300 tokens/s (2,570 per worker, MFU 38 %)"
+    )
     assert (
         "ddp on 4 GPUs trains in 100.0 s at 10,300 tokens/s (2,570 per worker, MFU 38 %)"
         in decision.reason
@@ -235,7 +244,9 @@ def test_the_nearest_rival_is_drawn_also_where_it_is_far():
 
 
 def test_from_twice_the_time_on_a_factor_is_said():
-    said = [decided([*runs("ddp", 100.0), *runs("fsdp", t)]).short_answer.claim for t in (190.0, 312.0)]
+    said = [
+        decided([*runs("ddp", 100.0), *runs("fsdp", t)]).short_answer.claim for t in (190.0, 312.0)
+    ]
     assert said[0] == "Fastest: the next takes 90 % longer."
     assert said[1] == "Fastest: the next takes 3.1 times as long."
 

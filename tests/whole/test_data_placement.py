@@ -195,11 +195,11 @@ def test_the_likely_ticket_is_the_same_slice_of_the_next_step():
     )
     cls = get_strategy_class("ps-sync")
     strategy.samples_per_step = cls.samples_per_step
-    strategy._get_sample_slice = lambda step, part: cls._samples_of(strategy, step, part)
+    strategy._get_sample_slice = lambda step, part: cls._get_sample_slice(strategy, step, part)
     found = []
     for epoch, step in ((0, 0), (0, 2), (1, 2)):
         strategy.ticket = mock.Mock(spec=Ticket, epoch=epoch, step=step, slice=1)
-        found.append(cls.likely_ticket(strategy, 50))
+        found.append(cls.predict_next_ticket(strategy, 50))
     assert found == [(0, slice(24, 32)), (1, slice(8, 16)), None]
 
 

@@ -89,7 +89,7 @@ def trained(
     losses = []
     if strategy.kind == "server":
         losses = [strategy.step(x[where], y[where]) for _, where in strategy.iter_tickets()]
-        strategy.load_epoch(0)
+        strategy.load_snapshot(0)
     else:
         losses = [strategy.step(x[i], y[i]) for i in strategy.batches(torch.arange(len(x)), 0)]
     report = strategy.report()

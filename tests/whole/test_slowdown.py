@@ -144,7 +144,11 @@ def test_no_garbage_is_left_for_a_served_workers_clock(tmp_path, tiny_data, monk
         monkeypatch.setattr(owner, name, noted)
     s = settings("ps-async", gpus=1, per_worker_batch=16)
     train(s, network(nn.Identity(), 8), DeviceData.load(tiny_data), tmp_path)
-    assert did[: did.index("begin") + 1][-3:] == ["tables", "freeze", "begin"]
+    assert did[: did.index("begin_epoch") + 1][-3:] == [
+        "draw_epoch_tables",
+        "freeze",
+        "begin_epoch",
+    ]
 
 
 def test_a_step_in_parts_is_slowed_by_the_whole_of_it(monkeypatch):

@@ -233,7 +233,7 @@ def worked(
     for _, where in strategy.iter_tickets():
         step = str(where.start // BATCH)
         losses.setdefault(step, []).append(strategy.step(x[where], y[where]))
-    strategy.load_epoch(0)
+    strategy.load_snapshot(0)
     told: list[Any] = [None] * s.gpus
     dist.all_gather_object(told, {n: sum_losses(each) for n, each in losses.items()})
     weights = {n: p.detach().clone() for n, p in strategy.model.named_parameters()}

@@ -90,10 +90,7 @@ def test_other_units_and_a_scaling_that_is_not_stated_give_the_same_times(benchm
         )
     )
     rows, left_out = benchmark.read(file)
-    times = {
-        name: [p.step_s for p in points]
-        for _, name, *_, points in benchmark.find_device_samples(rows)
-    }
+    times = {name: [p.step_s for p in points] for _, name, *_, points in benchmark.series_of(rows)}
     assert set(times) == {"all", "each", "steps", "told"}
     for name in times:
         relative = [t / times[name][0] for t in times[name]]
@@ -185,7 +182,7 @@ def relative_times(benchmark, folder: Path, unit: str, rates: tuple[float, ...])
     )
     rows, left_out = benchmark.read(file)
     assert not left_out
-    ((*_, points),) = benchmark.find_device_samples(rows)
+    ((*_, points),) = benchmark.series_of(rows)
     return [p.step_s / points[0].step_s for p in points]
 
 
@@ -254,10 +251,7 @@ def test_trainings_of_different_batches_are_series_of_their_own(scaling, benchma
     )
     rows, left_out = benchmark.read(file)
     assert not left_out
-    found = {
-        name: [p.workers for p in points]
-        for _, name, *_, points in benchmark.find_device_samples(rows)
-    }
+    found = {name: [p.workers for p in points] for _, name, *_, points in benchmark.series_of(rows)}
     assert list(found.values()) == [[1, 2, 4], [1, 2, 4]]
     assert all("32" in name or "64" in name for name in found)
 

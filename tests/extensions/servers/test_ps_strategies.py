@@ -147,7 +147,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
                 where = slice(where.start, where.start + s.per_worker_batch)
             losses.append(strategy.step(x[where], y[where]))
         own = [b.clone() for b in model.buffers() if b.is_floating_point()]
-        strategy.load_epoch(0)
+        strategy.load_snapshot(0)
     else:
         order = torch.arange(STEPS * GLOBAL_BATCH)
         losses = [strategy.step(x[i], y[i]) for i in strategy.batches(order, 0)]

@@ -155,7 +155,7 @@ def decide_model(
         else [ranking.chosen_candidate, *(c.alternative for c in ranking.comparisons)]
     )
     common = {"experiment": experiment, "dataset": dataset, "model": model}
-    common["matrix"] = build_matrix_rows((experiment, dataset, model), candidates, ranking)
+    common["matrix_rows"] = build_matrix_rows((experiment, dataset, model), candidates, ranking)
     common["excluded"] = tuple(iter_excluded_strategies(candidates, {c.strategy for c in ranked}))
     if ranking is None:
         nothing = build_empty_answer(candidates, constraints.memory_margin)

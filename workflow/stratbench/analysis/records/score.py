@@ -73,9 +73,9 @@ _SAID = {
     "unit": "score_unit",
     "better": "score_better",
     "tolerance": "score_tolerance",
-    "counts": "throughput_unit",
+    "throughput_unit": "throughput_unit",
     "counts_per_sample": "counts_per_sample",
-    "least_loss": "least_loss",
+    "min_loss": "least_loss",
 }
 
 

@@ -56,7 +56,7 @@ def project_perfect_scaling(
 
 
 def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
-    """Return the step time if each further doubling loses as much as the last.
+    """Return the step time if each further doubling loses as much as the last doubling.
 
     Args:
         points: Measured step times.

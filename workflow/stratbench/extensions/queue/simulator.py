@@ -395,7 +395,7 @@ class Cluster:
 
 
 class _FreeGpuPlan:
-    """The free GPUs of each node from each planned time on, as an array of shape [times, nodes]."""
+    """Plan of the nodes' free GPUs over time, as an array of shape [times, nodes]."""
 
     def __init__(
         self,
