@@ -190,8 +190,8 @@ def estimate_load_while_running(
 
     Args:
         total_s: Time of the cell.
-        before: Load at its start, if known.
-        after: Load at its end.
+        before: Load at the cell's start, if known.
+        after: Load at the cell's end.
         one: Samples of the load.
     """
     spans = [(before, after, total_s)]
@@ -218,7 +218,7 @@ def estimate_cores_of_others(
         facts: A record.
         host: Name of the host.
         one: Samples of the host.
-        cores: Number of its cores.
+        cores: Number of the host's cores.
     """
     used = one and one.training_summaries.get("cpu_pct")
     if not used or used.count < SAMPLES:
