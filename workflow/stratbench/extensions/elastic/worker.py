@@ -49,7 +49,7 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     Args:
         job_file: File of the job.
         number: Number of the worker.
-        local_rank: Index of its GPU among the visible ones.
+        local_rank: Index of the worker's GPU among the visible ones.
     """
     began_unix_s = time.time()
     leaving = threading.Event()
@@ -115,7 +115,7 @@ def train_synchronous(
     Args:
         job: Job of the cell.
         number: Number of the worker.
-        local_rank: Index of its GPU among the visible ones.
+        local_rank: Index of the worker's GPU among the visible ones.
         leaving: Set when this worker must leave.
 
     Raises:
@@ -156,7 +156,7 @@ def train_with_servers(
     Args:
         job: Job of the cell.
         number: Number of the worker.
-        local_rank: Index of its GPU among the visible ones.
+        local_rank: Index of the worker's GPU among the visible ones.
         leaving: Set when this worker must leave.
 
     Raises:
