@@ -15,7 +15,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `emit` and its arguments to the command line.
 
     Args:
-        add: Adds a subcommand with a name, a function and a help text, and returns its parser.
+        add: Adds a subcommand with a name, a function and a help text, and returns the subcommand's parser.
     """
     from stratbench.extensions.emit.find import NAME
     from stratbench.extensions.emit.table import TARGETS

@@ -30,7 +30,7 @@ class Work:
 
         Args:
             path: Path of the cell's record.
-            data: Folder of its prepared data set.
+            data: Folder of the cell's prepared data set.
             rank: Rank of this worker.
             device: Device of this worker.
         """

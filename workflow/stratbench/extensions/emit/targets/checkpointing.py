@@ -62,7 +62,7 @@ def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the scr
     Args:
         choice: The cell.
         whole: Text on a switch for all blocks, which ends with a comma.
-        place: Where the user has to add it.
+        place: Where the user has to add checkpointing.
     """
     mode = choice.take_setting("activation_checkpointing")
     if not mode:
