@@ -67,9 +67,9 @@ class CheckResult:
     """Result of the check of a model, as JSON-able values.
 
     Attributes:
-        fault: Why no strategy can train it, or None.
-        unchecked_reason: Why it could not be tried here, or None.
-        unpredicted_reason: Why none of its cells has a footprint, or None.
+        fault: Why no strategy can train the model, or None.
+        unchecked_reason: Why the model could not be tried here, or None.
+        unpredicted_reason: Why none of the model's cells has a footprint, or None.
         num_parameters: Number of parameters.
         num_frozen_parameters: Number of parameters that are not trained.
         shard_groups: Label and number of parameters of each shard group.
@@ -213,8 +213,8 @@ def cell_refusal_reason(s: Subject, network: CheckResult, rehearsal: Rehearsal) 
 
     Args:
         s: The cell.
-        network: Check of its model.
-        rehearsal: Dry run of its strategy.
+        network: Check of the cell's model.
+        rehearsal: Dry run of the cell's strategy.
     """
     if network.fault is not None:
         return network.fault
@@ -458,7 +458,7 @@ def try_to_make_footprint(
 
     Args:
         request: The request.
-        trial: Trial of its model.
+        trial: Trial of the request's model.
         blocks: Path and number of equal blocks, if any.
     """
     from stratbench.extensions.plan.footprint.equal_blocks import Blocks
@@ -480,7 +480,7 @@ def _find_refusal_reason(request: Request, trial: Trial, by_rules: bool = False)
 
     Args:
         request: The request.
-        trial: Trial of its model.
+        trial: Trial of the request's model.
         by_rules: Check the rules only: no step is taken, and no tensor is real.
     """
     from stratbench.extensions.plan.footprint import fake

@@ -41,7 +41,7 @@ class Device:
 
     Attributes:
         memory_bytes: Maximum memory that a worker can use.
-        reserve_bytes: Part of it that may be used outside of the framework's allocator.
+        reserve_bytes: Part of the memory that may be used outside of the framework's allocator.
         flops_per_s: Floating-point operations.
         memory_bytes_per_s: Bytes of device memory.
         link_bytes_per_s: Bytes sent to a worker on the same node.

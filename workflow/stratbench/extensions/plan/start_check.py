@@ -39,7 +39,7 @@ def find_network_faults(
         config: The validated config.
         study: The study.
         cells: The cells to train.
-        elsewhere: Whether other machines train them.
+        elsewhere: Whether other machines train the models.
     """
     by_key = {_make_network_key(study, cell): cell for cell in cells}
     by_key.pop(None, None)

@@ -410,7 +410,7 @@ def trace_two_steps(
     Args:
         request: The request.
         stage: Number of the stage.
-        trial: Trial of its model.
+        trial: Trial of the request's model.
         blocks: Equal blocks to keep in place of all.
         turns: Turns of few micro-batches that a stage takes in place of all.
 

@@ -50,7 +50,7 @@ class Reduction:
             shape: Shape of the tensor.
             strides: Strides, in numbers.
             dims: Dimensions to sum over, counted from 0.
-            offset: Offset in its storage, in numbers.
+            offset: Offset of the tensor in its storage, in numbers.
             item_bytes: Bytes of a number.
         """
         dims_of = [(strides[d], shape[d], d in dims) for d in range(len(shape)) if shape[d] > 1]

@@ -292,12 +292,12 @@ def choose_batch(
 
     Args:
         s: The cell, with any batch.
-        footprint: Footprint of its model and strategy.
+        footprint: Footprint of the cell's model and strategy.
         device: One GPU.
         cluster: The block `cluster` of the config.
         least: Minimum number of samples that a copy of the model must compute at once.
         batch: Samples per step of a copy of the model, in place of the largest that fits.
-        reads_text: Whether its samples are texts; None if its data set says so.
+        reads_text: Whether the cell's samples are texts; None if the data set says so.
     """
     threads, parts = device.resident_threads, s.request.num_accumulated_parts
     margin = cluster["memory_margin"]
