@@ -253,7 +253,7 @@ def iter_submission_times(
     Args:
         last_s: End of the stream.
         count: Number of submission times.
-        first: Fraction of the stream before the first of them.
+        first: Fraction of the stream before the first submission time.
         end: Fraction of the stream before the end of the last interval.
     """
     for i in range(count):
