@@ -51,7 +51,7 @@ class Effect:
     """Effect of one choice on the time of a step, all else equal.
 
     Attributes:
-        choice: Strategy, option or setting whose effect it is.
+        choice: Strategy, option or setting that has the effect.
         compared_with: Strategy that `choice` replaces; empty for the experiment's setting or the
             option's default.
         ratio: Time with the choice divided by the time without it.

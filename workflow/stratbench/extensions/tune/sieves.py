@@ -62,7 +62,7 @@ class Sieved:
         outcome: Outcome, one of the constants above.
         time_s: Planned time of a whole training; None if unknown.
         memory_bytes: Planned memory of a worker; None if unknown.
-        amounts: Amount of each kind of difference, if public sweeps cover its device.
+        amounts: Amount of each kind of difference, if public sweeps cover the cell's device.
         segment_gpu_s: Planned GPU-seconds of one segment of a block.
         training_gpu_s: Planned GPU-seconds of a whole training.
         device_memory_bytes: Memory available to a worker.
@@ -134,7 +134,7 @@ def drop_slow_combinations(
 
     Args:
         by_name: The combinations, by name.
-        baseline: Name of the combination that stays whatever its time.
+        baseline: Name of the combination that stays for any planned time.
         keep_within: Maximum ratio of a planned time to the fastest one. None: the ratio follows from
             the differences between two combinations.
         margins: Margins of planned ratios, by kind of difference.

@@ -14,7 +14,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `tune` and its arguments to the command line.
 
     Args:
-        add: Adds a subcommand with a name, a function and a help text, and returns its parser.
+        add: Adds a subcommand with a name, a function and a help text, and returns the subcommand's parser.
     """
     tune = add(
         "tune", run_tune, "find the fastest configuration of a network, for your own trainer"
