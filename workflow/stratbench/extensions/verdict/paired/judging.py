@@ -149,7 +149,7 @@ def judge_comparisons(
     Args:
         logs: Log step times; NaN where a strategy was not in a block.
         active: Strategies that are still in the comparison.
-        admissible: Strategies that may lead, because their score is known to be good enough.
+        admissible: Strategies that may lead, because the strategies' scores are known to be good enough.
         served: Strategies with a parameter server.
         started: Number of strategies with which the comparison began.
         judged: Comparisons to evaluate.
@@ -157,7 +157,8 @@ def judge_comparisons(
             fraction.
         screen: Log ratio above which a single block shows that a strategy is slower.
         nodes: Node set of each block (group_by_node_set).
-        doubtful: Strategies with a block that contradicts their full run; they are not called slower.
+        doubtful: Strategies with a block that contradicts their full run. Doubtful strategies are not called
+            slower.
     """
     logs = mask_incomplete_blocks(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)

@@ -436,7 +436,7 @@ def assess_confidence(
         state: State of the comparison.
         blocks: Blocks of the comparison.
         claim: Kind of the conclusion.
-        doubts: Sentences against its blocks.
+        doubts: Sentences against the comparison's blocks.
     """
     last = analysis.get_corrected_look(state)
     if last is None or claim not in CLAIMS:
