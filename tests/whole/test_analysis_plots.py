@@ -83,11 +83,11 @@ def test_every_cell_is_a_point_or_told_in_words(tmp_path, draw, name):
     data, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
     found = draw(data, name)
     points = sum(t.get_zorder() == 6 for t in found.axes.texts)  # the numbers in marks
-    measured = data.rows(name)["value"].notna().sum()
+    measured = data.select_summary_rows(name)["value"].notna().sum()
     assert points == measured < len(cells)
     words = "; ".join(t for t in found.texts if " on " in t)
     told = sum(len(part.rpartition(" on ")[2].split(", ")) for part in words.split("; "))
-    assert told == len(data.rows(name)) - measured
+    assert told == len(data.select_summary_rows(name)) - measured
 
 
 def test_a_card_that_nothing_fits_is_told_in_words_in_every_row(tmp_path, draw):
@@ -147,7 +147,7 @@ def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     for name in ("speedup", "speedup_vs_single"):
         found = draw(data, name)
-        best = data.rows(name)["value"].max()
+        best = data.select_summary_rows(name)["value"].max()
         (ideal,) = (line for line in found.axes.lines if line.get_color() == sheet.RULE)
         assert list(ideal.get_xdata()) == list(ideal.get_ydata())
         assert max(ideal.get_ydata()) == min(best, data.counts[-1])
@@ -169,7 +169,7 @@ def points_of(axes):
 def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
     """Values, the ends of intervals and the parts of peaks as they are, and each strategy's best in words."""
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",), repeats=3))
-    table = data.rows(name)
+    table = data.select_summary_rows(name)
     found = draw(data, name)
     shown = {x for x, _ in points_of(found.axes)}
     columns = ["value", "low", "high"]
@@ -177,7 +177,7 @@ def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
     assert {round(v, 6) for v in expected[~np.isnan(expected)]} <= shown
     if name == "memory":
         parts = {float(path[0][0]) for c in found.axes.collections for path in c.get_segments()}
-        states = data.rows("model_states")["value"].dropna()
+        states = data.select_summary_rows("model_states")["value"].dropna()
         assert sorted(parts) == pytest.approx(sorted(set(states)))
     assert set(data.strategies) & set(table["strategy"]) <= set(found.texts)
     chosen = table[(table["strategy"] == data.choice[0]) & (table["gpus"] == data.choice[1])]
@@ -188,7 +188,7 @@ def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
 def test_figures_of_lines_show_the_numbers_of_the_table(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",), repeats=3))
     for name in ("throughput", "speedup", "speedup_vs_single"):
-        table = data.rows(name)
+        table = data.select_summary_rows(name)
         table = table[
             table["value"].notna() & ~((table["strategy"] == "single") & (name != "throughput"))
         ]
@@ -208,7 +208,8 @@ def test_figures_of_lines_show_the_numbers_of_the_table(tmp_path, draw):
 def test_figures_of_two_measures_show_the_numbers_of_the_table(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     both = [
-        data.rows(n).set_index(["strategy", "gpus"])["value"] for n in ("training_time", "score")
+        data.select_summary_rows(n).set_index(["strategy", "gpus"])["value"]
+        for n in ("training_time", "score")
     ]
     known = pd.concat(both, axis=1).dropna().to_numpy(dtype=float)
     expected = {(round(t, 6), round(round(v, data.score.decimals), 6)) for t, v in known}

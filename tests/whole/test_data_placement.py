@@ -299,7 +299,7 @@ def test_the_plan_counts_two_batches_and_names_the_remedy():
 
     def subject(where: str, on_cuda: bool) -> SimpleNamespace:
         s = settings("single", gpus=1, data_placement=where, model="vgg16")
-        request = SimpleNamespace(on_cuda=on_cuda, input_shape=data.shape)
+        request = SimpleNamespace(is_on_cuda=on_cuda, input_shape=data.shape)
         return SimpleNamespace(settings=s, data=data, samples_per_step=64, request=request)
 
     whole = compute_subject_data_bytes(subject("device", True))

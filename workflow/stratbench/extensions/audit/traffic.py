@@ -31,7 +31,7 @@ def find_impossible_bandwidth(evidence: AuditData) -> Iterator[Case]:
     """
     for row in evidence.finished_rows:
         implied = compute_implied_bytes_per_s(row)
-        maximum = MAX_BYTES_PER_S.get(row.get_strategy_kind, float("inf"))
+        maximum = MAX_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > maximum:
             yield (
                 row,
@@ -45,7 +45,7 @@ def compute_implied_bytes_per_s(row: Any) -> float | None:
     For collectives it is the traffic of one rank, for servers that of the busiest server. The least possible
     traffic is used if it exceeds the recorded count, and for records without a count.
     """
-    is_served = row.get_strategy_kind == "server"
+    is_served = row.strategy_kind == "server"
     counted = getattr(row, "busiest_server_bytes_per_s" if is_served else "implied_bytes_per_s")
     known = [
         v for v in (counted, compute_least_bytes_per_s(row)) if v is not None and not pd.isna(v)
@@ -68,7 +68,7 @@ def compute_least_bytes_per_s(row: Any) -> float | None:
         return None
     width = 2 if row.precision in ("fp16", "bf16", "bf16-true") else 4
     one_copy = trained * width * row.samples_seen / row.global_batch
-    if row.get_strategy_kind == "server":
+    if row.strategy_kind == "server":
         servers = 1 if pd.isna(row.servers) else row.servers
         return float(2 * row.gpus * one_copy / servers / row.train_time_s)
     copies = 0 if pd.isna(row.ring_copies) else row.ring_copies
