@@ -150,7 +150,7 @@ def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
         best = data.select_summary_rows(name)["value"].max()
         (ideal,) = (line for line in found.axes.lines if line.get_color() == sheet.RULE)
         assert list(ideal.get_xdata()) == list(ideal.get_ydata())
-        assert max(ideal.get_ydata()) == min(best, data.counts[-1])
+        assert max(ideal.get_ydata()) == min(best, data.worker_counts[-1])
         assert "ideal" in found.texts
         assert f"The maximum is {best:.2f}" in found.caption
 
@@ -200,7 +200,7 @@ def test_figures_of_lines_show_the_numbers_of_the_table(tmp_path, draw):
             }
             assert expected <= shown, (name, column)
     scored = data.epochs[data.epochs["gpus"] == 4]
-    medians = scored.groupby(["strategy", "epoch"])["score"].median() * data.score.factor
+    medians = scored.groupby(["strategy", "epoch"])["score"].median() * data.score.display_factor
     expected = {(float(epoch), round(v, 6)) for (_, epoch), v in medians.items()}
     assert expected <= points_of(draw(data, "score", 4).axes)
 

@@ -31,10 +31,10 @@ class JobRequest:
         cpus: CPU cores per node.
         mem_mib: Memory per node in MiB.
         runtime_min: Time limit in minutes.
-        planned_mib: Whether the memory is the plan's, not the config's.
+        is_memory_planned: Whether the memory is the plan's, not the config's.
         server_cpus: The cores among `cpus` that are for parameter servers.
-        workers: Largest number of workers that are jobs of their own; 0 if the workers run in this job.
-        worker: Request of each worker that is a job of its own.
+        workers: Maximum number of workers that are separate jobs, or 0 if the workers run in this job.
+        worker: Request of each worker that is a separate job.
         gpu_type: SLURM's name of the GPUs' type, or None for any type.
     """
 
@@ -78,7 +78,7 @@ class PlannedNeeds:
     Attributes:
         host_mem_mib: Host memory in MiB of the processes on the node with the most workers.
         servers_mem_mib: Host memory in MiB of all servers together.
-        longest_s: Upper estimate of the cell's time in seconds.
+        max_time_s: Upper estimate of the cell's time in seconds.
     """
 
     host_mem_mib: int = 0

@@ -11,12 +11,12 @@ class CollectiveCall:
     """One collective operation: its kind, the size of its tensor, and the ranks that take part.
 
     Attributes:
-        kind: Kind of the collective, such as `all_reduce`.
+        collective_name: Name of the collective, such as `all_reduce`.
         n_bytes: Bytes of the whole tensor: the one that is reduced, broadcast, gathered (output), scattered
             (input), or sent to one rank.
-        ranks: Number of ranks that take part, or None for all.
-        sample_bytes: Further bytes per sample of a worker, for a collective that exchanges activations.
-        stride: Distance between consecutive ranks of a group, which is the number of interleaved groups.
+        group_size: Number of ranks that take part, or None for all.
+        bytes_per_sample: Further bytes per sample of a worker, for a collective that exchanges activations.
+        rank_stride: Distance between consecutive ranks of a group, which is the number of interleaved groups.
         waiter: What waits for the collective. `user`: the operator that reads its new tensor (DTensor's
             activations). `stream`: the stream in which it was called, or the host on a CPU. `none`: nothing,
             until code waits for its handle.

@@ -83,7 +83,7 @@ class HeartbeatReading(NamedTuple):
 
     Attributes:
         steps: Number of completed steps.
-        quiet_s: Seconds since the last progress.
+        without_progress_s: Seconds since the last progress.
         longest_step_s: Longest time in seconds from any progress to the end of the next step.
         longest_pause_s: Longest time in seconds before other progress, such as the warm-up or a batch of an
             evaluation.
@@ -107,7 +107,7 @@ class HeartbeatReading(NamedTuple):
 
     @property
     def is_hung(self) -> bool:
-        """Whether the worker has made no progress for longer than `patience_s`."""
+        """Whether the worker has made no progress for longer than `max_without_progress_s`."""
         return self.without_progress_s > self.max_without_progress_s
 
 

@@ -156,8 +156,8 @@ class Recipe:
         op: Operator.
         args: Positional operands, in which recipes stand for tensors.
         kwargs: Keyword operands, in which recipes stand for tensors.
-        numbers: Number of elements of the tensor.
-        steps: Number of consecutive operations, including those of the operands.
+        num_elements: Number of elements of the tensor.
+        num_operations: Number of consecutive operations, including those of the operands.
     """
 
     op: Any

@@ -21,9 +21,9 @@ class ChartSeries:
     Attributes:
         name: Name next to the series; empty for none.
         colour: CSS variable of a figure's colour, without leading dashes.
-        dots: Points that are drawn as marks.
-        full: Points of a solid line.
-        dashed: Points of a dashed line.
+        marked_points: Points that are drawn as marks.
+        solid_line_points: Points of a solid line.
+        dashed_line_points: Points of a dashed line.
         interval_band: (x, low, high) of a shaded band, in the order of x.
         mark: Mark of the points; small dots if None.
     """

@@ -41,7 +41,7 @@ class Expectations:
     """The config's expectations of the records: skipped cells, target scores, and settings.
 
     Attributes:
-        skipped: Reasons of skipped cells, by the cells' paths.
+        skip_reasons: Reasons of skipped cells, by the cells' paths.
         targets: Scores to reach, by experiment.
         study: The study whose settings every record must have; None to check no settings.
     """

@@ -52,13 +52,13 @@ class Reading:
     """The functions by which one extension adds to decisions and to the report.
 
     Attributes:
-        notices: Returns sentences that precede all numbers, given the cells and the findings.
-        sections: Returns the extension's sections of the report, none if the study has nothing to show.
-        page: Returns a further page as HTML, given the input and the notices of the report.
-        page_name: The page's file name.
-        page_link: The page's title in the navigation.
-        evidence: Returns evidence for decisions, given the path of the extension's file ("" without one) and
-            the constraints.
+        list_notices: Returns sentences that precede all numbers, given the cells and the findings.
+        list_sections: Returns the extension's sections of the report, none if the study has nothing to show.
+        render_page: Returns a further page as HTML, given the input and the notices of the report.
+        page_file_name: The page's file name.
+        page_link_title: The page's title in the navigation.
+        read_evidence: Returns evidence for decisions, from the path of the extension's file ("" without one)
+            and the constraints.
     """
 
     list_notices: Callable[[pd.DataFrame, Sequence[Row]], Iterable[str]] | None = None

@@ -42,7 +42,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_short_time(seconds: float) -> str:
-    """Return a time as text in s, ms or µs with three significant digits at most."""
+    """Return a time as text in s, ms or µs with three significant digits."""
     unit, name = next(((u, n) for u, n in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "µs"))
     value = seconds / unit
     return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"

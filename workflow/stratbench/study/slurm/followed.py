@@ -36,7 +36,7 @@ class FollowedRun:
 
     Attributes:
         request_texts: Each job's request to SLURM in words, by the job's first output file.
-        longest_s: The plan's upper estimate of a job's time in seconds, by the job's first output file.
+        max_times_s: The plan's upper estimate of a job's time in seconds, by the job's first output file.
         num_planned: Number of jobs that the run submits to SLURM.
         postponed: Jobs to submit again.
         waiting_jobs: Reasons for which jobs wait in the queue.
@@ -45,12 +45,12 @@ class FollowedRun:
         submitted_ids: SLURM's ids of all jobs that were submitted.
         old_signatures: Signatures of a job's output files before its submission, by Snakemake's job.
         omitted_since_s: Monotonic time in seconds since which SLURM's answers omit a job, by SLURM's id.
-        told_refusals: Reasons of refusals that the user was told.
+        reported_refusals: Reasons of refusals that were reported to the user.
         num_succeeded: Number of jobs that have succeeded.
         failed_jobs: Snakemake's jobs that have failed.
         silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
-        told_of_silence: Whether the user was told that SLURM does not answer.
-        told_at_s: Monotonic time in seconds of the last message to the user.
+        has_reported_silence: Whether a message to the user says that SLURM does not answer.
+        last_message_s: Monotonic time in seconds of the last message to the user.
     """
 
     request_texts: Mapping[str, str] = field(default_factory=dict)

@@ -37,8 +37,8 @@ class Submission:
         job: Snakemake's job.
         cell: The job's cell, or the first cell of a block.
         settings: Settings of the cell.
-        asked: Request that follows from the config, before the profile's changes.
-        longest_s: The plan's upper estimate of the job's time in seconds, if any.
+        job_request: Request that follows from the config, before the profile's changes.
+        max_time_s: The plan's upper estimate of the job's time in seconds, if any.
     """
 
     job: Any

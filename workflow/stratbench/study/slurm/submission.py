@@ -62,9 +62,10 @@ class Postponed:
 
     Attributes:
         jobs: Snakemake's jobs.
-        silent_since: Monotonic time in seconds since which SLURM has not answered, or None.
-        not_before: Monotonic time in seconds of the next submission.
-        told: Kinds of refusals that the user was told. `silence` is removed once SLURM takes a job.
+        silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
+        next_submission_s: Monotonic time in seconds of the next submission.
+        reported_kinds: Kinds of refusals that were reported to the user. `silence` is removed once SLURM
+            accepts a job.
     """
 
     jobs: list[Any] = field(default_factory=list)

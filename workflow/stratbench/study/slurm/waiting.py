@@ -57,7 +57,7 @@ class WaitingJobs:
     """The reasons for which jobs wait in the queue, and since when.
 
     Attributes:
-        outputs: First output file of each job, by SLURM's job id.
+        output_by_job: First output file of each job, by SLURM's job id.
     """
 
     output_by_job: dict[str, str] = field(default_factory=dict)

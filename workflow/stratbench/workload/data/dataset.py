@@ -34,7 +34,7 @@ class Dataset:
             folder for downloads (None if they are forbidden).
         crop_padding: Pixels, at the model's input size, by which augmentation may shift a training image in
             each direction (random crop after zero padding).
-        flip: Whether augmentation may mirror a training image.
+        has_random_flips: Whether augmentation may mirror a training image.
         has_float_samples: Whether images are stored as float32 instead of uint8.
         values: Whether a target is `classes` values of type float32 instead of a class number.
         task: Task of the targets, if the samples' shape does not determine it.

@@ -235,7 +235,7 @@ def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
-    """Return a user's data set in a job, with file paths from the specification or the environment."""
+    """Return a user's data set in a job. Its paths come from the specification or the environment."""
     if spec.keys() & set(PLACES) or spec.get("call"):
         return read_own_data(name, spec)
     return read_own_data(

@@ -47,7 +47,7 @@ class HostRows:
     """Fetches rows of arrays in host memory to a device, one batch ahead of the training.
 
     While the device computes, a thread gathers the rows into pinned memory, and copies them on a stream of
-    its own. In `take`, the current stream waits for the copy, and the host for the gathering only. On a CPU
+    its own. In `take_fetched_batch`, the current stream waits for the copy, and the host for the gathering only. On a CPU
     nothing is copied: the thread gathers into one of two buffers.
     """
 
@@ -104,7 +104,7 @@ class HostRows:
         """Return a batch on the device: inputs, targets and rows of the augmentation tables.
 
         The rows are None without tables. The batch is fetched now if it was not fetched in advance. The
-        second-next `fetch` overwrites it.
+        second-next fetch overwrites this batch.
 
         Args:
             indices: Indices of the rows, int64 [b] in host memory.

@@ -14,7 +14,7 @@ class Family:
     Attributes:
         batchnorm: Whether the family's models normalise over the batch, so that a batch of one
             sample fails. None if unknown before a model is built.
-        blocks: Classes of the models' blocks, as `module:Class`. FSDP gathers one block at a time.
+        block_classes: Classes of the models' blocks, as `module:Class`. FSDP gathers one block at a time.
         reads_text: Whether the models' input is tokens instead of images. None if unknown before a model is
             built.
         tensor_plan: `module:NAME` of a dictionary from module paths to how workers divide each module
@@ -34,7 +34,7 @@ class Family:
 class Model:
     """The metadata of a model before it is built.
 
-    Without a `builder` the model is torchvision's of the same name. It keeps its three input channels, to
+    Without a `builder_path` the model is torchvision's of the same name. It keeps its three input channels, to
     which greyscale is repeated, so that its number of parameters stays the published one.
 
     Attributes:
@@ -42,12 +42,12 @@ class Model:
         parameters: Number of parameters with 1000 classes and images of three channels and 224 pixels; for a
             GPT with the vocabulary and length of its text. None for a user's model.
         min_size: Smallest side of the model's images in pixels.
-        builder: `module:function` of a function of (classes, input shape), whose model takes the data's
+        builder_path: `module:function` of a function of (classes, input shape), whose model takes the data's
             channels.
-        patch: Number of pixels of which each side of an image is a multiple.
-        own: Specification of a user's model that is not in MODELS.
+        patch_size: Number of pixels of which each side of an image is a multiple.
+        own_model: Specification of a user's model that is not in MODELS.
         num_heads: Number of attention heads, if its layers can be divided among workers.
-        most_stages: Maximum number of pipeline stages into which the model can be cut.
+        max_stages: Maximum number of pipeline stages into which the model can be cut.
     """
 
     family: str
