@@ -63,7 +63,7 @@ class ElasticRunner(Runner):
         job = launch.shift_times_to_first_launcher(job)
         by, watch = served if has_servers(job.settings) else launch, PauseWatch()
         try:
-            ending = by.launch(job, parse_worker_job(args), watch)
+            ending = by.launch_training(job, parse_worker_job(args), watch)
         finally:
             watch.stop()
             # The pauses of earlier launchers are kept in the same file.

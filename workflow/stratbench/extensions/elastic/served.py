@@ -45,7 +45,7 @@ SAVE_S = 25.0
 SERVER = "stratbench.extensions.elastic.worker:serve_parameters"
 
 
-def launch_served_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
+def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     """Train an elastic cell with parameter servers, and return how it ended.
 
     Args:
