@@ -176,7 +176,7 @@ class RunFolder:
         write_atomic(self.path / f"unheard{number}.json", json.dumps(last))
 
     def read_orphaned_result(self, number: int) -> dict[str, Any] | None:
-        """Return the result that `write_orphaned_result` stored, or None if the launcher received the result."""
+        """Return the result that `write_orphaned_result` stored, or None if the launcher got it."""
         return read_json_if_exists(self.path / f"unheard{number}.json")
 
     def incarnation_paths(self) -> list[Path]:

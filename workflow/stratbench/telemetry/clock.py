@@ -41,15 +41,15 @@ class StepClock:
 
     The caller calls `begin_epoch()`, `mark_step_end()` after each step, and `end()`. Only `begin_epoch` and
     `end` synchronise the device. On a CPU a mark reads the monotonic clock. On CUDA a mark records an event
-    in the current stream, which `end` reads. A step's time is then the time between two events on the device, including waits for
-    the host.
+    in the current stream, which `end` reads. A step's time is then the time between two
+    events on the device, including waits for the host.
 
     `mark_phase_end(name)` ends the phase `name` of the current step, which began at the preceding mark. The
     time between a step's last phase and its end is the phase `other`. On CUDA, phases are times of the
     current stream: a collective on its own stream counts only if the current stream waits for it.
 
-    `begin_epoch` leaves a CUDA device idle, so that the host need not wait for space in the device's queue. The
-    time to issue the next steps is then the host's own (`issue_ms`).
+    `begin_epoch` leaves a CUDA device idle, so that the host need not wait for space in the device's
+    queue. The time to issue the next steps is then the host's own (`shortest_issue_ms`).
     """
 
     def __init__(

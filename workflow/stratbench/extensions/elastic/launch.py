@@ -75,9 +75,7 @@ def shift_times_to_first_launcher(job: Job) -> Job:
     return replace(job, origin_unix_s=first.origin_unix_s, origin_s=job.origin_s - spent_s)
 
 
-def launch_training(
-    job: Job, worker_job: WorkerJob | None, watch: PauseWatch
-) -> Ending:
+def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     """Train an elastic synchronous cell, and return how it ended.
 
     Args:

@@ -47,8 +47,8 @@ class HostRows:
     """Fetches rows of arrays in host memory to a device, one batch ahead of the training.
 
     While the device computes, a thread gathers the rows into pinned memory, and copies them on a stream of
-    its own. In `take_fetched_batch`, the current stream waits for the copy, and the host for the gathering only. On a CPU
-    nothing is copied: the thread gathers into one of two buffers.
+    its own. In `take_fetched_batch`, the current stream waits for the copy, and the host for the gathering
+    only. On a CPU nothing is copied: the thread gathers into one of two buffers.
     """
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, device: torch.device) -> None:

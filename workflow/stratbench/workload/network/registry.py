@@ -34,8 +34,8 @@ class Family:
 class Model:
     """The metadata of a model before it is built.
 
-    Without a `builder_path` the model is torchvision's of the same name. It keeps its three input channels, to
-    which greyscale is repeated, so that its number of parameters stays the published one.
+    Without a `builder_path` the model is torchvision's of the same name. It keeps its three input
+    channels, to which greyscale is repeated, so that its number of parameters stays the published one.
 
     Attributes:
         family: Name of the model's family.

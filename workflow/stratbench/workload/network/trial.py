@@ -130,7 +130,10 @@ class Trial:
     def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
         """Return the trial that `dataclasses.asdict`, and perhaps JSON, has converted."""
         each = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        return cls(**each | {"group_in_backward": {int(i): v for i, v in each["group_in_backward"].items()}})
+        return cls(
+            **each
+            | {"group_in_backward": {int(i): v for i, v in each["group_in_backward"].items()}}
+        )
 
 
 def take_trial(
