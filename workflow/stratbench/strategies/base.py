@@ -2,8 +2,9 @@
 
 The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for each epoch
 `batches`, `step` for each batch, and `open_evaluation_model`; finally `report` and `close`. A strategy of
-kind `server` has no common epochs: see the extension `servers`. No code in `step` may synchronise the device. This module
-imports torch inside functions only: the workflow reads strategies' names and options on every parse.
+kind `server` has no common epochs: see the extension `servers`. No code in `step` may synchronise the device.
+This module imports torch inside functions only: the workflow reads strategies' names and options on every
+parse.
 """
 
 from __future__ import annotations
