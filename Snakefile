@@ -32,7 +32,7 @@ include: "workflow/rules/train.smk"
 
 
 for extension in load_extensions().values():
-    for name in extension.rules:
+    for name in extension.rule_files:
 
         include: f"workflow/rules/{name}"
 

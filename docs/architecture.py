@@ -411,7 +411,8 @@ def _extension_rows() -> list[str]:
         "| extension | what for | modules | needs | imports of the core |",
         "|---|---|--:|---|---|",
         *(
-            f"| {name} | {e.says} | {counts[name]} | {', '.join(e.needs)} | {', '.join(_core_parts(name))} |"
+            f"| {name} | {e.summary} | {counts[name]} | {', '.join(e.required_extensions)} | "
+            f"{', '.join(_core_parts(name))} |"
             for name, e in load_extensions().items()
         ),
         "",

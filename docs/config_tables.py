@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.options import describe_type, iter_limits
-from stratbench.extensions.servers.policies.policies import POLICIES, policy_class
-from stratbench.strategies import REGISTRY, strategy_class
-from stratbench.study.config.schema import TYPE_NAMES, resolved, schema
+from stratbench.extensions.servers.policies.policies import POLICIES, get_policy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
+from stratbench.study.config.schema import TYPE_NAMES, build_config_schema, resolve_schema_reference
 
 DOCS = Path(__file__).parent
 #: A config that sets every key, from which the pages take their examples.
@@ -31,7 +31,7 @@ FAMILIES = {
     "split": ("tensor", "pipeline"),
     "local": ("local-sgd", "diloco", "gossip"),
     "command": ("command",),
-    "servers": tuple(name for name in REGISTRY if strategy_class(name).kind == "server"),
+    "servers": tuple(name for name in REGISTRY if get_strategy_class(name).kind == "server"),
 }
 HEADER = ("key", "value", "default", "meaning")
 
@@ -49,22 +49,27 @@ def generated_pages() -> dict[Path, str]:
 
 def block_rules() -> dict[str, Mapping[str, Any]]:
     """Return the rules of the top level's keys that have keys of their own."""
-    rules = {key: resolved(rule) for key, rule in schema()["properties"].items()}
+    rules = {
+        key: resolve_schema_reference(rule)
+        for key, rule in build_config_schema()["properties"].items()
+    }
     return {key: rule for key, rule in rules.items() if _has_keys(rule)}
 
 
 def _has_keys(rule: Mapping[str, Any]) -> bool:
-    return "properties" in rule or "properties" in resolved(rule.get("additionalProperties") or {})
+    return "properties" in rule or "properties" in resolve_schema_reference(
+        rule.get("additionalProperties") or {}
+    )
 
 
 def top_level_table() -> str:
     """Return the table of the top level's keys, each with a link to its page if it has one."""
     blocks = block_rules()
     rows = []
-    for key, rule in schema()["properties"].items():
+    for key, rule in build_config_schema()["properties"].items():
         name = f"[`{key}`](reference/config/{key}.md)" if key in blocks else f"`{key}`"
-        rule = resolved(rule)
-        required = schema().get("required", [])
+        rule = resolve_schema_reference(rule)
+        required = build_config_schema().get("required", [])
         rows.append((name, _allowed(rule), _default(key, rule, required), rule["description"]))
     return _table(HEADER, rows)
 
@@ -73,8 +78,8 @@ def block_page(block: str, rule: Mapping[str, Any]) -> str:
     """Return the page of a block of config.yaml: an example with every key, then its tables."""
     parts = [
         f"# Configuration: `{block}`\n",
-        f"This reference lists the keys of `{block}` in [config.yaml](../../configuration.md). "
-        f"{rule['description']}\n",
+        f"This reference lists the keys of the block `{block}` in [config.yaml](../../configuration.md). "
+        f"Content of the block: {rule['description'][0].lower()}{rule['description'][1:]}\n",
         f"```yaml\n{example_of(block)}```\n",
     ]
     for title, properties, required in iter_blocks("", {"properties": {block: rule}}):
@@ -100,7 +105,7 @@ def strategy_tables(family: str) -> str:
     """Return the rules of a family's strategies and the table of their options."""
     rules = []
     for name in FAMILIES[family]:
-        strategy = strategy_class(name)
+        strategy = get_strategy_class(name)
         summary = (strategy.__doc__ or "").strip().partition("\n")[0]
         rule = strategy.rule.replace("|", "\\|")
         rules.append((f"`{name}`", summary, rule))
@@ -114,8 +119,10 @@ def strategy_tables(family: str) -> str:
 
 def _refused_optimizers() -> Iterator[str]:
     """A sentence for each optimizer that some servers refuse."""
-    for optimizer in schema()["$defs"]["experiment"]["properties"]["optimizer"]["enum"]:
-        names = [f"`{n}`" for n in POLICIES if policy_class(n).Options.refusal(optimizer)]
+    for optimizer in build_config_schema()["$defs"]["experiment"]["properties"]["optimizer"][
+        "enum"
+    ]:
+        names = [f"`{n}`" for n in POLICIES if get_policy_class(n).Options.refusal(optimizer)]
         yield f"Servers that refuse `optimizer: {optimizer}`: {', '.join(names)}.\n"
 
 
@@ -123,7 +130,7 @@ def _option_rows(strategies: Iterable[str]) -> Iterator[tuple[str, ...]]:
     """Yield a row per option, with all strategies for which the rest of the row is the same."""
     owners: dict[tuple[str, ...], list[str]] = {}
     for strategy in strategies:
-        options_class = strategy_class(strategy).Options
+        options_class = get_strategy_class(strategy).Options
         types = get_type_hints(options_class)
         for spec in fields(options_class):
             value = _type(types[spec.name], list(iter_limits(spec)))
@@ -151,10 +158,10 @@ def iter_blocks(
     path: str, rule: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], list[str]]]:
     """Title, keys and required keys of each mapping of the config, from the top down."""
-    properties = {key: resolved(inner) for key, inner in rule["properties"].items()}
+    properties = {key: resolve_schema_reference(inner) for key, inner in rule["properties"].items()}
     yield (f"`{path}`" if path else "Top level"), properties, rule.get("required", [])
     for key, inner in properties.items():
-        named = resolved(inner.get("additionalProperties") or {})
+        named = resolve_schema_reference(inner.get("additionalProperties") or {})
         below = f"{path}.{key}".lstrip(".")
         if "properties" in named:
             yield from iter_blocks(f"{below}.<name>", named)

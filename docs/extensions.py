@@ -68,7 +68,7 @@ def find_extension(module: str) -> str | None:
     matches = [
         (len(prefix), name)
         for name, extension in load_extensions().items()
-        for prefix in (f"extensions.{name}", *MODULES[name], *extension.rules)
+        for prefix in (f"extensions.{name}", *MODULES[name], *extension.rule_files)
         if module == prefix or module.startswith(f"{prefix}.")
     ]
     return max(matches)[1] if matches else None
@@ -85,6 +85,6 @@ def find_forbidden(imports: Mapping[str, Iterable[str]]) -> list[str]:
     lines = []
     for importer, targets in imports.items():
         here = find_extension(importer)
-        allowed = {None, here, *(load_extensions()[here].needs if here else ())}
+        allowed = {None, here, *(load_extensions()[here].required_extensions if here else ())}
         lines += [f"{importer} -> {t}" for t in targets if find_extension(t) not in allowed]
     return sorted(lines)

@@ -36,7 +36,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.train import forkserver
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 # Tests of extensions import what others of them and of the core need to set up.
 sys.path += [str(path) for path in FOLDERS if str(path) not in sys.path]
@@ -141,7 +141,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """64 training and 40 test images of 16x16 pixels in 3 classes, prepared."""
     folder = tmp_path_factory.mktemp("data") / "tiny"
-    prepare("tiny", folder, spec=TINY)
+    prepare_data_set("tiny", folder, spec=TINY)
     return folder
 
 
@@ -159,7 +159,7 @@ def warm(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(WORKFLOW))
             patch.setenv(forkserver.FOLDER_VARIABLE, folder)
-            assert forkserver._shared() is not None
+            assert forkserver._find_shared_address() is not None
             found = dict(os.environ)
         yield found
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.facts import Facts, sum_longest_pauses_s
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.machine.hardware import find_datasheet
 
@@ -74,7 +74,7 @@ class Told(Facts):
         self.whole = self.whole and len(self.workers) == self.gpus
         #: Whether workers of servers trained on while the epoch was evaluated that ended the cell.
         self.ended_early = self("elastic.servers.last_epoch") is not None
-        self.trainable_bytes = self.bytes_of(self("model.trainable_parameters"))
+        self.trainable_bytes = self.compute_bytes(self("model.trainable_parameters"))
 
     def wrong(self, sentence: str) -> None:
         self.broken.append(sentence)
@@ -269,7 +269,7 @@ def settings(told: Told) -> None:
     if told("cell.strategy") in REGISTRY:  # and no variant
         told.alike("cell.strategy and strategy.name", told("cell.strategy"), name)
     if name in REGISTRY:
-        cls = strategy_class(name)
+        cls = get_strategy_class(name)
         told.alike("strategy.kind and the class's", told("strategy.kind"), cls.kind)
         rings = told("strategy.traits.ring_copies") is not None
         method = "measured" if cls.kind == "server" else "ring" if rings else None
@@ -332,19 +332,19 @@ def samples(told: Told) -> None:
     made = told("batch.updates_applied")
     told.same("batch.samples_seen and steps x batch", seen, steps * batch)
     told.most("batch.samples_applied, at most batch.samples_seen", applied, seen)
-    speaking = [w["samples"] for w in told.workers if told.mesh.speaks(w["rank"])]
+    speaking = [w["samples"] for w in told.workers if told.mesh.reports_for_replica(w["rank"])]
     if told.whole and None not in speaking:
         told.same("batch.samples_seen and the workers'", seen, sum(speaking))
     each = told("strategy.traits.updates_per_step")
     if told.collective:
-        told.same("batch.updates_applied and steps", made, told.steps_run - told.skips)
+        told.same("batch.updates_applied and steps", made, told.steps_run - told.skipped_steps)
         if made is not None:
             told.same("batch.samples_applied and updates", applied, made * batch)
     if told.status == "ok" and not told.ended_early and each is not None:
         # A step that overflowed makes no update; the last update may be of fewer pushes.
         most = told.steps_run * each + 1
         told.most("batch.updates_applied, at most those of all steps", made, most)
-        if not told.skips and not told.lost:
+        if not told.skipped_steps and not told.lost:
             told.most("updates of all steps, at most updates_applied", most - 2, made)
     for worker in told.workers:
         if (waited_s := worker.get("core_wait_s")) is not None and worker["train_time_s"]:
@@ -421,7 +421,7 @@ def operations(told: Told) -> None:
     names = [get_by_path(worker["provenance"], "gpu.name") for worker in told.workers]
     if told.whole and None not in names and told("settings.precision") != "fp64":
         sheets = [
-            sheet and sheet.tflops(told("settings.precision"))
+            sheet and sheet.get_peak_tflops(told("settings.precision"))
             for sheet in map(find_datasheet, names)
         ]
         if None not in sheets:
@@ -535,7 +535,7 @@ def scores(told: Told) -> None:
     best = (max if told("task.better") == "higher" else min)(values)
     told.same("score.best and the best of all epochs", told("score.best"), best)
     told.same("score.final and the last", told("score.final"), entries[-1]["score"])
-    n = told.product("data.test_samples", "task.counts_per_sample")
+    n = told.multiply_fields("data.test_samples", "task.counts_per_sample")
     for entry in entries:
         of, score, loss = f"the score of epoch {entry['epoch']}", entry["score"], entry["test_loss"]
         if task == "next-token":
@@ -749,7 +749,7 @@ def links_of(told: Told, sent: float, received: float, taken: int) -> None:
     """A worker of servers sends and receives what is trained, and the servers count the same bytes."""
     size, buffers = told.trainable_bytes, told("memory.model_states.buffers_bytes") or 0
     pushed = (0.5 if told("strategy.options.wire") == "bfloat16" else 1.0) * (
-        1 - told.skips / taken
+        1 - told.skipped_steps / taken
     )
     for way, each, least in (("sent", sent, pushed), ("received", received, 0.9)):
         told.most(f"bytes {way}, at most a model's", each, 1.1 * (size + buffers) + 65536)
@@ -782,14 +782,16 @@ def links_of(told: Told, sent: float, received: float, taken: int) -> None:
 
 def counted_by_servers(told: Told, nodes: int) -> tuple[int, int]:
     """Bytes within nodes, and over the busiest link between nodes (one way), by the servers' count."""
-    from stratbench.extensions.servers.strategy import node_by_placement
+    from stratbench.extensions.servers.strategy import choose_node_by_placement
 
     out, back, local = [0] * nodes, [0] * nodes, 0
     for k, server in enumerate(told.servers):
-        here = node_by_placement(told("strategy.options.server_placement"), k, told.gpus, nodes)
+        here = choose_node_by_placement(
+            told("strategy.options.server_placement"), k, told.gpus, nodes
+        )
         for link in server["workers"]:
             there, pushed, pulled = (
-                told.node_of(link["worker"]),
+                told.compute_node(link["worker"]),
                 link["bytes_in"],
                 link["bytes_out"],
             )
@@ -811,7 +813,7 @@ def servers(told: Told) -> None:
         return
     asked, name = told("strategy.options.servers"), told("strategy.name")
     told.same("the number of servers and asked for", len(told.servers), asked)
-    policy = strategy_class(name).policy if name in REGISTRY else None
+    policy = get_strategy_class(name).policy if name in REGISTRY else None
     shards = [(s.get("shard_numel"), len(s.get("updates") or ())) for s in told.servers]
     trained, total = told("model.trainable_parameters"), sum(n for _, n in shards)
     if trained and all(numel is not None for numel, _ in shards):
@@ -886,7 +888,7 @@ def pushes(told: Told, server: Record, of: str) -> None:
     summed = [sum(c[i] if i < len(c) else 0 for c in counts) for i in range(width)]
     if total is not None and trimmed(summed) != trimmed(total):
         told.wrong(f"{of}: staleness_all_shards is {total}, but its shards make {summed}")
-    waiting = told.gpus == 1 or told.averages_all
+    waiting = told.gpus == 1 or told.averages_all_workers
     if waiting and len(trimmed(summed)) > 1:
         told.wrong(f"{of}: staleness is {summed}, although nothing can be stale")
     skips = sum(link.get("skips") or 0 for link in server["workers"])

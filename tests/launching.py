@@ -19,7 +19,7 @@ import invariants
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.train import forkserver
 
@@ -52,13 +52,13 @@ TINY = {
 
 
 #: The strategies that train in our loop; others are a program of the user's.
-IN_OUR_LOOP = [name for name in REGISTRY if strategy_class(name).kind != "own"]
+IN_OUR_LOOP = [name for name in REGISTRY if get_strategy_class(name).kind != "own"]
 
 
 def each_strategy(names: Iterable[str] = IN_OUR_LOOP) -> list[Any]:
     """A test's parameters: names of strategies, skipped where what they need is not installed."""
     lacking = {
-        name: " ".join(iter_missing_requirements([(name, strategy_class(name), {})]))
+        name: " ".join(iter_missing_requirements([(name, get_strategy_class(name), {})]))
         for name in names
     }
     return [
@@ -79,7 +79,7 @@ class LaunchedCell:
 
     @property
     def folder(self) -> RunFolder:
-        return RunFolder.of_logs(self.logs)
+        return RunFolder.from_log_dir(self.logs)
 
     def finish(self, timeout_s: float = LIMIT_S) -> tuple[int, str]:
         """Exit code, and what was printed (stdout and stderr)."""
@@ -109,7 +109,7 @@ def settings(strategy: str = "ddp", **changes: Any) -> Settings:
     )  # fmt: skip
     if "options" not in changes:
         changes["options"] = get_option_defaults(strategy)
-    cls = strategy_class(strategy)
+    cls = get_strategy_class(strategy)
     if cls.policy and cls.Options(**changes["options"]).refusal("sgd"):
         changes = ADAMW | changes
     return replace(base, **changes)
@@ -132,7 +132,7 @@ def train_one_epoch(launched: LaunchedCell) -> None:
 
 def trains_one_epoch(launched: LaunchedCell) -> bool:
     """Wait until the first epoch is through, or the launcher has ended; whether it still trains."""
-    progress = launched.folder.progress
+    progress = launched.folder.epochs_path
     until(
         lambda: (
             launched.process.poll() is not None
@@ -152,7 +152,9 @@ def kill_all(launcher: subprocess.Popen[Any]) -> None:
 
 def phase_logs(logs: Path) -> list[Path]:
     """The phase logs of all workers of the cells with log folders below `logs`."""
-    return [log for path in logs.rglob(RunFolder.NAME) for log in RunFolder(path).phase_logs()]
+    return [
+        log for path in logs.rglob(RunFolder.NAME) for log in RunFolder(path).list_phase_log_paths()
+    ]
 
 
 def assert_gone(processes: list[psutil.Process], within_s: float = LIMIT_S) -> None:
@@ -178,6 +180,6 @@ def sharing(workflow: Path = WORKFLOW) -> Iterator[psutil.Process]:
     with ExitStack() as shared:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(workflow))
-            shared.enter_context(forkserver.shared_server())
+            shared.enter_context(forkserver.run_shared_fork_server())
         (server,) = set(me.children()) - set(before)
         yield server

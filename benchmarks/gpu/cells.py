@@ -11,8 +11,8 @@ from stage import Stage, median
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.telemetry.machine.hardware import find_datasheet
-from stratbench.train.forkserver import shared_server
-from stratbench.workload.data.prepare import prepare
+from stratbench.train.forkserver import run_shared_fork_server
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 from subject import launch_command, prepared, settings
 
@@ -33,7 +33,7 @@ def run(stage: Stage) -> None:
         stage.skip("records are valid", "fastjsonschema is not installed")
     cells = ON_GPU if stage.on_cuda else SMALL if stage.small else ON_CPU
     # On CPUs the cells share one import of PyTorch, as those of a workflow do.
-    with nullcontext() if stage.on_cuda else shared_server():
+    with nullcontext() if stage.on_cuda else run_shared_fork_server():
         for variant, precision in cells:
             s = settings(
                 variant, stage.device, precision=precision, dataset=dataset, per_worker_batch=32,
@@ -52,7 +52,7 @@ def digits(stage: Stage) -> tuple[Path, str]:
     """Digits where scikit-learn is, which holds them; else images made up."""
     try:
         folder = stage.scratch / "digits"
-        prepare("digits", folder)
+        prepare_data_set("digits", folder)
         return folder, "digits"
     except (ImportError, DataError) as e:
         stage.skip("cells on digits", f"made-up images instead: {e}")
@@ -69,7 +69,7 @@ def launched(stage: Stage, name: str, s: Any, data_dir: Path) -> tuple[dict[str,
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         raise RuntimeError("; ".join((done.stdout + done.stderr).strip().splitlines()[-3:]))
-    return record.read_record(folder / "record.json"), RunFolder.of_logs(folder / "logs")
+    return record.read_record(folder / "record.json"), RunFolder.from_log_dir(folder / "logs")
 
 
 def look_at(
@@ -101,7 +101,7 @@ def look_at(
     stage.check(f"{name}: samples are applied", enough, f"{applied} of {seen}")
     accuracy = rec["score"]["final"]
     stage.check(f"{name}: an accuracy", accuracy is not None, f"{accuracy}")
-    steps_ms = run_folder.read_worker(0)["step_ms"]
+    steps_ms = run_folder.read_worker_result(0)["step_ms"]
     stage.figures(**{name: {"step_ms": t["step_ms"], "breakdown_ms": t["breakdown_ms"],
                             "accuracy": accuracy, "memory": rec["memory"], "compute": rec["compute"],
                             "energy": rec["energy"], "setup_s": t["setup_s"],
@@ -129,7 +129,7 @@ def of_the_gpu(
     else:
         stage.skip(f"{name}: UUID and energy", "NVML does not answer (nvidia-ml-py)")
     peak = find_datasheet(gpu.get("name", ""))
-    if peak is None or peak.tflops(precision) is None:
+    if peak is None or peak.get_peak_tflops(precision) is None:
         stage.skip(f"{name}: MFU", f"no datasheet peak of {gpu.get('name')} in {precision}")
     else:
         mfu = (rec["compute"] or {}).get("mfu")

@@ -59,13 +59,13 @@ def ratios_of_blocks(device: str) -> list[float]:
     for block in range(BLOCKS + 1):
         for clock in clocks if block % 2 else clocks[::-1]:
             marks = clock is clocks[1]
-            clock.begin()
+            clock.begin_epoch()
             for _ in range(STEPS):
                 for phase in PHASES:
                     a = a @ a
                     if marks:
-                        clock.mark(phase)
-                clock.tick()
+                        clock.mark_phase_end(phase)
+                clock.mark_step_end()
             clock.end()
     plain, marked = (clock.epoch_times_s[1:] for clock in clocks)  # the first is a warm-up
     return [m / p for m, p in zip(marked, plain, strict=True)]
@@ -75,11 +75,11 @@ def long_run(device: str, n: int) -> dict[str, float]:
     """A clock with `n` ticks in one epoch, as a server's worker has: there is no end before the last."""
     clock = StepClock(device)
     process = psutil.Process()
-    clock.begin()
-    clock.tick()
+    clock.begin_epoch()
+    clock.mark_step_end()
     before_bytes = process.memory_info().rss
     for _ in range(n - 1):
-        clock.tick()
+        clock.mark_step_end()
     kept_bytes = process.memory_info().rss - before_bytes
     began = time.perf_counter()
     clock.end()

@@ -66,8 +66,8 @@ def start(
 def killed_and_late(stage: Stage, data_dir: Path) -> None:
     """Two launchers: the worker of one is killed; the other, which wants the same GPU, runs too long."""
     killed, folder = start(stage, "killed", data_dir, 0)
-    run_folder = RunFolder.of_logs(folder / "logs")
-    while not run_folder.progress.exists():
+    run_folder = RunFolder.from_log_dir(folder / "logs")
+    while not run_folder.epochs_path.exists():
         if killed.poll() is not None or stage.left_s < 5:
             raise RuntimeError(
                 f"it does not train: {killed.stdout and killed.stdout.read()[-500:]}"
@@ -75,7 +75,7 @@ def killed_and_late(stage: Stage, data_dir: Path) -> None:
         time.sleep(0.05)
     late, late_folder = start(stage, "late", data_dir, LIMIT_S)
     time.sleep(2)  # it asks for the GPU meanwhile
-    pids = run_folder.pids(0).read_text(encoding="utf-8").split("\n")
+    pids = run_folder.get_pid_list_path(0).read_text(encoding="utf-8").split("\n")
     (pid,) = (int(line.split()[1]) for line in pids if line.startswith(f"{format_worker_name(0)} "))
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
@@ -144,7 +144,7 @@ def starved(job: Job, until_s: float) -> list[dict[str, Any]]:
     No step begins after `until_s` of time.monotonic().
     """
     t = set_up(job)
-    x, y = t.data.batch(torch.arange(64, device=t.worker.device))
+    x, y = t.data.make_training_batch(torch.arange(64, device=t.worker.device))
     t.strategy.step(x, y)
     torch.cuda.synchronize()
     peak_bytes = torch.cuda.max_memory_reserved()
@@ -163,8 +163,8 @@ def starved(job: Job, until_s: float) -> list[dict[str, Any]]:
             t.strategy.step(x[:n], y[:n])
             torch.cuda.synchronize()
         except Exception as e:
-            known = worker_process.is_out_of_memory(e)
-            found.append({"message": worker_process.first_line(e)[:200], "known": known})
+            known = worker_process.is_out_of_memory_error(e)
+            found.append({"message": worker_process.format_error_line(e)[:200], "known": known})
         t.strategy.optimizer.zero_grad(set_to_none=True)
     return found
 

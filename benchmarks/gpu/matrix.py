@@ -14,7 +14,7 @@ import torch
 from stage import Stage
 from stratbench.train import loop
 from stratbench.train import worker as worker_process
-from stratbench.train.beside.profile import record_profile
+from stratbench.train.beside.profile import record_profiler_trace
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import draw_epoch_order
 from subject import (
@@ -66,7 +66,7 @@ def run(stage: Stage) -> None:
     first = job_of(settings("ddp", stage.device), data_dir, stage.folder("group"))
     device = torch.device(stage.device, 0) if stage.on_cuda else torch.device("cpu")
     worker_process.configure_torch(first.settings, device, 1)
-    worker_process.join_group(first, 0, device)
+    worker_process.join_process_group(first, 0, device)
     tensor_float(stage, device)
     missed = []
     for precision in precisions:
@@ -105,22 +105,22 @@ def train(t: Trainee, job: Job, profiled: bool) -> Trained:
     layouts = count_layouts(strategy)
     losses = []
     if strategy.kind == "server":
-        for _, where in strategy.tickets():
-            losses.append(strategy.step(*data.batch(order[where])))
-        strategy.load_epoch(0)  # the servers' weights, as an evaluation takes them
+        for _, where in strategy.iter_tickets():
+            losses.append(strategy.step(*data.make_training_batch(order[where])))
+        strategy.load_snapshot(0)  # the servers' weights, as an evaluation takes them
     else:
         refuse_to_synchronise(worker.device, True)
         try:
             for indices in strategy.batches(order, 0):
-                losses.append(strategy.step(*data.batch(indices)))
+                losses.append(strategy.step(*data.make_training_batch(indices)))
         finally:
             refuse_to_synchronise(worker.device, False)
     after = weights_of(strategy)
     counted = dict(layouts)
     kernels = None
     if profiled:
-        trace = job.folder.profile_trace
-        record_profile(strategy, data, worker, trace)
+        trace = job.folder.profile_trace_path
+        record_profiler_trace(strategy, data, worker, trace)
         kernels = sum(bool(TRANSPOSES.search(k["name"])) for k in trace_events(trace, "kernel"))
     strategy.close()
     return Trained([float(x) for x in losses], before, after, counted, kernels)

@@ -18,18 +18,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stage import Stage, in_child
 from stratbench.cell.settings import Settings
-from stratbench.extensions.plan.against_records import measured_peak_bytes
+from stratbench.extensions.plan.against_records import get_measured_peak_bytes
 from stratbench.extensions.plan.device_rates import CONTEXT_SHARE
-from stratbench.extensions.plan.footprint.fake import replacing_attribute
+from stratbench.extensions.plan.footprint.fake import replace_attribute
 from stratbench.extensions.plan.footprint.footprint import Footprint, make_footprint
-from stratbench.extensions.plan.footprint.request import Request, data_bytes
-from stratbench.study.config.schema import schema
+from stratbench.extensions.plan.footprint.request import Request, compute_data_bytes
+from stratbench.study.config.schema import build_config_schema
 from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.datasets import describe
-from stratbench.workload.network.models import input_shape
+from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.network.models import compute_input_shape
 from subject import job_of, prepared, served, settings, spec_of
 
 #: Samples of a worker's batch on a GPU and on a CPU; the data set has one for each of 64 workers.
@@ -104,11 +104,11 @@ class planned:
 
 
 def request_of(s: Settings, on_cuda: bool) -> Request:
-    return Request.of(s, dataset_of(s), on_cuda, local_world=s.gpus)
+    return Request.from_settings(s, dataset_of(s), on_cuda, local_world=s.gpus)
 
 
 def dataset_of(s: Settings) -> Dataset:
-    return describe("synthetic", spec_of(MAX_WORKERS * s.per_worker_batch))
+    return describe_data_set("synthetic", spec_of(MAX_WORKERS * s.per_worker_batch))
 
 
 def measured(job: Job, case: Case) -> dict[str, Any]:
@@ -123,9 +123,11 @@ def measured(job: Job, case: Case) -> dict[str, Any]:
         torch.backends.cudnn.benchmark = case.search
 
     with ExitStack() as stack:
-        stack.enter_context(replacing_attribute(worker_process, "configure_torch", configure_torch))
+        stack.enter_context(replace_attribute(worker_process, "configure_torch", configure_torch))
         if case.world > 1:
-            stack.enter_context(replacing_attribute(worker_process, "join_group", join_fake_group))
+            stack.enter_context(
+                replace_attribute(worker_process, "join_process_group", join_fake_group)
+            )
         result = worker_process.train_as_worker(job, 0, 0)
     found = {key: result[key] for key in ("memory", "model_states", "status", "steps")}
     if not job.use_cuda:
@@ -147,14 +149,16 @@ def look_at(stage: Stage, case: Case, s: Settings, found: dict[str, Any], plan: 
         states == plan.model_states_bytes,
         f"{states}, plan {plan.model_states_bytes}",
     )
-    predicted = plan.training_peak(s.per_worker_batch, found["resident_threads"]).n_bytes
+    predicted = plan.compute_training_peak(s.per_worker_batch, found["resident_threads"]).n_bytes
     data = dataset_of(s)
-    predicted += data_bytes(data, input_shape(s.model, data.shape), s.augment)
+    predicted += compute_data_bytes(data, compute_input_shape(s.model, data.shape), s.augment)
     figures = used | {"steps": found["steps"], "predicted_bytes": predicted}
     if stage.on_cuda:
-        peak_bytes = measured_peak_bytes(used, 0)
+        peak_bytes = get_measured_peak_bytes(used, 0)
         off = peak_bytes / predicted - 1
-        margin = schema()["properties"]["cluster"]["properties"]["memory_margin"]["default"]
+        margin = build_config_schema()["properties"]["cluster"]["properties"]["memory_margin"][
+            "default"
+        ]
         limits = (-1.0, margin) if case.search else (-CLOSE, CLOSE)
         stage.check(
             f"{case}: the peak is the plan's",

@@ -66,9 +66,9 @@ def achieved(job: Job) -> dict[str, Any]:
     result = worker_process.train_as_worker(job, 0, 0)
     run = {"samples_seen": result["samples"], "samples_applied": result["samples"]}
     run["train_time_s"] = result["train_time_s"]
-    found = efficiency.compute_figures(job, [result], run) or {}
-    shape = models.input_shape(job.settings.model, job.data_shape)
-    model = models.build(job.settings.model, result["model"]["classes"], shape).eval()
+    found = efficiency.compute_flops_and_mfu(job, [result], run) or {}
+    shape = models.compute_input_shape(job.settings.model, job.data_shape)
+    model = models.build_model(job.settings.model, result["model"]["classes"], shape).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, *shape))
     expected = 3 * counter.get_total_flops() * result["samples"] / result["train_time_s"]
@@ -85,11 +85,11 @@ def loaded() -> dict[str, Any]:
     device = torch.device("cuda", 0)
     name, uuid = torch.cuda.get_device_name(device), get_cuda_uuid(device)
     nvml = Nvml()
-    gpu, reason, by_index = nvml.gpu_of(uuid), nvml.reason, None
+    gpu, reason, by_index = nvml.find_gpu_by_uuid(uuid), nvml.reason, None
     if gpu is not None and gpu.index is None:
         gpu, reason = None, "a MIG instance has no index and no power of its own"
     if gpu is not None:
-        by_index = nvml.gpus()[gpu.index].static().get("uuid")
+        by_index = nvml.gpus()[gpu.index].read_identity_and_settings().get("uuid")
     a, b = (
         torch.randn(PRODUCT, PRODUCT, device=device, dtype=torch.bfloat16) for _ in range(2)
     )  # random: a product of zeros draws less power, and is faster
@@ -111,7 +111,7 @@ def loaded() -> dict[str, Any]:
     sampler.join()
     tflops = 2 * PRODUCT**3 * products / seconds / 1e12
     peak = find_datasheet(name)
-    datasheet = peak.tflops("bf16") if peak else None
+    datasheet = peak.get_peak_tflops("bf16") if peak else None
     return {
         "gpu": name,
         "uuid": uuid if gpu is not None else None,
@@ -126,7 +126,7 @@ def loaded() -> dict[str, Any]:
 def sample(gpu: Gpu | None, done: threading.Event, samples: list[dict[str, float]]) -> None:
     while gpu is not None and not done.wait(SAMPLED_S):
         t_s = time.perf_counter()
-        found = gpu.counters()
+        found = gpu.read_counters()
         if "energy_j" in found and "power_w" in found:
             samples.append({"t_s": t_s, "energy_j": found["energy_j"], "power_w": found["power_w"]})
 

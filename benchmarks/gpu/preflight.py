@@ -74,7 +74,7 @@ def describe() -> dict[str, object]:
         return found
     properties = torch.cuda.get_device_properties(0)
     free_bytes, total_bytes = torch.cuda.mem_get_info(0)
-    gpu = nvml.gpu_of(get_cuda_uuid(torch.device("cuda", 0)))
+    gpu = nvml.find_gpu_by_uuid(get_cuda_uuid(torch.device("cuda", 0)))
     return found | {
         "gpu": properties.name,
         "gpus": torch.cuda.device_count(),
@@ -82,7 +82,7 @@ def describe() -> dict[str, object]:
         "memory_bytes": total_bytes,
         "free_bytes": free_bytes,
         "uuid": get_cuda_uuid(torch.device("cuda", 0)),
-        "nvml": gpu.static() if gpu else None,
+        "nvml": gpu.read_identity_and_settings() if gpu else None,
         "cuda_runtime": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),

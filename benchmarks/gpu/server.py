@@ -83,17 +83,17 @@ def pushed(job: Job) -> dict[str, Any]:
     times: dict[bool, list[float]] = {True: [], False: []}
     recording: Any = None
     done = 0
-    for epoch, where in strategy.tickets():
+    for epoch, where in strategy.iter_tickets():
         if epoch == PROFILED and recording is None and worker.device.type == "cuda":
             recording = profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             recording.__enter__()
         armed = epoch not in TURNS or done % 2 == 0
         if not armed:
-            strategy.channel.arm = lambda *args, **kwargs: None
+            strategy.channel.send_during_backward = lambda *args, **kwargs: None
         synchronise(worker.device)
         began = time.perf_counter()
         order = draw_epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
-        strategy.step(*data.batch(order[where]))
+        strategy.step(*data.make_training_batch(order[where]))
         synchronise(worker.device)
         if epoch in TURNS:
             times[armed].append(1e3 * (time.perf_counter() - began))
@@ -102,7 +102,7 @@ def pushed(job: Job) -> dict[str, Any]:
     overlap = None
     if recording is not None:
         recording.__exit__(None, None, None)
-        trace = job.folder.profile_trace
+        trace = job.folder.profile_trace_path
         recording.export_chrome_trace(str(trace))
         overlap = overlapped(trace)
     found = {"armed_ms": median(times[True]), "unarmed_ms": median(times[False])}
@@ -110,7 +110,7 @@ def pushed(job: Job) -> dict[str, Any]:
     found["skipped"] = strategy.report()["details"]["skipped_steps"]
     if worker.device.type == "cuda":
         found |= bandwidths(strategy.flat)
-    strategy.load_epoch(0)
+    strategy.load_snapshot(0)
     found["apart"] = differ(before, single, weights_of(strategy))
     strategy.close()
     return found
@@ -123,7 +123,7 @@ def alone(job: Job) -> list[torch.Tensor]:
     loop.warm_up(t.strategy, t.data, t.worker)
     order = draw_epoch_order(t.data.train_samples, t.worker.settings.seed, 0).to(t.worker.device)
     for indices in t.strategy.batches(order, 0):
-        t.strategy.step(*t.data.batch(indices))
+        t.strategy.step(*t.data.make_training_batch(indices))
     return weights_of(t.strategy)
 
 
@@ -216,11 +216,11 @@ def overflowed(job: Job) -> tuple[int, int, float]:
     before = weights_of(strategy)
     strategy.scale.value = 2.0**60
     steps = 0
-    for epoch, where in strategy.tickets():
+    for epoch, where in strategy.iter_tickets():
         order = draw_epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)
-        strategy.step(*data.batch(order[where]))
+        strategy.step(*data.make_training_batch(order[where]))
         steps += 1
-    strategy.load_epoch(0)
+    strategy.load_snapshot(0)
     pairs = zip(before, weights_of(strategy), strict=True)
     moved = max(float((a - b).abs().max()) for a, b in pairs)
     skipped = strategy.report()["details"]["skipped_steps"]

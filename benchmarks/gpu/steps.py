@@ -36,7 +36,7 @@ def run(stage: Stage) -> None:
     first = job_of(settings("ddp", stage.device), data_dir, stage.folder("group"))
     device = torch.device(stage.device, 0) if stage.on_cuda else torch.device("cpu")
     worker_process.configure_torch(first.settings, device, 1)
-    worker_process.join_group(first, 0, device)
+    worker_process.join_process_group(first, 0, device)
     for model in names:
         for precision in precisions:
             name = f"{model} {precision}"
@@ -45,10 +45,10 @@ def run(stage: Stage) -> None:
                     raise TimeoutError("no time left for it")
                 compare(stage, name, model, precision, data_dir, sizes)
             except Exception as e:
-                if worker_process.is_out_of_memory(e):
+                if worker_process.is_out_of_memory_error(e):
                     stage.skip(f"{name}: step times", "this GPU has too little memory for four")
                 else:
-                    stage.check(f"{name}: step times", False, worker_process.first_line(e))
+                    stage.check(f"{name}: step times", False, worker_process.format_error_line(e))
             gc.collect()
             if stage.on_cuda:
                 torch.cuda.empty_cache()
@@ -60,7 +60,7 @@ def compare(
 ) -> None:
     """All variants set up at once; then blocks of steps in turns, each time in another order."""
     # Large models' initial weights take seconds, and are the same for every variant.
-    once = cache(models.build)
+    once = cache(models.build_model)
     build = lambda *args: deepcopy(once(*args))  # noqa: E731
     trainees, setup = prepare(stage, name, model, precision, data_dir, sizes, build)
     stage.figures(**{name: setup})

@@ -20,21 +20,21 @@ from stage import Child, ChildFailed, Stage, end_tree
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.extensions.servers.node import servers_of
+from stratbench.extensions.servers.node import list_servers_of_node
 from stratbench.extensions.servers.process import serve_parameters
-from stratbench.extensions.servers.ps.server import serve
-from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.extensions.servers.ps.server import run_server
+from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.telemetry.shards import gather_full_tensor
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.prepared import read_meta
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
 
 #: The variants that are looked at, by name: a strategy and its options.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,14 +73,14 @@ def spec_of(train_samples: int) -> dict[str, Any]:
 def prepared(stage: Stage, train_samples: int) -> Path:
     """The folder of that data set."""
     folder = stage.scratch / f"synthetic-{train_samples}"
-    prepare("synthetic", folder, spec=spec_of(train_samples))
+    prepare_data_set("synthetic", folder, spec=spec_of(train_samples))
     return folder
 
 
 def job_of(s: Settings, data_dir: Path, path: Path) -> Job:
     """The job of a cell with `s`, as the launcher would make it; its secret is in the run folder, `path`."""
     folder = RunFolder(path)
-    write_secret(folder.secret, new_secret())
+    write_secret(folder.secret_path, make_secret())
     return Job(
         cell=Cell("gpu-check", "check", s.strategy, s.model, s.dataset, s.gpus, 0),
         settings=s,
@@ -113,28 +113,28 @@ def device_of(job: Job) -> torch.device:
 def set_up(
     job: Job,
     data: DeviceData | None = None,
-    build: Callable[..., torch.nn.Module] = models.build,
+    build: Callable[..., torch.nn.Module] = models.build_model,
 ) -> Trainee:
     """A worker's steps up to its warm-up, in this process: `worker.train_as_worker` without the training.
 
-    A strategy that needs a process group must find one (`worker.join_group`).
+    A strategy that needs a process group must find one (`worker.join_process_group`).
     """
     s, device = job.settings, device_of(job)
     worker_process.configure_torch(s, device, job.threads)
-    shape = models.input_shape(s.model, job.data_shape)
-    dtype = weights_dtype(s.precision)
-    memory_format = batch_format(s.precision, device.type)
+    shape = models.compute_input_shape(s.model, job.data_shape)
+    dtype = get_weights_dtype(s.precision)
+    memory_format = get_batch_memory_format(s.precision, device.type)
     data = data or DeviceData.load(job.data_dir, device, shape, dtype, memory_format)
     model = models.build_for_training(
         s.model, data.meta["classes"], shape, s.seed, device, dtype, build
     )
-    groups = models.wrap_groups(s.model, model)
-    cls = strategy_class(s.strategy)
+    groups = models.list_wrap_groups(s.model, model)
+    cls = get_strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
-    worker = Worker(s, 0, job.world_size, job.workers_beside(0), device, job.folder, groups)
+    worker = Worker(s, 0, job.world_size, job.count_workers_on_node(0), device, job.folder, groups)
     strategy.setup(model, worker)
     torch.manual_seed(s.seed + 1)
-    log = PhaseLog(job.folder.phases(0), 0, job.origin_s)
+    log = PhaseLog(job.folder.get_phase_log_path(0), 0, job.origin_s)
     return Trainee(strategy, data, worker, log)
 
 
@@ -161,8 +161,8 @@ def differ(before: list[torch.Tensor], one: list[torch.Tensor], other: list[torc
 def served_by_threads(job: Job) -> Iterator[None]:
     """The job's parameter servers, on threads of this process."""
     threads = [
-        threading.Thread(target=serve, args=(config, load_secret(job.folder.secret)))
-        for config in servers_of(job, 0)
+        threading.Thread(target=run_server, args=(config, load_secret(job.folder.secret_path)))
+        for config in list_servers_of_node(job, 0)
     ]
     for thread in threads:
         thread.daemon = True
@@ -178,7 +178,7 @@ def served(job: Job) -> Iterator[None]:
 
     ChildFailed at the end where one did not end well.
     """
-    configs = servers_of(job, 0)
+    configs = list_servers_of_node(job, 0)
     servers = [
         Child(serve_parameters, json.dumps(asdict(config)), str(job.folder.path))
         for config in configs

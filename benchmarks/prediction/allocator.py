@@ -37,13 +37,13 @@ sys.path[:0] = [str(BENCHMARKS / "gpu"), str(REPOSITORY / "workflow")]
 
 from stratbench.cell.files import read_json, write_atomic  # noqa: E402
 from stratbench.cell.text.words import MIB  # noqa: E402
-from stratbench.extensions.plan.against_records import measured_peak_bytes  # noqa: E402
+from stratbench.extensions.plan.against_records import get_measured_peak_bytes  # noqa: E402
 from stratbench.extensions.plan.check import rehearse_requests  # noqa: E402
 from stratbench.extensions.plan.device_rates import find_gpu  # noqa: E402
-from stratbench.extensions.plan.footprint.request import Request, data_bytes  # noqa: E402
-from stratbench.strategies import strategy_class  # noqa: E402
-from stratbench.workload.data.datasets import describe  # noqa: E402
-from stratbench.workload.data.prepare import prepare  # noqa: E402
+from stratbench.extensions.plan.footprint.request import Request, compute_data_bytes  # noqa: E402
+from stratbench.strategies import get_strategy_class  # noqa: E402
+from stratbench.workload.data.datasets import describe_data_set  # noqa: E402
+from stratbench.workload.data.prepare import prepare_data_set  # noqa: E402
 
 #: Enough for what comes with the second step.
 STEPS = 3
@@ -102,7 +102,7 @@ def cases_of(args: argparse.Namespace) -> Iterator[Case]:
     for model, strategy, precision, gpus in product(
         args.models, args.strategies, args.precisions, args.workers
     ):
-        alone = strategy == "single" or strategy_class(strategy).kind == "server"
+        alone = strategy == "single" or get_strategy_class(strategy).kind == "server"
         if gpus == 1 or not alone:
             yield Case(model, strategy, precision, gpus)
 
@@ -120,18 +120,18 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     """What the record of worker 0 would say of memory, from a training in this process."""
     import torch
 
-    from stratbench.telemetry.provenance import worker_provenance
+    from stratbench.telemetry.provenance import collect_worker_provenance
     from stratbench.train.worker import train_as_worker
     from subject import job_of, served
 
     data = folder / f"data-{case.spec['source']}"
-    prepare("data", data, spec=case.spec)
+    prepare_data_set("data", data, spec=case.spec)
     with tempfile.TemporaryDirectory() as run:
         job = job_of(settings_of(case), data, Path(run))
-        with served(job) if strategy_class(case.strategy).kind == "server" else nullcontext():
+        with served(job) if get_strategy_class(case.strategy).kind == "server" else nullcontext():
             result = train_as_worker(job, 0, 0)
     assert result["steps"] == STEPS
-    gpu = worker_provenance(torch.device("cuda", 0))["gpu"]["name"]
+    gpu = collect_worker_provenance(torch.device("cuda", 0))["gpu"]["name"]
     kept = {key: result[key] for key in ("memory", "model_states")}
     return kept | {"gpu": gpu, "torch": torch.__version__}
 
@@ -156,16 +156,16 @@ def measured(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
 def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     """The case's row of the table."""
     found = measured(case, folder, timeout_s)
-    s, data = settings_of(case), describe("data", case.spec)
-    request = Request.of(s, data, on_cuda=True, local_world=case.gpus)
+    s, data = settings_of(case), describe_data_set("data", case.spec)
+    request = Request.from_settings(s, data, on_cuda=True, local_world=case.gpus)
     _, made = rehearse_requests([request], folder / "plan-cache")
     if (footprint := made[request].footprint) is None:
         raise RuntimeError(f"{case.name}: {made[request].fault}")
     gpu = find_gpu(found["gpu"])
-    peak = footprint.training_peak(s.per_worker_batch, gpu.resident_threads)
-    plan_bytes = peak.n_bytes + data_bytes(data, request.input_shape, s.augment)
+    peak = footprint.compute_training_peak(s.per_worker_batch, gpu.resident_threads)
+    plan_bytes = peak.n_bytes + compute_data_bytes(data, request.input_shape, s.augment)
     used = found["memory"]
-    requested_bytes = measured_peak_bytes(used, 0)
+    requested_bytes = get_measured_peak_bytes(used, 0)
     return asdict(case) | {
         "per_worker_batch": s.per_worker_batch,
         "gpu": found["gpu"],

@@ -29,12 +29,12 @@ from typing import Any
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
-from stratbench.extensions.plan.against_records import prediction_rows  # noqa: E402
+from stratbench.extensions.plan.against_records import make_prediction_rows  # noqa: E402
 from stratbench.extensions.plan.check import check_study  # noqa: E402
 from stratbench.extensions.plan.pages.table import write_rows  # noqa: E402
 from stratbench.extensions.plan.schedule import make_plan, read_records_by_cell  # noqa: E402
 from stratbench.study.config import config as configuration  # noqa: E402
-from stratbench.workload.data.prepare import prepare  # noqa: E402
+from stratbench.workload.data.prepare import prepare_data_set  # noqa: E402
 
 OUT = Path(__file__).parents[1] / "results"
 #: So many that PowerSGD feeds errors back in the last (see VARIANTS).
@@ -125,7 +125,7 @@ def train(
     """Train every cell that has no record yet."""
     results = Path(config["results"])
     folder = results / "data" / "images"
-    prepare("images", folder, spec=config["datasets"]["images"])
+    prepare_data_set("images", folder, spec=config["datasets"]["images"])
     for cell in study.cells:
         record = cell.record_path(results)
         if record.exists():
@@ -215,7 +215,7 @@ def main() -> None:
             records = read_records_by_cell(study, config["results"])
             plan = make_plan(config, check_study(config, study), records)
             steps |= {record["batch"]["steps_per_epoch"] for record in records.values()}
-            compared = prediction_rows(plan, records)
+            compared = make_prediction_rows(plan, records)
             rows += [{"allocator": allocator} | row for row in compared]
         args.out.mkdir(parents=True, exist_ok=True)
         write_rows(rows, args.out / "prediction.csv")

@@ -37,7 +37,7 @@ WORKFLOW = Path(__file__).parents[2] / "workflow"
 sys.path.insert(0, str(WORKFLOW))
 
 from stratbench.extensions.projection.naive import MeasuredStep, Scaling  # noqa: E402
-from stratbench.extensions.projection.project import project  # noqa: E402
+from stratbench.extensions.projection.project import project_step_times  # noqa: E402
 
 FACTORS = (2, 4, 8)
 #: A source discriminates where a + b/N is off by more than this at x2 (or, without such cells, at all).
@@ -240,7 +240,7 @@ def cells_of(rows: pd.DataFrame, fit: int) -> pd.DataFrame:
         fitted = points[:fit]
         targets = [p for p in points[fit:] if p.workers / fitted[-1].workers in FACTORS]
         places = [(t.workers, t.nodes) for t in targets]
-        made = project(fitted, scaling, places, served=served) if targets else []
+        made = project_step_times(fitted, scaling, places, served=served) if targets else []
         for target, p in zip(targets, made, strict=True):
             i, t = p.interval, target.step_s
             seconds = {"error": i.middle_s, "low": i.low_s, "high": i.high_s} if i else {}

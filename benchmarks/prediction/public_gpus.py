@@ -88,21 +88,25 @@ class Measured:
     @property
     def range_s(self) -> tuple[float, float]:
         """The range of a step."""
-        return self.planned.fit.by_device.low_s, self.planned.fit.by_device.high_s
+        return self.planned.fit.device_rate_span.low_s, self.planned.fit.device_rate_span.high_s
 
     @property
     def narrowed(self) -> bool:
         """Whether the range is from public runs."""
-        return "public runs" in self.planned.fit.by_device.source
+        return "public runs" in self.planned.fit.device_rate_span.source
 
     @property
     def left_out_s(self) -> tuple[float, float]:
         """The range of a step without public runs of the same model."""
         if not self.narrowed:
             return self.range_s
-        own = [run["model"] for run in public_runs.read_runs() if run["configuration"] == self.name]
+        own = [
+            run["model"]
+            for run in public_runs.read_public_runs()
+            if run["configuration"] == self.name
+        ]
         model = own[0] if own else self.rows[0]["model"].replace(" ", "-")
-        others = (run for run in public_runs.read_runs() if run["model"] != model)
+        others = (run for run in public_runs.read_public_runs() if run["model"] != model)
         low, high, *_ = public_runs.make_band(others)
         usual_s = self.planned.fit.usual_s
         return usual_s * low, usual_s * high
@@ -126,8 +130,8 @@ def measure_all() -> list[Measured]:
             larger = c["experiment"] | {"per_worker_batch": int(failed)}
             on_failed = planner.plan({**c, "experiment": larger}).fit.verdict
         batch, threads = planned.subject.samples_per_step, planned.fit.resident_threads
-        last = planned.footprint.each[-1]
-        allocated_bytes = last.training_peak(batch, threads).n_bytes
+        last = planned.footprint.footprint_per_stage[-1]
+        allocated_bytes = last.compute_training_peak(batch, threads).n_bytes
         reserved_bytes = last.reserved_bytes(batch, threads)
         found.append(Measured(name, c, own, planned, on_failed, allocated_bytes, reserved_bytes))
         print(f"{name}: {time.process_time():.0f} s", file=sys.stderr, flush=True)
@@ -154,7 +158,7 @@ def memory_rows(all_: Iterable[Measured]) -> Iterator[str]:
 def verdict_rows(all_: Iterable[Measured]) -> Iterator[str]:
     """Yield the table of verdicts on what ran and on what ran out of memory."""
     stated = [m for m in all_ if m.gpu_is_stated]
-    ran = [m.planned.fit.verdict for m in stated]
+    ran = [m.planned.fit.memory_verdict for m in stated]
     failed = [m.verdict_on_failed for m in stated if m.verdict_on_failed]
     for what, verdicts in (("ran", ran), ("ran out of memory", failed)):
         counts = " | ".join(str(verdicts.count(v)) for v in (FITS, TIGHT, DOES_NOT_FIT))
@@ -190,7 +194,7 @@ def each_rows(all_: Iterable[Measured]) -> Iterator[str]:
             error = "" if gib is None else f"{m.error_percent(kind, gib):+.1f}"
             yield (
                 f"| {m.name} | {m.rows[0]['source']} | {kind} | {'' if gib is None else f'{gib:.2f}'} | "
-                f"{m.planned_gib(kind):.2f} | {error} | {m.planned.fit.verdict} | {steps} | "
+                f"{m.planned_gib(kind):.2f} | {error} | {m.planned.fit.memory_verdict} | {steps} | "
                 f"{low:.3g} to {high:.3g} | {m.unsaid or ''} |"
             )
 

@@ -12,13 +12,19 @@ from typing import Any
 import torch
 import yaml
 
-from stratbench.extensions.plan.check import Checked, CheckResult, Network, Rehearsal, try_footprint
+from stratbench.extensions.plan.check import (
+    Checked,
+    CheckResult,
+    Network,
+    Rehearsal,
+    try_to_make_footprint,
+)
 from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
 from stratbench.extensions.plan.footprint.few_parts import FEW, MORE, extrapolate_steps
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.processes import prepare_process
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.needs import Subject, subject_of
+from stratbench.extensions.plan.needs import Subject, make_subject
 from stratbench.extensions.plan.schedule import Planned, make_plan
 from stratbench.study.config.config import Study, load_config
 
@@ -58,7 +64,7 @@ class Planner:
         followed = {"unpredicted": made} if isinstance(made, str) else {"footprint": made}
         rehearsals, networks = (
             {request: Rehearsal(**followed)},
-            {Network.of(request): CheckResult()},
+            {Network.from_request(request): CheckResult()},
         )
         checked = Checked(study, [subject], networks, rehearsals, {}, {})
         (planned,) = make_plan(config, checked, {}).cells
@@ -68,7 +74,7 @@ class Planner:
         """Return the config of a configuration's study, the study, and its one cell before the plan."""
         config, study = load_config(self._config(c))
         (cell,) = study.cells
-        return config, study, subject_of(config, study, cell)
+        return config, study, make_subject(config, study, cell)
 
     def footprint(self, request: Request) -> Footprint | str:
         """Return the footprint of a request, or why there is none; made once."""
@@ -82,7 +88,7 @@ class Planner:
         if request.gradient_accumulation_steps > FEW + MORE:
             with suppress(UnlikeError):  # steps in many parts share those in few
                 return extrapolate_steps(request, self._few_parts)
-        return try_footprint(request, None, self.blocks_of(request))
+        return try_to_make_footprint(request, None, self.blocks_of(request))
 
     def _few_parts(self, request: Request) -> Footprint:
         made = self.footprint(request)

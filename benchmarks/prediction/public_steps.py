@@ -108,7 +108,10 @@ def page(runs: list[dict[str, str]]) -> str:
 
 def main() -> None:
     """Plan all runs, write the table and print the page."""
-    runs, planner = public_runs.read_runs(), Planner(read_configurations()["models"], equal_blocks)
+    runs, planner = (
+        public_runs.read_public_runs(),
+        Planner(read_configurations()["models"], equal_blocks),
+    )
     for i, run in enumerate(runs, 1):
         run["planned_s"] = f"{plan_s(planner, run):.4g}"
         if i % 20 == 0:
@@ -117,7 +120,7 @@ def main() -> None:
         writer = csv.DictWriter(file, runs[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(runs)
-    public_runs.band.cache_clear()
+    public_runs.get_public_band.cache_clear()
     print(page(runs), end="")
 
 

@@ -35,10 +35,10 @@ from stratbench.extensions.tune.differences import (  # noqa: E402
     KINDS,
     PUBLIC_SWEEPS,
     Margins,
-    find_beaten,
+    find_beaten_configurations,
     fit_margins,
     group_by_sweep,
-    read_sweeps,
+    read_public_sweeps,
 )
 from stratbench.extensions.tune.sieves import MEMORY_FACTOR  # noqa: E402
 
@@ -128,7 +128,7 @@ def write_table(rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    read_sweeps.cache_clear()
+    read_public_sweeps.cache_clear()
 
 
 class Sweep:
@@ -165,7 +165,9 @@ class Sweep:
         """Return the configurations that the sieve of time leaves."""
         names = {str(i): i for i in self.indices}
         times = {name: self.planned[i] for name, i in names.items()}
-        lost = find_beaten(times, {name: self.amounts[i] for name, i in names.items()}, margins)
+        lost = find_beaten_configurations(
+            times, {name: self.amounts[i] for name, i in names.items()}, margins
+        )
         return [i for name, i in names.items() if name not in lost]
 
     def within(self, factor: float) -> list[int]:
@@ -392,8 +394,8 @@ def main() -> None:
     """Plan the runs of the file, if there is one, and print the page."""
     if len(sys.argv) > 1:
         runs = sorted(read_runs(Path(sys.argv[1])), key=followed_steps)
-        write_table(plan_runs(runs, read_sweeps() if PUBLIC_SWEEPS.exists() else []))
-    print(page(read_sweeps()), end="")
+        write_table(plan_runs(runs, read_public_sweeps() if PUBLIC_SWEEPS.exists() else []))
+    print(page(read_public_sweeps()), end="")
 
 
 if __name__ == "__main__":

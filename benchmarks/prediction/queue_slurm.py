@@ -123,7 +123,7 @@ def simulate(
     for at_s in moments:
         sim.run_until(at_s)
         probes.append(ElasticTraining(*common) if split else Gang(*common))
-        probes[-1].begin(sim)
+        probes[-1].submit_training(sim)
     sim.run_until()
     return measures([w for _, w in sim.waits], [p.time_to_result_s for p in probes])
 

@@ -49,9 +49,9 @@ from stratbench.strategies.base import Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.telemetry.clock import StepClock
 from stratbench.telemetry.sampler import Sampler
-from stratbench.train.loop import timed_steps
+from stratbench.train.loop import run_timed_steps
 from stratbench.workload.data.device_data import DeviceData, draw_epoch_order
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
 from stratbench.workload.tasks import Classification, NextToken
 
@@ -113,7 +113,7 @@ class Setting(NamedTuple):
         torch.manual_seed(0)
         name, shape, classes = self.workload.model, self.workload.input_shape, self.workload.classes
         if name != "mlp":
-            return models.build(name, classes, shape)
+            return models.build_model(name, classes, shape)
         inner = nn.Linear(math.prod(shape), 64), nn.ReLU(), nn.Linear(64, classes)
         return nn.Sequential(nn.Flatten(), *inner)
 
@@ -144,7 +144,7 @@ def bare(at: Setting) -> Block:
     def block() -> None:
         losses = []
         for indices in at.batches():
-            x, y = at.data.batch(indices)
+            x, y = at.data.make_training_batch(indices)
             loss = loss_of(module(x), y)
             loss.backward()
             optimizer.step()
@@ -166,11 +166,12 @@ def ours(at: Setting) -> Block:
     clock = StepClock("cpu")
     worker = Worker(
         s, at.rank, at.world, at.world, torch.device("cpu"), RunFolder(Path()), [],
-        mark=clock.mark, task=NextToken() if len(at.workload.input_shape) == 1 else Classification(),
+        mark_phase_end=clock.mark_phase_end,
+        task=NextToken() if len(at.workload.input_shape) == 1 else Classification(),
     )  # fmt: skip
     strategy = DDP(DDP.Options(**s.options))
     strategy.setup(at.model(), worker)
-    return lambda: void(timed_steps(strategy, at.data, clock, at.batches()))
+    return lambda: void(run_timed_steps(strategy, at.data, clock, at.batches()))
 
 
 def void(_: Any) -> None:
@@ -210,7 +211,7 @@ def launched_block(
     """The loop that Accelerate and Fabric ask for."""
     losses = []
     for indices in at.batches():
-        x, y = at.data.batch(indices)
+        x, y = at.data.make_training_batch(indices)
         loss = loss_of(module(x), y)
         backward(loss)
         optimizer.step()
@@ -241,7 +242,7 @@ def trainer(at: Setting) -> Block:
             self.model = at.model()
 
         def training_step(self, indices: Tensor, number: int) -> Tensor:
-            x, y = at.data.batch(indices)
+            x, y = at.data.make_training_batch(indices)
             return loss_of(self.model(x), y)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -358,11 +359,13 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
         for name, workload in WORKLOADS.items():
             samples = workload.steps * world * workload.batch
             spec = workload.dataset | {"train_samples": samples, "test_samples": 1}
-            prepare("made", Path(folder, name), spec=spec)
+            prepare_data_set("made", Path(folder, name), spec=spec)
         port = free.getsockname()[1]
         free.close()
         run_folder = RunFolder(Path(folder))
-        sampler = Sampler(run_folder.samples(0), run_folder.pids(0), time.time())
+        sampler = Sampler(
+            run_folder.get_samples_path(0), run_folder.get_pid_list_path(0), time.time()
+        )
         context = multiprocessing.get_context("spawn")
         processes = [
             context.Process(
@@ -373,7 +376,7 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
         try:
             for rank, process in enumerate(processes):
                 process.start()
-                sampler.watch(format_worker_name(rank), process.pid)
+                sampler.watch_process(format_worker_name(rank), process.pid)
             for process in processes:
                 process.join()
         finally:

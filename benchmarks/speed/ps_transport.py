@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.extensions.servers.ps.server import ServerConfig, serve
+from stratbench.extensions.servers.ps.server import ServerConfig, run_server
 
 WARMUP = 3
 #: What carries the peer's messages: what it chooses on one host, or TCP alone.
@@ -98,7 +98,7 @@ def rpc_process(
 
 def own_server(config: ServerConfig, secret: bytes) -> None:
     """The parameter server's process."""
-    serve(config, secret)
+    run_server(config, secret)
 
 
 def own_worker(
@@ -109,7 +109,7 @@ def own_worker(
     flat = FlatSpace(nn.ParameterList([torch.zeros(numel)]))
     flat.grads.fill_(1.0)
     channel = Channel.connect(config.rendezvous, worker, flat, secret, transport)
-    ticket, ends = channel.first(), []
+    ticket, ends = channel.wait_for_first_ticket(), []
     while ticket is not None:
         ticket = channel.push_pull()
         ends.append(time.monotonic())
@@ -136,7 +136,7 @@ def processes(
         workers=n_workers,
         epochs=1,
         steps_per_epoch=WARMUP + ops,
-        slices=n_workers,
+        slices_per_step=n_workers,
         policy="ps-async",
         hyper={"lr": LR},
         shard_bytes=shard_bytes,

@@ -30,7 +30,7 @@ from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.extensions.servers.ps.server import ServerConfig, serve
+from stratbench.extensions.servers.ps.server import ServerConfig, run_server
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
 
@@ -40,7 +40,7 @@ CONTENDERS = ("without", "snapshots", "without again")
 
 def own_server(config: ServerConfig, secret: bytes) -> None:
     """The parameter server's process."""
-    serve(config, secret)
+    run_server(config, secret)
 
 
 def own_worker(config: ServerConfig, secret: bytes, worker: int, numel: int) -> None:
@@ -48,9 +48,9 @@ def own_worker(config: ServerConfig, secret: bytes, worker: int, numel: int) -> 
     torch.set_num_threads(1)
     flat = FlatSpace(nn.ParameterList([torch.zeros(numel)]))
     channel = Channel.connect(config.rendezvous, worker, flat, secret, "shm")
-    channel.rehearse()
+    channel.rehearse_exchange()
     flat.grads.fill_(1.0)
-    ticket = channel.first()
+    ticket = channel.wait_for_first_ticket()
     while ticket is not None:
         ticket = channel.push_pull()
     channel.close()
@@ -67,7 +67,7 @@ def train_time_s(contender: str, mb: float, workers: int) -> float:
             workers=workers,
             epochs=EPOCHS,
             steps_per_epoch=STEPS,
-            slices=workers,
+            slices_per_step=workers,
             policy="ps-async",
             hyper={"lr": 1e-3, "momentum": 0.9},
             snapshot_dir=f"{folder}/snapshots" if contender == "snapshots" else None,
@@ -99,7 +99,7 @@ def cpu_of_a_snapshot_s(mb: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         begun = time.process_time()
         writer = SnapshotWriter(folder, 0, 1, print)
-        writer.take(0, 0.0, [shard], None)
+        writer.request_snapshot(0, 0.0, [shard], None)
         writer.close()
         return time.process_time() - begun
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from stratbench.cell.coordinates import Cell
 from stratbench.study.config.config import load_config
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 #: By optimizer: what is compared, and what else the experiment says.
 STRATEGIES = {
@@ -103,7 +103,7 @@ def main() -> None:
     done = {(row["round"], row["strategy"]) for row in rows}
     with tempfile.TemporaryDirectory(prefix="straggler-") as temporary:
         folder = Path(temporary)
-        prepare(args.dataset, folder / "data", spec=config["datasets"].get(args.dataset))
+        prepare_data_set(args.dataset, folder / "data", spec=config["datasets"].get(args.dataset))
         for cell in sorted(
             chosen.cells, key=lambda c: (c.repeat, args.strategies.index(c.strategy))
         ):

@@ -41,7 +41,7 @@ def sampler_cost(seconds: float, period_s: float, ranks: int) -> dict[str, float
         sampler = Sampler(out, Path(folder, "pids"), time.time(), period_s)
         try:
             for rank, process in enumerate(sleepers):
-                sampler.watch(format_worker_name(rank), process.pid)
+                sampler.watch_process(format_worker_name(rank), process.pid)
             watched = psutil.Process(sampler.pid)
             time.sleep(2)  # its start is not what a long cell pays
             before_s, begun_s = _cpu_s(watched), time.monotonic()
@@ -69,12 +69,12 @@ def clock_cost(phases: tuple[str, ...], heartbeat: Heartbeat | None = None) -> f
     rounds_us = []
     for _ in range(ROUNDS):
         clock = StepClock("cpu", heartbeat)
-        clock.begin()
+        clock.begin_epoch()
         begun_s = time.process_time()
         for _ in range(STEPS):
             for phase in phases:
-                clock.mark(phase)
-            clock.tick()
+                clock.mark_phase_end(phase)
+            clock.mark_step_end()
         rounds_us.append((time.process_time() - begun_s) / STEPS * 1e6)
     return statistics.median(rounds_us)
 

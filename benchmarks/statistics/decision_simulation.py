@@ -100,7 +100,7 @@ def judged(
         for part in moderated.moderate_variances_by_groups(
             moderated.Differences(*(part.reshape(flat) for part in found)),
             moderated.GroupScatter(
-                *(part.reshape(flat) for part in moderated.compute_group_scatter(logs))
+                *(part.reshape(flat) for part in moderated.compute_group_variances(logs))
             ),
             (served & np.ones(true.shape, dtype=bool)).reshape(flat),
             first.reshape(flat),

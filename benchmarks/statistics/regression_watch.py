@@ -43,7 +43,9 @@ def two_sets(
         sides = (CellMeasurements(tuple(side)) for side in (old, new))
         cells.append(ComparedCell(Match("d", group, group), *sides))
     other = SimpleNamespace(name="new", is_published=False)
-    return SimpleNamespace(other=other, cells=cells, with_ratio=cells, missing_groups=())
+    return SimpleNamespace(
+        other_set=other, common_cells=cells, cells_with_ratio=cells, missing_groups=()
+    )
 
 
 def share_of_alarms(

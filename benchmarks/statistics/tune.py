@@ -26,14 +26,14 @@ from stratbench.extensions.tune.differences import (  # noqa: E402
     MIN_MARGIN,
     fit_margins,
     group_by_sweep,
-    read_sweeps,
+    read_public_sweeps,
 )
 from stratbench.extensions.tune.sieves import (  # noqa: E402
     MEASURED,
     MEMORY_FACTOR,
     OUT_OF_MEMORY,
     Sieved,
-    drop_slow,
+    drop_slow_combinations,
 )
 from stratbench.extensions.tune.space import Combination  # noqa: E402
 from verdict_simulation import PROFILES, Costs, Noise, Studies  # noqa: E402
@@ -101,7 +101,9 @@ def units(kind: str, amount: float) -> float:
 def read_effects() -> dict[str, list[Effect]]:
     """Return the effects of each kind, over pairs of a sweep that differ in nothing else."""
     found: dict[str, list[Effect]] = {}
-    for sweep, rows in group_by_sweep(row for row in read_sweeps() if row["measured"]).items():
+    for sweep, rows in group_by_sweep(
+        row for row in read_public_sweeps() if row["measured"]
+    ).items():
         for less, more in permutations(rows, 2):
             kinds = [kind for kind in KINDS if float(less[kind]) != float(more[kind])]
             if len(kinds) == 1 and float(more[kinds[0]]) > float(less[kinds[0]]):
@@ -188,7 +190,7 @@ def tune(
     rng: np.random.Generator, truth: Truth, noise: Noise, keep_within: float | None = None
 ) -> Result:
     """Return what sieves and race come to; `keep_within`: one ratio for all; infinite: no sieve of time."""
-    margins = fit_margins(row for row in read_sweeps() if row["sweep"] not in truth.sweeps)
+    margins = fit_margins(row for row in read_public_sweeps() if row["sweep"] not in truth.sweeps)
     failed: set[str] = set()
     before: list[str] = []
     spent_s, choice = 0.0, None
@@ -199,8 +201,8 @@ def tune(
             for name, amounts in truth.amounts.items()
             if truth.planned_need[name] <= MEMORY_FACTOR
         }  # fmt: skip
-        drop_slow(by_name, BASELINE, keep_within, margins)
-        names = [name for name, s in by_name.items() if s.fate in (MEASURED, OUT_OF_MEMORY)]
+        drop_slow_combinations(by_name, BASELINE, keep_within, margins)
+        names = [name for name, s in by_name.items() if s.outcome in (MEASURED, OUT_OF_MEMORY)]
         if names == before:
             return Result(choice, spent_s, len(names))
         found = race(rng, truth, names, noise)

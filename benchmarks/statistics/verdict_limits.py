@@ -84,7 +84,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
     while course.open.any():
         judged = course.open.copy()
         new, nodes = [], []
-        for _ in range(judging.get_next_look(done) - done):
+        for _ in range(judging.get_blocks_at_next_look(done) - done):
             at = rng.integers(0, several, (n, 1)) if how.nodes else np.full((n, 1), done)
             ran |= (np.arange(several) == at[..., None]) & judged[..., None]
             own = np.take_along_axis(
@@ -187,9 +187,9 @@ class World:
         """Nothing measured yet."""
         strategies = tuple(self.steps_s)
         comparison = PairedComparison(
-            place=self.place, dataset="d", strategies=strategies,
-            served=tuple(a not in self.equal for a in strategies),
-            equal=tuple(a in self.equal for a in strategies), arithmetic=("e", "m"),
+            comparison_key=self.place, dataset="d", strategies=strategies,
+            uses_servers=tuple(a not in self.equal for a in strategies),
+            equals_ddp=tuple(a in self.equal for a in strategies), arithmetic_keys=("e", "m"),
             full_steps=self.full_steps,
         )  # fmt: skip
         return PairedEvidence(study="s", seed=self.seed, comparisons=(comparison,))
@@ -247,7 +247,7 @@ class World:
     def verdict(self) -> tuple[dict[str, Any], int]:
         """The comparison's entry of verdict.json at the end of all rounds, and the number of full runs."""
         evidence = self.evidence()
-        while not (found := find_next_round(evidence)).done:
+        while not (found := find_next_round(evidence)).is_last:
             blocks = {(self.place, entry["block"]): self.block(entry) for entry in found.blocks}
             runs = {cell: self.full_run(cell) for cell in found.full_runs}
             evidence = replace(

@@ -248,7 +248,7 @@ def run(
     while course.open.any():
         judged = course.open.copy()
         blocks = int(course.blocks.max())
-        target = judging.get_next_look(blocks)
+        target = judging.get_blocks_at_next_look(blocks)
         new, began = [], course.logs.shape[-1]
         for _ in range(target - blocks):
             logs = block_of_segments(rng, s, noise, node)

@@ -195,7 +195,7 @@ class _Run:
     def _start(self, worker: _Worker, now_s: float) -> None:
         """Work on with what was read; without a ticket, make room for the others."""
         if worker.ticket is None:
-            worker.ticket, worker.part = self.tickets.take(worker.number), 0
+            worker.ticket, worker.part = self.tickets.take_next_ticket(worker.number), 0
         if worker.ticket is None:
             worker.idle = True
             self._tell(worker, "on_leave")
@@ -238,7 +238,7 @@ class _Run:
         self.trace.time_s = worker.applied_s = now_s
         worker.part += 1
         if worker.part == self.parts:
-            self.tickets.settle(worker.number, worker.ticket.number)
+            self.tickets.record_settled(worker.number, worker.ticket.number)
             self.trace.settled.append(worker.ticket.number)
             worker.ticket = None
 
@@ -275,7 +275,7 @@ class _Run:
         if not worker.idle:
             self._tell(worker, "on_leave")
         worker.idle = False
-        returned = self.tickets.give_back(worker.number)
+        returned = self.tickets.take_back_tickets(worker.number)
         self._release(now_s)
         for other in [w for w in self.workers if w.idle and returned]:
             self._resume(other, now_s)
@@ -287,7 +287,7 @@ class _Run:
 
     def _resume(self, worker: _Worker, now_s: float) -> None:
         """Put an idle worker back to work if there is a ticket for it."""
-        worker.ticket, worker.part = self.tickets.take(worker.number), 0
+        worker.ticket, worker.part = self.tickets.take_next_ticket(worker.number), 0
         if worker.ticket is not None:
             worker.idle = False
             self._tell(worker, "on_join")

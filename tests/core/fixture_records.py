@@ -26,7 +26,7 @@ from typing import Any
 from stratbench.cell import coordinates
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.strategies import get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
@@ -73,7 +73,7 @@ def sha(*key: object) -> str:
 
 
 def provenance_of_worker(cell: Cell, rank: int, device: str) -> dict[str, Any]:
-    """What a worker says of itself, with the keys of `telemetry.provenance.worker_provenance`."""
+    """What a worker says of itself, with the keys of `telemetry.provenance.collect_worker_provenance`."""
     cores = 2 if device == "cpu" else 32
     facts: dict[str, Any] = {
         "device": f"cuda:{rank}" if device == "cuda" else "cpu",
@@ -290,7 +290,7 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
     options = get_option_defaults(strategy) | given
     traits = get_traits(strategy, options, cell.gpus)
     noise = random_of(cell)
-    server = strategy_class(strategy).kind == "server"
+    server = get_strategy_class(strategy).kind == "server"
     epoch_time_s = epoch_s * factor * ((1 - serial) / cell.gpus + serial * math.sqrt(cell.gpus))
     if cell.gpus == 1:
         epoch_time_s = epoch_s * factor
@@ -413,12 +413,12 @@ def make_record(cell: Cell, status: str = "ok", device: str = "cuda") -> dict[st
         ),
         "strategy": {
             "name": strategy,
-            "kind": strategy_class(strategy).kind,
+            "kind": get_strategy_class(strategy).kind,
             "options": options,
             "traits": asdict(traits),
             "mesh": {"replicas": cell.gpus, "tensor": 1, "stages": 1},
             "wrap_groups": [{"label": f"block{i}", "parameters": parameters // 4} for i in range(4)]
-            if strategy_class(strategy).uses_wrap_groups and finished
+            if get_strategy_class(strategy).uses_wrap_groups and finished
             else [],
             "details": {
                 "compute_dtype": "float32",

@@ -48,7 +48,7 @@ def refuse() -> int:
 ENTRIES = {"leave": leave, "kill": kill_itself, "sleep": time.sleep, "show": show}
 
 if __name__ == "__main__":
-    forkserver.entries = lambda: ENTRIES
+    forkserver.import_entry_functions = lambda: ENTRIES
     if "cannot-fork" in sys.argv:
         os.fork = refuse
     forkserver._Server(socket.socket(fileno=int(sys.argv[1]))).run()

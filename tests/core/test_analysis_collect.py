@@ -17,7 +17,7 @@ import pytest
 from launching import LIMIT_S
 from stratbench.analysis.records import collect, derived
 from stratbench.cell.installation import PACKAGE
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.study.config import config
 
 WORKFLOW = PACKAGE.parent
@@ -133,7 +133,7 @@ def worker(host, affinity, quota=None):
     ],
 )
 def test_cores_are_those_that_the_workers_may_use(workers, cores):
-    assert derived.cpu_cores({"workers": workers}) == cores
+    assert derived.count_usable_cpu_cores({"workers": workers}) == cores
 
 
 @pytest.mark.slow
@@ -228,11 +228,13 @@ def test_a_record_trained_with_other_settings_is_refused_and_told(tmp_path):
         return record | {"settings": json.loads(study.settings(cell).as_json())}
 
     study_dir = fixture.write_study(tmp_path, cells, change=train)
-    assert run(study_dir, "--study", json.dumps(trained.as_trained())) == 1
+    assert run(study_dir, "--study", json.dumps(trained.build_training_config())) == 1
     rows = read(study_dir / "cells.csv")
     assert [r["status"] for r in rows] == ["ok", "ok", "ok", "error"]
     told = "record.json was trained with lr 0.5 (config: 0.01); delete it to train its cell again"
-    assert rows[-1]["reason"] == f"{told} {help_address('delete it to train its cell again')}"
+    assert (
+        rows[-1]["reason"] == f"{told} {format_help_address('delete it to train its cell again')}"
+    )
 
 
 def test_a_record_of_other_data_of_the_same_name_is_refused_and_told(tmp_path):
@@ -245,7 +247,7 @@ def test_a_record_of_other_data_of_the_same_name_is_refused_and_told(tmp_path):
         return record | {"settings": json.loads(study.settings(cell).as_json())}
 
     study_dir = fixture.write_study(tmp_path, cells, change=train)
-    config = trained.as_trained() | {"data_specs": trained.data_specs()}
+    config = trained.build_training_config() | {"data_specs": trained.data_specs()}
     assert run(study_dir, "--study", json.dumps(config)) == 1
     rows = read(study_dir / "cells.csv")
     assert [r["status"] for r in rows] == ["ok", "ok", "error"]
@@ -261,7 +263,7 @@ def test_what_trains_nothing_is_no_part_of_how_cells_are_trained():
     changed = study_of(0.01)
     changed.experiments["main"].values["time_limit_s"] = 10
     changed.experiments["main"].values["target_score"] = 0.5
-    assert changed.as_trained() == study_of(0.01).as_trained()
+    assert changed.build_training_config() == study_of(0.01).build_training_config()
 
 
 def test_a_skipped_cell_is_infeasible_and_a_missing_one_is_missing(tmp_path):

@@ -23,7 +23,7 @@ def test_every_column_has_a_definition_and_fields_are_those_of_the_schema():
     assert len(columns.BY_NAME) == len(columns.CELL_COLUMNS)
     for column in columns.CELL_COLUMNS:
         assert column.definition.strip(), column.name
-        assert column.kind in ("text", "json", "number", "flag")
+        assert column.value_kind in ("text", "json", "number", "flag")
         if isinstance(column.source, str) and not column.source.startswith(
             ("timeline: ", "time.step_ms.", "time.breakdown_ms.")
         ):
@@ -33,7 +33,7 @@ def test_every_column_has_a_definition_and_fields_are_those_of_the_schema():
 def test_a_measure_shows_its_column_in_a_unit_that_there_is_a_factor_for():
     for measure in MEASURES.values():
         column = columns.BY_NAME[measure.column]
-        assert column.kind == "number"
+        assert column.value_kind == "number"
         assert (
             measure.unit == column.unit
             or measure.baseline
@@ -47,7 +47,7 @@ def test_a_measure_shows_its_column_in_a_unit_that_there_is_a_factor_for():
 def test_every_plot_has_a_title_a_column_and_somebody_who_draws_it():
     for plot in PLOTS.values():
         assert plot.format_title(Score())
-        assert plot.needs in columns.BY_NAME
+        assert plot.required_column in columns.BY_NAME
         assert plot.is_per_worker_count or (plot.name in OTHERS) != (
             plot.name in MEASURES and plot.chart_kind in CHARTS
         )

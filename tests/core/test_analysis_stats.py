@@ -141,12 +141,12 @@ def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_in
 
 
 def test_an_estimate_is_written_with_its_interval_if_it_has_one():
-    assert IntervalEstimate(1.5, 1.25, 1.75).text("{:.2f}".format) == "1.50 [1.25, 1.75]"
+    assert IntervalEstimate(1.5, 1.25, 1.75).format_text("{:.2f}".format) == "1.50 [1.25, 1.75]"
     assert (
-        IntervalEstimate(1.00004, 0.9, 1.1).text("{:.4f}".format, "{:.1f}".format)
+        IntervalEstimate(1.00004, 0.9, 1.1).format_text("{:.4f}".format, "{:.1f}".format)
         == "1.0000 [0.9, 1.1]"
     )
-    assert IntervalEstimate(-0.5).text("{:+.1f}".format) == "-0.5"
+    assert IntervalEstimate(-0.5).format_text("{:+.1f}".format) == "-0.5"
 
 
 def test_an_interval_excludes_what_lies_outside_of_it_and_no_interval_excludes_nothing():

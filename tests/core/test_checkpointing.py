@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from stratbench.cell.settings import build_experiment_schema
-from stratbench.study.config.schema import typed
+from stratbench.study.config.schema import parse_texts_by_schema
 from stratbench.workload.network.checkpointing import checkpoint_blocks, is_recomputing
 
 TOKENS, WIDTH = 11, 16
@@ -114,5 +114,5 @@ def test_compiled_blocks_are_computed_again(mode, monkeypatch):
 )
 def test_a_text_that_says_true_is_true(text, value):
     """Snakemake passes values of --config as text."""
-    given = typed({"activation_checkpointing": text}, build_experiment_schema())
+    given = parse_texts_by_schema({"activation_checkpointing": text}, build_experiment_schema())
     assert given == {"activation_checkpointing": value}

@@ -14,11 +14,11 @@ import torch
 
 from launching import LaunchedCell, settings
 from stratbench.cell import record
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.strategies import compiled
 from stratbench.strategies.base import Worker
 from stratbench.strategies.single import Single
-from stratbench.telemetry.compiling import missing_compiler
+from stratbench.telemetry.compiling import missing_compiler_reason
 from stratbench.workload import users_code
 from stratbench.workload.users_code import Refused
 
@@ -60,7 +60,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tmp_path / "small_net.py").write_text(NETWORK)
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     spec = {"call": "small_net.Net", "kwargs": {}, "wrap_classes": ["Block"]}
-    return spec | users_code.compute_fingerprint(spec["call"], [tmp_path])
+    return spec | users_code.compute_code_fingerprint(spec["call"], [tmp_path])
 
 
 @pytest.mark.timeout(500)
@@ -71,7 +71,7 @@ def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
     tmp_path: Path,
 ) -> None:
     """The last test batch is smaller than the others, and evaluation is not compiled."""
-    if reason := missing_compiler(cuda=False):
+    if reason := missing_compiler_reason(cuda=False):
         pytest.skip(reason)
     epochs = {}
     for strategy, compiles in (("ddp", False), ("ddp", True), ("fsdp", True), ("ps-sync", True)):
@@ -108,7 +108,7 @@ def test_code_that_computes_other_gradients_is_refused(
     strategy: str,
 ) -> None:
     """Its loss is right in each step, and no gradient reaches the layers before the last."""
-    if reason := missing_compiler(cuda=False):
+    if reason := missing_compiler_reason(cuda=False):
         pytest.skip(reason)
     wrong = code | {"call": "small_net.Miscompiled"}
     s = settings(strategy, model="net", own_model=wrong, compile=True, **ALONE)
@@ -119,7 +119,7 @@ def test_code_that_computes_other_gradients_is_refused(
     assert rec["status"] == "unsupported"
     assert "compile = true: the code that PyTorch" in rec["reason"]
     assert rec["reason"].endswith(
-        f"set compile to false {help_address('computes wrong gradients')}"
+        f"set compile to false {format_help_address('computes wrong gradients')}"
     )
 
 
@@ -128,7 +128,7 @@ def test_what_this_pytorch_compiles_trains_as_it_should_or_is_refused(
     start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
 ) -> None:
     """PyTorch 2.13 gives the convolutions of VGG gradients of zero on CPUs, compiled as a whole."""
-    if reason := missing_compiler(cuda=False):
+    if reason := missing_compiler_reason(cuda=False):
         pytest.skip(reason)
     ends = []
     for compiles in (False, True):
@@ -177,7 +177,7 @@ def test_gradients_are_compared_by_size_where_they_are_drawn_at_random(right, no
     strategy.compiled = planted = Planted(network, right)
     batch = torch.randn(16, 20), torch.randint(3, (16,))
     with nullcontext() if right else pytest.raises(Refused, match="computes wrong gradients"):
-        compiled.check_gradients(strategy, worker, *batch)
+        compiled.check_compiled_gradients(strategy, worker, *batch)
     assert strategy.compiled is planted
 
 
@@ -192,4 +192,4 @@ def test_without_a_compiler_a_cell_ends_in_one_sentence(
         "compile = true: torch.compile needs the compiler 'no-such-compiler', which is missing"
         in output
     )
-    assert not list(cell.folder.process_logs())
+    assert not list(cell.folder.list_log_paths())

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from stratbench.cell import record
-from stratbench.cell.extensions import iter_keys
+from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.settings import GIVEN, Settings
 from stratbench.strategies import get_option_defaults
 from stratbench.study.config import config, messages, schema, validation, yaml_traps
@@ -47,7 +47,7 @@ REMOVED = object()
 
 def refusal(config_: Any) -> str:
     with pytest.raises(ConfigError) as refused:
-        validation.validate(config_)
+        validation.validate_config(config_)
     return str(refused.value)
 
 
@@ -74,7 +74,7 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
         assert "have 241 letters" in said
         assert f"choose a shorter name for the strategy '{names['variant']}'" in said
         return
-    validation.validate(given)
+    validation.validate_config(given)
     joined = "_".join([*names.values(), "resnet-compact", "4", "999"])
     assert len(joined) == 240
     (tmp_path / joined).mkdir()
@@ -364,7 +364,7 @@ def test_what_yaml_makes_of_a_file(text, expected):
 
 def test_what_a_strategy_checks_for_itself_is_told(monkeypatch):
     """`Strategy.check` sees the resolved options and the batch of each worker count."""
-    from stratbench.strategies import strategy_class
+    from stratbench.strategies import get_strategy_class
 
     seen = []
 
@@ -373,7 +373,7 @@ def test_what_a_strategy_checks_for_itself_is_told(monkeypatch):
         if gpus == 4:
             raise ValueError("four is too many")
 
-    monkeypatch.setattr(strategy_class("ddp"), "check", classmethod(check))
+    monkeypatch.setattr(get_strategy_class("ddp"), "check", classmethod(check))
     found = changed("studies demo variants small", {"strategy": "ddp", "bucket_cap_mb": 1})
     found["studies"]["demo"]["experiments"]["first"]["strategies"] = ["small"]
     assert refusal(found) == f"config: {EXPERIMENT}.strategies = 'small': four is too many"
@@ -481,14 +481,14 @@ def study(**changes: Any) -> config.Study:
 )  # fmt: skip
 def test_the_results_folder_is_written_as_rules_write_it(monkeypatch, given, found):
     monkeypatch.setenv("HOME", "/home/me")
-    assert validation.validate(changed("results", given))["results"] == found
+    assert validation.validate_config(changed("results", given))["results"] == found
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("0.02", 0.02), ("1e-3", 0.001), ("1E+0", 1.0), (".5", 0.5), ("1", 1)]
 )
 def test_a_number_given_as_text_is_the_number(text, number):
-    first = validation.validate(raw(lr=text))["studies"]["demo"]["experiments"]["first"]
+    first = validation.validate_config(raw(lr=text))["studies"]["demo"]["experiments"]["first"]
     assert first["lr"] == number
     assert type(first["lr"]) is type(number)
 
@@ -502,7 +502,7 @@ def test_a_description_may_hold_braces_and_lines():
 def test_validation_leaves_its_argument_alone():
     given = raw()
     before = copy.deepcopy(given)
-    validation.validate(given)
+    validation.validate_config(given)
     assert given == before
 
 
@@ -552,8 +552,8 @@ def test_what_is_declared_of_a_setting_is_said_nowhere_else():
     """No schema file names one: an experiment and a record have all of them from `Settings`."""
     by_hand = json.loads(schema.SCHEMA_PATH.read_text())["$defs"]["experiment"]["properties"]
     assert by_hand.keys() & set(GIVEN) == set()
-    known = schema.schema()["$defs"]["experiment"]
-    declared = [f for _, keys in iter_keys("experiment") for f in fields(keys)]
+    known = schema.build_config_schema()["$defs"]["experiment"]
+    declared = [f for _, keys in iter_extension_keys("experiment") for f in fields(keys)]
     of_extensions = [f.name for f in declared if f.metadata["given"]]
     assert list(known["properties"]) == [*by_hand, *GIVEN, *of_extensions]
     assert "lr" in known["required"]
@@ -594,7 +594,9 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
     _, study_ = config.load_config(raw(**given | {name: value}))
     found = settings_of(study_)
     assert [getattr(s, name) for s in found] == [value] * len(study_.cells)
-    assert all(f"{name}={json.dumps(value, sort_keys=True)}" == s.as_parameter(name) for s in found)
+    assert all(
+        f"{name}={json.dumps(value, sort_keys=True)}" == s.format_setting(name) for s in found
+    )
 
 
 def test_weak_scaling():
@@ -643,7 +645,7 @@ def test_the_order_of_keys_is_no_setting():
     slow = {"workers": [0], "factor": 3}
     one, other = (study(slowdown=s) for s in (slow, dict(reversed(slow.items()))))
     for c in one.cells:
-        texts = [s.settings(c).as_parameter("slowdown") for s in (one, other)]
+        texts = [s.settings(c).format_setting("slowdown") for s in (one, other)]
         assert texts == ['slowdown={"factor": 3, "workers": [0]}'] * 2
 
 
@@ -712,7 +714,7 @@ def test_every_key_is_described():
             walk(inner, f"{where}.{key}")
         walk(rule.get("additionalProperties"), f"{where}.*")
 
-    whole = schema.schema()
+    whole = schema.build_config_schema()
     walk(whole, "")
     for name, rule in whole["$defs"].items():
         assert rule["description"]
@@ -722,12 +724,12 @@ def test_every_key_is_described():
 @pytest.mark.parametrize("key", messages.ELSEWHERE)
 def test_a_key_of_another_trainer_is_told_by_its_name_here(key):
     with pytest.raises(ConfigError, match=f"Did you mean '{messages.ELSEWHERE[key]}'"):
-        validation.validate(raw(**{key: 8}))
+        validation.validate_config(raw(**{key: 8}))
 
 
 def test_defaults_of_the_schema_are_valid():
-    found = validation.validate(raw())
-    assert validation.validate(json.loads(json.dumps(found))) == found
+    found = validation.validate_config(raw())
+    assert validation.validate_config(json.loads(json.dumps(found))) == found
 
 
 def test_the_example_on_the_page_is_valid():
@@ -743,7 +745,7 @@ def test_constraints_from_the_command_line_are_numbers_again():
         "deadline_s": "null",
         "model": "vgg-compact",
     }
-    decide = validation.validate(raw() | {"decide": decide})["decide"]
+    decide = validation.validate_config(raw() | {"decide": decide})["decide"]
     assert (decide["gpus"], decide["homogeneous"], decide["deadline_s"]) == (2, False, None)
     assert (decide["model"], decide["score_tolerance"]) == ("vgg-compact", {})
 

@@ -33,16 +33,16 @@ def sleep():
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 waits, begun_s = CoreWaits(), time.monotonic()
-waits.begin()
+waits.begin_span()
 let_end = globals()[sys.argv[1]]()
 waits.end()
-print(json.dumps([waits.longest_s, time.monotonic() - begun_s]))
+print(json.dumps([waits.longest_wait_s, time.monotonic() - begun_s]))
 other.kill()
 if let_end:
     let_end()
 """
 needs_counts = pytest.mark.skipif(
-    not core_waits.read_waits_ns(), reason="this kernel counts no waits for a core"
+    not core_waits.read_core_waits_ns(), reason="this kernel counts no waits for a core"
 )
 
 
@@ -71,18 +71,18 @@ def test_spans_add_up_and_nothing_is_said_where_nothing_is_counted(tmp_path, mon
     waits = CoreWaits()
     waits.end()  # a clock that was started by nobody who counts
     for before, after in ((0, 10**9), (5 * 10**9, 7 * 10**9)):
-        for waited_ns, act in ((before, waits.begin), (after, waits.end)):
+        for waited_ns, act in ((before, waits.begin_span), (after, waits.end)):
             for thread, ns in (("1", waited_ns), ("2", waited_ns // 2)):
                 (tmp_path / thread).mkdir(exist_ok=True)
                 (tmp_path / thread / "schedstat").write_text(f"5 {ns} 1\n")
             act()
-    assert waits.longest_s == 3.0
+    assert waits.longest_wait_s == 3.0
     for path in tmp_path.glob("*/schedstat"):
         path.write_text("0 0 0\n")
     silent = CoreWaits()
-    silent.begin()
+    silent.begin_span()
     silent.end()
-    assert silent.longest_s is None
+    assert silent.longest_wait_s is None
 
 
 @needs_counts

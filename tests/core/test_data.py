@@ -21,8 +21,8 @@ import pytest
 
 from launching import until
 from stratbench.workload.data import prepared, sources
-from stratbench.workload.data.datasets import DATASETS, describe
-from stratbench.workload.data.prepare import main, prepare
+from stratbench.workload.data.datasets import DATASETS, describe_data_set
+from stratbench.workload.data.prepare import main, prepare_data_set
 from stratbench.workload.data.sources import DataError
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
@@ -43,7 +43,7 @@ def _no_data_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "digits"
-    prepare("digits", folder)
+    prepare_data_set("digits", folder)
     return folder
 
 
@@ -99,7 +99,7 @@ def cifar10_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_digits_are_the_embedded_ones_in_a_fixed_split(digits_dir: Path) -> None:
-    meta, arrays = prepared.read(digits_dir)
+    meta, arrays = prepared.read_data_set(digits_dir)
     assert meta["sha256"] == "90490bb2ffbc52a10e47594d770eb0cf72cf1e7e86a80c9be4553390d88f4977"
     assert arrays["train_inputs"].shape == (1437, 1, 8, 8)
     assert arrays["test_inputs"].shape == (360, 1, 8, 8)
@@ -122,20 +122,20 @@ def test_facts_match_what_is_prepared(digits_dir: Path) -> None:
 
 
 def test_a_synthetic_set_has_the_asked_size_and_is_the_same_each_time(tmp_path: Path) -> None:
-    first = prepare("mine", tmp_path / "a", spec=SPEC)
-    second = prepare("mine", tmp_path / "b", spec=SPEC)
-    other = prepare("mine", tmp_path / "c", spec=SPEC | {"seed": 1})
+    first = prepare_data_set("mine", tmp_path / "a", spec=SPEC)
+    second = prepare_data_set("mine", tmp_path / "b", spec=SPEC)
+    other = prepare_data_set("mine", tmp_path / "c", spec=SPEC | {"seed": 1})
     assert first["sha256"] == second["sha256"] != other["sha256"]
     assert first["shape"] == [3, 12, 12]
-    assert describe("mine", SPEC).shape == (3, 12, 12)
-    _, arrays = prepared.read(tmp_path / "a")
+    assert describe_data_set("mine", SPEC).shape == (3, 12, 12)
+    _, arrays = prepared.read_data_set(tmp_path / "a")
     assert len(arrays["train_inputs"]) == 300
     assert np.bincount(arrays["train_targets"]).tolist() == [100, 100, 100]
 
 
 def test_a_synthetic_set_can_be_learnt_from_but_not_copied(tmp_path: Path) -> None:
-    prepare("mine", tmp_path / "a", spec=SPEC)
-    _, arrays = prepared.read(tmp_path / "a")
+    prepare_data_set("mine", tmp_path / "a", spec=SPEC)
+    _, arrays = prepared.read_data_set(tmp_path / "a")
     images, labels = arrays["train_inputs"].astype(float), arrays["train_targets"]
     centres = np.stack([images[labels == label].mean(axis=0) for label in range(3)])
     distances = ((arrays["test_inputs"].astype(float)[:, None] - centres) ** 2).sum(axis=(2, 3, 4))
@@ -148,8 +148,8 @@ def test_mnist_is_read_compressed_and_uncompressed(
     tmp_path: Path, mnist_files: dict[str, bytes], compressed: bool
 ) -> None:
     put_mnist(tmp_path / "root", mnist_files, compressed)
-    meta = prepare("mnist", tmp_path / "out", tmp_path / "root", download=False)
-    _, arrays = prepared.read(tmp_path / "out")
+    meta = prepare_data_set("mnist", tmp_path / "out", tmp_path / "root", download=False)
+    _, arrays = prepared.read_data_set(tmp_path / "out")
     assert arrays["train_inputs"].shape == (6, 1, 28, 28)
     assert arrays["train_inputs"].tobytes() == mnist_files["train-images-idx3-ubyte"][16:]
     assert arrays["test_targets"].tolist() == [0, 1, 2, 3]
@@ -159,8 +159,8 @@ def test_mnist_is_read_compressed_and_uncompressed(
 
 
 def test_cifar10_is_read_from_batches(tmp_path: Path, cifar10_root: Path) -> None:
-    prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
-    _, arrays = prepared.read(tmp_path / "out")
+    prepare_data_set("cifar10", tmp_path / "out", cifar10_root, download=False)
+    _, arrays = prepared.read_data_set(tmp_path / "out")
     assert arrays["train_inputs"].shape == (20, 3, 32, 32)
     assert arrays["train_targets"].tolist()[::4] == [0, 1, 2, 3, 4]
     expected = np.random.default_rng(5).integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
@@ -170,14 +170,14 @@ def test_cifar10_is_read_from_batches(tmp_path: Path, cifar10_root: Path) -> Non
 def test_cifar10_is_read_from_its_archive(
     tmp_path: Path, cifar10_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = prepare("cifar10", tmp_path / "a", cifar10_root, download=False)
+    expected = prepare_data_set("cifar10", tmp_path / "a", cifar10_root, download=False)
     archive = shutil.make_archive(
         str(cifar10_root / "cifar-10-python"), "gztar", cifar10_root, sources.CIFAR10_FOLDER
     )
     shutil.rmtree(cifar10_root / sources.CIFAR10_FOLDER)
     archive_md5 = md5(Path(archive).read_bytes())
     monkeypatch.setattr(sources, "CIFAR10_ARCHIVE", ("cifar-10-python.tar.gz", archive_md5))
-    found = prepare("cifar10", tmp_path / "b", cifar10_root, download=False)
+    found = prepare_data_set("cifar10", tmp_path / "b", cifar10_root, download=False)
     assert found["sha256"] == expected["sha256"]
     assert found["sources"][0]["file"] == "cifar-10-python.tar.gz"
 
@@ -187,7 +187,7 @@ def test_the_environment_variable_stands_in_for_the_root(
 ) -> None:
     put_mnist(tmp_path / "root", mnist_files, compressed=True)
     monkeypatch.setenv(sources.ROOT_VARIABLE, str(tmp_path / "root"))
-    assert prepare("mnist", tmp_path / "out", download=False)["train_samples"] == 6
+    assert prepare_data_set("mnist", tmp_path / "out", download=False)["train_samples"] == 6
 
 
 # ---------------------------------------------------------------- refusals
@@ -205,7 +205,7 @@ def test_a_damaged_file_is_named_with_both_md5s_and_a_remedy(
     broken = content[:-3] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1])
     file.write_bytes(broken)
     with pytest.raises(DataError) as caught:
-        prepare("mnist", tmp_path / "out", tmp_path / "root", download=False)
+        prepare_data_set("mnist", tmp_path / "out", tmp_path / "root", download=False)
     message = str(caught.value)
     for part in (str(file), md5(broken), sources.MNIST_FILES[name][not compressed], "Delete"):
         assert part in message
@@ -224,18 +224,18 @@ def test_a_batch_is_not_unpickled_before_its_md5_is_right(
     content = pickle.dumps(Evil())
     (cifar10_root / sources.CIFAR10_FOLDER / "test_batch").write_bytes(content)
     with pytest.raises(DataError, match="expected MD5"):
-        prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
+        prepare_data_set("cifar10", tmp_path / "out", cifar10_root, download=False)
     # Even with the expected MD5, only arrays of numbers come out.
     monkeypatch.setitem(sources.CIFAR10_FILES, "test_batch", md5(content))
     with pytest.raises(DataError, match="is not part of a CIFAR-10 batch"):
-        prepare("cifar10", tmp_path / "out", cifar10_root, download=False)
+        prepare_data_set("cifar10", tmp_path / "out", cifar10_root, download=False)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_missing_files_without_network_say_what_to_put_where(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError) as caught:
-        prepare(name, tmp_path / "out", tmp_path / "root", download=False)
+        prepare_data_set(name, tmp_path / "out", tmp_path / "root", download=False)
     message = str(caught.value)
     for part in (str(tmp_path / "root"), "not allowed", "data.root", sources.ROOT_VARIABLE, "http"):
         assert part in message
@@ -249,7 +249,7 @@ def test_a_network_that_does_not_answer_is_reported_with_the_remedy(
     with pytest.raises(
         DataError, match=r"(?s)No folder .*Downloading failed.*127\.0\.0\.1:9.*ROOT"
     ):
-        prepare("mnist", tmp_path / "out")
+        prepare_data_set("mnist", tmp_path / "out")
 
 
 @pytest.mark.timeout(300)
@@ -273,11 +273,11 @@ def test_a_download_is_verified_and_the_next_mirror_tried(
         base = f"http://127.0.0.1:{server.server_port}"
         mirrors = [f"{base}/{folder.relative_to(tmp_path / 'server')}/" for folder in (bad, good)]
         monkeypatch.setattr(sources, "MNIST_MIRRORS", tuple(mirrors))
-        meta = prepare("mnist", tmp_path / "out" / "mnist")
+        meta = prepare_data_set("mnist", tmp_path / "out" / "mnist")
         assert meta["test_samples"] == 4
         monkeypatch.setattr(sources, "MNIST_MIRRORS", tuple(mirrors[:1]))
         with pytest.raises(DataError, match="corrupt or truncated"):
-            prepare("mnist", tmp_path / "out" / "again")
+            prepare_data_set("mnist", tmp_path / "out" / "again")
         server.shutdown()
     assert os.listdir(tmp_path / "out") == ["mnist"]
 
@@ -297,7 +297,7 @@ def test_a_wrong_request_names_the_key_and_what_is_allowed(
     tmp_path: Path, name: str, spec: dict | None, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        prepare(name, tmp_path / "out", spec=spec)
+        prepare_data_set(name, tmp_path / "out", spec=spec)
 
 
 def test_a_folder_with_other_things_in_it_is_not_touched(tmp_path: Path) -> None:
@@ -305,9 +305,9 @@ def test_a_folder_with_other_things_in_it_is_not_touched(tmp_path: Path) -> None
     precious.parent.mkdir()
     precious.write_text("precious")
     with pytest.raises(DataError, match=r"thesis\.tex"):
-        prepare("mine", tmp_path / "out", spec=SPEC)
+        prepare_data_set("mine", tmp_path / "out", spec=SPEC)
     with pytest.raises(DataError, match="is not a folder"):
-        prepare("mine", precious, spec=SPEC)
+        prepare_data_set("mine", precious, spec=SPEC)
     assert precious.read_text() == "precious"
     assert os.listdir(tmp_path) == ["out"]
 
@@ -319,7 +319,7 @@ def test_a_folder_with_other_things_in_it_is_not_touched(tmp_path: Path) -> None
 STAYS = """
 import runpy, time
 from stratbench.workload.data import prepared
-prepared.install = lambda *_: time.sleep(600)
+prepared.install_data_set = lambda *_: time.sleep(600)
 runpy.run_module("stratbench.workload.data.prepare", run_name="__main__", alter_sys=True)
 """
 
@@ -344,7 +344,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path: Path, ho
     assert not out.exists()
     if how == signal.SIGTERM:
         assert not list(tmp_path.iterdir())
-    assert prepare("mine", out, spec=SPEC)["train_samples"] == 300
+    assert prepare_data_set("mine", out, spec=SPEC)["train_samples"] == 300
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -358,16 +358,16 @@ def test_what_killed_preparations_have_left_goes_and_what_others_still_build_sta
     killed.kill()
     killed.wait()
     try:
-        prepare("other", other, spec=SPEC)
+        prepare_data_set("other", other, spec=SPEC)
         assert len(list(tmp_path.glob(".out.*.partial"))) == 2  # of another data set
-        prepare("mine", out, spec=SPEC)
+        prepare_data_set("mine", out, spec=SPEC)
         [left] = tmp_path.glob(".out.*.partial")
         assert list(left.glob("built/meta*.json"))
         assert living.poll() is None
     finally:
         living.kill()
         living.wait()
-    prepare("mine", out, spec=SPEC | {"seed": 1})
+    prepare_data_set("mine", out, spec=SPEC | {"seed": 1})
     assert {*tmp_path.iterdir()} == {out, other}
 
 
@@ -384,22 +384,22 @@ def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> No
 
 def test_an_intact_result_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    prepare("mine", out, spec=SPEC)
+    prepare_data_set("mine", out, spec=SPEC)
     images = out / "train_inputs.npy"
     before = images.stat().st_ino
-    prepare("mine", out, spec=SPEC)
+    prepare_data_set("mine", out, spec=SPEC)
     assert images.stat().st_ino == before
     whole = images.read_bytes()
     images.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    prepare("mine", out, spec=SPEC)
+    prepare_data_set("mine", out, spec=SPEC)
     assert images.read_bytes() == whole
-    assert prepare("mine", out, spec=SPEC | {"classes": 2})["classes"] == 2
+    assert prepare_data_set("mine", out, spec=SPEC | {"classes": 2})["classes"] == 2
     assert os.listdir(tmp_path) == ["out"]
 
 
 def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> None:
     out, copy = tmp_path / "out", tmp_path / "copy"
-    meta = prepare("mine", out, spec=SPEC)
+    meta = prepare_data_set("mine", out, spec=SPEC)
     assert prepared.read_verified_meta(out) == meta
     shutil.copytree(out, copy, copy_function=shutil.copyfile)  # other times of change
     assert prepared.read_verified_meta(copy)["sha256"] == meta["sha256"]
@@ -418,9 +418,9 @@ def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> N
 @pytest.mark.parametrize("odd", ["fifo", "folder", "device", "nothing", "no JSON"])
 def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str) -> None:
     out = tmp_path / "out"
-    meta = prepare("mine", out, spec=SPEC)
+    meta = prepare_data_set("mine", out, spec=SPEC)
     array = out / (
-        prepared.name_meta_file(meta["spec"]) if odd == "no JSON" else "train_inputs.npy"
+        prepared.format_meta_file_name(meta["spec"]) if odd == "no JSON" else "train_inputs.npy"
     )
     array.unlink()
     if odd == "fifo":
@@ -431,7 +431,7 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
         array.symlink_to("/dev/zero")
     elif odd == "no JSON":
         array.write_text("{" * 100_000)
-    for read in (prepared.read_verified_meta, prepared.read):
+    for read in (prepared.read_verified_meta, prepared.read_data_set):
         with pytest.raises(DataError, match="is not a complete prepared data set"):
             read(out)
     assert prepared.read_intact_meta(out, {"sha256": meta["sha256"]}) is None
@@ -453,21 +453,21 @@ def test_a_source_that_never_ends_is_refused(
             f.truncate(1 << 40)
     what = "is larger than 1,048,576 bytes" if odd == "endless" else "is not a regular file"
     with pytest.raises(DataError, match=f"{path.name}: cannot be read: {what}"):
-        prepare("cifar10", tmp_path / "out", root=tmp_path, download=False)
+        prepare_data_set("cifar10", tmp_path / "out", root=tmp_path, download=False)
 
 
 def test_a_failure_midway_keeps_the_earlier_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    earlier = prepare("mine", out, spec=SPEC)
+    earlier = prepare_data_set("mine", out, spec=SPEC)
 
     def disk_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np.lib.format, "open_memmap", disk_full)
     with pytest.raises(OSError, match="No space"):
-        prepare("mine", out, spec=SPEC | {"seed": 1})
+        prepare_data_set("mine", out, spec=SPEC | {"seed": 1})
     assert prepared.read_intact_meta(out, {"sha256": earlier["sha256"]})
     assert os.listdir(tmp_path) == ["out"]
 
@@ -514,7 +514,7 @@ def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
 def test_the_real_files_have_the_expected_md5s_and_statistics(
     tmp_path: Path, name: str, mean: list[float], std: list[float]
 ) -> None:
-    meta = prepare(name, tmp_path / name, REAL_DATA, download=False)
+    meta = prepare_data_set(name, tmp_path / name, REAL_DATA, download=False)
     facts = DATASETS[name]
     assert (meta["train_samples"], meta["test_samples"]) == (
         facts.train_samples,
@@ -523,7 +523,7 @@ def test_the_real_files_have_the_expected_md5s_and_statistics(
     assert tuple(meta["shape"]) == facts.shape
     assert meta["mean"] == pytest.approx(mean, abs=1e-4)
     assert meta["std"] == pytest.approx(std, abs=1e-4)
-    _, arrays = prepared.read(tmp_path / name)
+    _, arrays = prepared.read_data_set(tmp_path / name)
     assert set(np.bincount(arrays["test_targets"])) == {1000} or name == "mnist"
 
 
@@ -534,5 +534,5 @@ def test_uncompressed_mnist_has_the_expected_md5s(tmp_path: Path) -> None:
     for name in sources.MNIST_FILES:
         compressed = Path(REAL_DATA, sources.MNIST_FOLDER, f"{name}.gz").read_bytes()
         (folder / name).write_bytes(gzip.decompress(compressed))
-    meta = prepare("mnist", tmp_path / "out", tmp_path / "root", download=False)
+    meta = prepare_data_set("mnist", tmp_path / "out", tmp_path / "root", download=False)
     assert [source["file"] for source in meta["sources"]] == list(sources.MNIST_FILES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.datasets import DATASETS, describe_data_set
 from stratbench.workload.data.device_data import (
     Augmentation,
     DeviceData,
@@ -18,7 +18,7 @@ from stratbench.workload.data.device_data import (
     draw_epoch_order,
     enlarge_images,
 )
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 
 SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size": 12, "classes": 3}
@@ -27,7 +27,7 @@ SPEC = {"source": "synthetic", "train_samples": 300, "test_samples": 50, "size":
 @pytest.fixture(scope="module")
 def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "digits"
-    prepare("digits", folder)
+    prepare_data_set("digits", folder)
     return folder
 
 
@@ -35,7 +35,7 @@ def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def coloured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as if of CIFAR-10: three channels, cropped with 4 pixels of padding, flipped."""
     folder = tmp_path_factory.mktemp("data") / "coloured"
-    prepare("mine", folder, spec=SPEC)
+    prepare_data_set("mine", folder, spec=SPEC)
     [path] = folder.glob("meta*.json")
     meta = json.loads(path.read_text())
     path.write_text(json.dumps(meta | {"crop_padding": 4, "flip": True}))
@@ -44,18 +44,18 @@ def coloured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_batch_is_normalised_with_the_training_sets_statistics(coloured: Path) -> None:
     data = DeviceData.load(coloured, dtype=torch.float64)
-    images, labels = data.batch(torch.arange(data.train_samples))
+    images, labels = data.make_training_batch(torch.arange(data.train_samples))
     assert images.dtype == torch.float64
     assert images.mean(dim=(0, 2, 3)).abs().max() < 1e-12
     assert (images.std(dim=(0, 2, 3), correction=0) - 1).abs().max() < 1e-12
     assert labels.tolist() == [i % 3 for i in range(300)]
-    single, _ = DeviceData.load(coloured).batch(torch.tensor([7]))
+    single, _ = DeviceData.load(coloured).make_training_batch(torch.tensor([7]))
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), images[7:8], rtol=0, atol=1e-5)
 
 
 def drawn(data: DeviceData, seed: int, epoch: int) -> Augmentation | None:
-    return data.tables(seed, epoch, augment=True).augmentation
+    return data.draw_epoch_tables(seed, epoch, augment=True).augmentation
 
 
 def test_augmentation_is_a_crop_from_zero_padding_and_a_flip(coloured: Path) -> None:
@@ -65,7 +65,7 @@ def test_augmentation_is_a_crop_from_zero_padding_and_a_flip(coloured: Path) -> 
         torch.tensor(data.meta[key], dtype=torch.float64)[:, None, None] for key in ("mean", "std")
     )
     indices = torch.tensor([5, 299, 0, 17, 5, 100])
-    images, _ = data.batch(indices, tables)
+    images, _ = data.make_training_batch(indices, tables)
     for image, index in zip(images, indices.tolist(), strict=True):
         padded = torch.zeros(3, 20, 20, dtype=torch.float64)
         padded[:, 4:16, 4:16] = data.train_inputs[index]
@@ -90,12 +90,12 @@ def test_augmentation_uses_all_positions_evenly_and_flips_half(coloured: Path) -
 def test_augmentation_does_not_depend_on_how_samples_are_split(coloured: Path) -> None:
     whole = DeviceData.load(coloured)
     order = draw_epoch_order(whole.train_samples, seed=3, epoch=1)[:64]
-    expected, _ = whole.batch(order, drawn(whole, 3, 1))
+    expected, _ = whole.make_training_batch(order, drawn(whole, 3, 1))
     for workers in (2, 4):
         for rank in range(workers):
             worker = DeviceData.load(coloured)
             torch.rand(rank + 1)
-            found, _ = worker.batch(order[rank::workers], drawn(worker, 3, 1))
+            found, _ = worker.make_training_batch(order[rank::workers], drawn(worker, 3, 1))
             assert torch.equal(found, expected[rank::workers])
 
 
@@ -135,8 +135,8 @@ def test_digits_are_doubled_and_mnist_is_padded() -> None:
 def test_one_channel_is_repeated_for_a_model_that_wants_three(digits_dir: Path) -> None:
     grey = DeviceData.load(digits_dir, shape=(1, 32, 32))
     colour = DeviceData.load(digits_dir, shape=(3, 32, 32))
-    expected, _ = grey.batch(torch.arange(4))
-    found, _ = colour.batch(torch.arange(4))
+    expected, _ = grey.make_training_batch(torch.arange(4))
+    found, _ = colour.make_training_batch(torch.arange(4))
     assert torch.equal(found, expected.repeat(1, 3, 1, 1))
     assert colour.train_inputs.shape[1] == 1, "memory is spent on repeated bytes"
 
@@ -148,7 +148,9 @@ def test_channels_that_cannot_be_made_are_refused(coloured: Path) -> None:
 
 def test_test_batches_are_normalised_in_order_and_end_with_the_test_set(digits_dir: Path) -> None:
     data = DeviceData.load(digits_dir)
-    batches = [data.test_batch(start, start + 100) for start in range(0, data.test_samples, 100)]
+    batches = [
+        data.make_test_batch(start, start + 100) for start in range(0, data.test_samples, 100)
+    ]
     assert [len(labels) for _, labels in batches] == [100, 100, 100, 60]
     assert torch.equal(torch.cat([labels for _, labels in batches]), data.test_targets)
     images = torch.cat([images for images, _ in batches])
@@ -157,12 +159,12 @@ def test_test_batches_are_normalised_in_order_and_end_with_the_test_set(digits_d
 
 
 def test_a_data_set_without_augmentation_has_no_tables(tmp_path: Path) -> None:
-    prepare("mine", tmp_path / "a", spec=SPEC)
+    prepare_data_set("mine", tmp_path / "a", spec=SPEC)
     assert drawn(DeviceData.load(tmp_path / "a"), 0, 0) is None
 
 
 def test_digits_and_mnist_are_never_mirrored(digits_dir: Path) -> None:
-    assert not DATASETS["mnist"].flip
+    assert not DATASETS["mnist"].has_random_flips
     assert drawn(DeviceData.load(digits_dir), 0, 0).flip.sum() == 0
 
 
@@ -185,18 +187,24 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, digits_dir: Path)
 
 def test_packed_tables_are_the_same_tables(digits_dir):
     data = DeviceData.load(digits_dir)
-    tables = data.tables(seed=1, epoch=2, augment=True)
+    tables = data.draw_epoch_tables(seed=1, epoch=2, augment=True)
     assert torch.equal(tables.order, draw_epoch_order(data.train_samples, 1, 2))
-    packed = tables.packed()
-    facts = describe("digits")
+    packed = tables.pack_tables()
+    facts = describe_data_set("digits")
     kept_bytes = sum(t.nbytes for t in (packed.order, *packed.augmentation))
     assert kept_bytes == compute_packed_bytes(facts, augment=True) == 7 * data.train_samples
-    plain = data.tables(seed=1, epoch=2, augment=False).packed()
+    plain = data.draw_epoch_tables(seed=1, epoch=2, augment=False).pack_tables()
     assert plain.order.nbytes == compute_packed_bytes(facts, augment=False)
-    back = packed.on(torch.device("cpu"))
+    back = packed.to_device(torch.device("cpu"))
     for mine, theirs in zip(
         (back.order, *back.augmentation), (tables.order, *tables.augmentation), strict=True
     ):
         assert torch.equal(mine, theirs)
         assert mine.dtype == theirs.dtype
-    assert data.tables(1, 2, augment=False).packed().on(torch.device("cpu")).augmentation is None
+    assert (
+        data.draw_epoch_tables(1, 2, augment=False)
+        .pack_tables()
+        .to_device(torch.device("cpu"))
+        .augmentation
+        is None
+    )

@@ -90,7 +90,7 @@ def test_the_ranking_of_candidates_is_what_is_simulated():
     true = ahead_by(0.06, (1, 2, 4))
     logs = true[..., None] + normal(0.02)(rng, (*true.shape, 4))
     comparisons = [
-        [Candidate(str(i), i + 1, times=t, time_s=np.exp(np.log(t).mean()), repeats_fixed=True)
+        [Candidate(str(i), i + 1, times=t, time_s=np.exp(np.log(t).mean()), has_planned_repeats=True)
          for i, t in enumerate(pd.Series(np.exp(one)) for one in of_model)]
         for of_model in logs[0]
     ]  # fmt: skip
@@ -99,7 +99,7 @@ def test_the_ranking_of_candidates_is_what_is_simulated():
     for model, r in enumerate(found):
         assert r.is_clear == is_so["winner"][0, model]
         assert {c.repeats for c in r.comparisons} == {4}
-    comparisons[0][3].repeats_fixed = False
+    comparisons[0][3].has_planned_repeats = False
     looser = ranking.rank_comparisons(comparisons, simulated.MARGIN)
     widths = [
         np.log(r.comparisons[0].ratio.high / r.comparisons[0].ratio.low)

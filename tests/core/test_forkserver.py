@@ -32,9 +32,9 @@ from launching import (
 from stratbench.train.forkserver import (
     FOLDER_VARIABLE,
     Process,
-    address,
-    shared_server,
-    shares_gpus,
+    build_socket_path,
+    is_shared_with_same_gpus,
+    run_shared_fork_server,
 )
 
 LIGHT = Path(__file__).with_name("light_forkserver.py")
@@ -258,9 +258,9 @@ def test_a_shared_server_leaves_nothing_behind(monkeypatch):
     """Nor does it import PyTorch before a cell asks."""
     monkeypatch.setenv("PYTHONPATH", str(WORKFLOW))
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)  # and put back for the tests after this one
-    with shared_server():
+    with run_shared_fork_server():
         folder = Path(os.environ[FOLDER_VARIABLE])
-        assert {*folder.iterdir()} == {address(folder), folder / "lock"}
+        assert {*folder.iterdir()} == {build_socket_path(folder), folder / "lock"}
     assert not folder.exists()
 
 
@@ -323,8 +323,8 @@ def test_gpu_cells_share_a_server_that_was_started_with_their_gpus(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if at_start is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", at_start)
-    with shared_server():
+    with run_shared_fork_server():
         if now is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", now)
-        assert shares_gpus() is shares
-    assert not shares_gpus()
+        assert is_shared_with_same_gpus() is shares
+    assert not is_shared_with_same_gpus()

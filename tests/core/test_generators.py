@@ -13,14 +13,14 @@ from stratbench.workload import users_code
 from stratbench.workload.generators import (
     OTHER_START,
     Generators,
-    restoring_generators,
-    seed_generators,
+    restore_random_generators,
+    seed_random_generators,
 )
 
 
 @pytest.fixture(autouse=True)
 def left_as_they_were():
-    with restoring_generators():
+    with restore_random_generators():
         yield
 
 
@@ -33,35 +33,35 @@ def drawn() -> list[float]:
 
 
 def test_one_seed_seeds_all_and_another_gives_others():
-    seed_generators(3)
+    seed_random_generators(3)
     first = drawn()
-    seed_generators(3)
+    seed_random_generators(3)
     assert drawn() == first
-    seed_generators(4)
+    seed_random_generators(4)
     assert not set(drawn()) & set(first)
-    seed_generators(2**40)  # more than numpy takes
+    seed_random_generators(2**40)  # more than numpy takes
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_states_come_back_through_tensors_with_halves_of_pairs(before):
-    seed_generators(5)
+    seed_random_generators(5)
     for _ in range(before):
         random.gauss(0, 1)
         np.random.normal()
-    kept = Generators.now()
+    kept = Generators.capture_states()
     expected = [drawn() for _ in range(3)]
-    Generators.of_tensors([t.clone() for t in kept.tensors()]).put_back()
+    Generators.from_tensors([t.clone() for t in kept.tensors()]).put_back()
     assert [drawn() for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
 def test_it_is_seen_which_generator_has_moved(draw):
-    before = Generators.now()
-    assert not before.differ_from(Generators.now())
-    with restoring_generators() as kept:
+    before = Generators.capture_states()
+    assert not before.differ_from(Generators.capture_states())
+    with restore_random_generators() as kept:
         draw()
-        assert kept.differ_from(Generators.now())
-    assert not before.differ_from(Generators.now())
+        assert kept.differ_from(Generators.capture_states())
+    assert not before.differ_from(Generators.capture_states())
 
 
 #: One layer's weights are from a generator that no seed reaches.
@@ -82,7 +82,7 @@ def test_workers_that_build_other_weights_are_told_so_under_every_kind_of_strate
 ):
     (tmp_path / "outside.py").write_text(OUTSIDE)
     spec = {"call": "outside.Net", "kwargs": {}, "wrap_classes": None}
-    own = spec | users_code.compute_fingerprint(spec["call"], [tmp_path])
+    own = spec | users_code.compute_code_fingerprint(spec["call"], [tmp_path])
     env = warm | {users_code.CODE_VARIABLE: str(tmp_path)}
     launched = start_cell(settings(strategy, model="mine", own_model=own), env=env)
     code, output = launched.finish()
@@ -102,6 +102,6 @@ def test_workers_that_build_other_weights_are_told_so_under_every_kind_of_strate
     ],
 )
 def test_numbers_of_python_and_numpy_are_told_from_those_of_torch(draw, seen):
-    before = Generators.now()
+    before = Generators.capture_states()
     draw()
-    assert before.differ_outside_torch(Generators.now()) is seen
+    assert before.differ_outside_torch(Generators.capture_states()) is seen

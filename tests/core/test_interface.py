@@ -21,7 +21,7 @@ from datetime import timedelta
 from stratbench.train.nodes import interface
 
 rank, other, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-interface.other_nodes = lambda own: [other]
+interface.list_other_nodes = lambda own: [other]
 if sys.argv[4] == "named":
     interface.set_gloo_interface()
 import torch, torch.distributed as dist
@@ -127,7 +127,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_the_users_interface_stays_and_a_name_that_others_reach_needs_none(environment):
-    environment.setattr(interface, "interface_towards", lambda host: "eth7")
+    environment.setattr(interface, "find_interface_to_host", lambda host: "eth7")
     environment.setattr(interface, "is_loopback", lambda host: False)
     interface.set_gloo_interface()
     assert interface.VARIABLE not in os.environ
@@ -142,7 +142,9 @@ def test_the_users_interface_stays_and_a_name_that_others_reach_needs_none(envir
 def test_a_node_that_reaches_no_other_names_no_interface(environment):
     environment.setattr(interface, "is_loopback", lambda host: True)
     environment.setattr(interface, "_ANYWHERE", "127.0.0.1")
-    environment.setattr(interface, "other_nodes", lambda own: ["no-such-host.invalid", "127.0.1.1"])
+    environment.setattr(
+        interface, "list_other_nodes", lambda own: ["no-such-host.invalid", "127.0.1.1"]
+    )
     interface.set_gloo_interface()
     assert interface.VARIABLE not in os.environ
 
@@ -153,5 +155,5 @@ def test_other_nodes_are_those_of_slurms_list(monkeypatch):
         interface, "read_command_output", lambda command: asked.append(command) or "n1\nn2\nn3\n"
     )
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-3]")
-    assert interface.other_nodes("n2") == ["n1", "n3"]
+    assert interface.list_other_nodes("n2") == ["n1", "n3"]
     assert asked == [["scontrol", "show", "hostnames", "n[1-3]"]]

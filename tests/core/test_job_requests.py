@@ -109,17 +109,19 @@ def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
     a100 = {"gpu_type": "a100", "gpus_per_node": 4}
     cell, settings, asked = request("ddp", 4, device="cuda", cluster=a100)
     assert asked.gres == "gpu:a100:4"
-    assert "--gres=gpu:a100:4" in asked.sbatch
+    assert "--gres=gpu:a100:4" in asked.sbatch_command
     assert request("ddp", 4, cluster=a100)[2].gres == ""  # on CPUs
     here = nodes.select_partition_nodes(nodes.parse_sinfo(LARGER), "gpu")
-    assert nodes.too_large_reason(cell, settings, asked, here) is None
+    assert nodes.job_too_large_reason(cell, settings, asked, here) is None
     (mixed,) = (node for node in here if node.name == "g2")
-    assert nodes.too_large_reason(cell, settings, replace(asked, gpu_type=None), [mixed]) is None
-    told = nodes.too_large_reason(cell, settings, asked, [mixed])
+    assert (
+        nodes.job_too_large_reason(cell, settings, replace(asked, gpu_type=None), [mixed]) is None
+    )
+    told = nodes.job_too_large_reason(cell, settings, asked, [mixed])
     assert "asks for a node with 4 GPUs of type a100" in told
     assert "has 2 GPUs of type a100" in told
     assert "set cluster.gpus_per_node to 2" in told
-    told = nodes.too_large_reason(cell, settings, replace(asked, gpu_type="h100"), here)
+    told = nodes.job_too_large_reason(cell, settings, replace(asked, gpu_type="h100"), here)
     assert "set cluster.gpu_type to a type of this node (a100" in told
 
 
@@ -127,7 +129,7 @@ def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
     ("gres", "gpu_type"), [("gpu:a100:2", "a100"), ("gpu:2", None), ("gpu:a:1,gpu:b:1", None)]
 )
 def test_the_type_in_a_profile_is_read(gres, gpu_type):
-    submitted = job_requests.submitted_request({"nodes": 1, "gres": gres})
+    submitted = job_requests.read_submitted_request({"nodes": 1, "gres": gres})
     assert (submitted.gpus, submitted.gpu_type) == (2, gpu_type)
 
 
@@ -175,7 +177,7 @@ SMALL = {"cpus_per_gpu": 2, "mem_mib_per_gpu": 1024}
 )  # fmt: skip
 def test_what_no_node_can_hold_is_one_sentence_with_the_key_to_change(strategy, gpus, given, parts):
     cell, settings, asked = request(strategy, gpus, **given)
-    sentence = nodes.too_large_reason(cell, settings, asked, nodes.parse_sinfo(TESTS))
+    sentence = nodes.job_too_large_reason(cell, settings, asked, nodes.parse_sinfo(TESTS))
     assert sentence is not None
     assert "\n" not in sentence
     for part in parts:
@@ -186,31 +188,33 @@ def test_the_time_limit_of_a_partition_counts():
     cell, settings, asked = request("ddp", 4, device="auto", time_limit_s=4 * 3600)
     larger = nodes.parse_sinfo(LARGER)
     assert (
-        nodes.too_large_reason(cell, settings, asked, nodes.select_partition_nodes(larger, "gpu"))
+        nodes.job_too_large_reason(
+            cell, settings, asked, nodes.select_partition_nodes(larger, "gpu")
+        )
         is None
     )
-    sentence = nodes.too_large_reason(
+    sentence = nodes.job_too_large_reason(
         cell, settings, asked, nodes.select_partition_nodes(larger, "short")
     )
     assert "and 250 minutes, but the largest node of partition short has" in sentence
     assert "and 30 minutes: lower studies.s.experiments.e.time_limit_s" in sentence
     # One partition that can hold it is enough.
     assert (
-        nodes.too_large_reason(
+        nodes.job_too_large_reason(
             cell, settings, asked, nodes.select_partition_nodes(larger, "short,gpu")
         )
         is None
     )
-    on_cpus = nodes.too_large_reason(
+    on_cpus = nodes.job_too_large_reason(
         cell, settings, asked, nodes.select_partition_nodes(larger, None)
     )
     assert "set cluster.request_gpus to false, or studies.s.experiments.e.device to cpu" in on_cpus
-    assert nodes.too_large_reason(cell, settings, asked, []) is None  # nothing is known
+    assert nodes.job_too_large_reason(cell, settings, asked, []) is None  # nothing is known
 
 
 def test_cells_with_the_same_reason_are_told_once():
     cell, settings, asked = request("ddp", 4, threads=8)
-    sentence = nodes.too_large_reason(cell, settings, asked, nodes.parse_sinfo(TESTS))
+    sentence = nodes.job_too_large_reason(cell, settings, asked, nodes.parse_sinfo(TESTS))
     cells = [replace(cell, repeat=i) for i in range(3)]
     told = nodes.format_refusals({c: sentence.replace(str(cell), str(c)) for c in cells})
     assert told == [sentence + " (and 2 more cells)"]

@@ -43,24 +43,24 @@ def wildcards(strategy: str, gpus: int) -> dict[str, str]:
 
 def test_wildcards_name_a_cell_of_the_study(tmp_path):
     jobs = jobs_of(tmp_path)
-    cell = jobs.cell_of(wildcards("ddp", 2))
+    cell = jobs.find_cell(wildcards("ddp", 2))
     assert (cell.strategy, cell.gpus, cell.dataset) == ("ddp", 2, "digits")
-    assert jobs.settings_of(cell).per_worker_batch == 32
-    assert jobs.request_of(cell).gpus == 2
+    assert jobs.resolve_settings(cell).per_worker_batch == 32
+    assert jobs.build_job_request(cell).gpus == 2
     with pytest.raises(
         ConfigError, match="e/single/vgg-compact/2gpu/rep0 is not a cell of the study"
     ):
-        jobs.cell_of(wildcards("single", 2))
+        jobs.find_cell(wildcards("single", 2))
 
 
 def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_path):
     first = jobs_of(tmp_path)
-    cell = first.cell_of(wildcards("ddp", 2))
+    cell = first.find_cell(wildcards("ddp", 2))
     plan = {
         "gpu": "A10G 24GB",
         "cells": {
             cell.path: {
-                "settings": compute_settings_digest(first.settings_of(cell)),
+                "settings": compute_settings_digest(first.resolve_settings(cell)),
                 "infeasible": "needs more",
                 "host_mem_mib": 5_000_000,
             }
@@ -70,13 +70,13 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
     (tmp_path / "s/plan.json").write_text(json.dumps(plan))
     cluster = {"gpu": "A10G 24GB"}
     kept = jobs_of(tmp_path, **cluster)
-    assert kept.skipped == {}
+    assert kept.skip_reasons == {}
     assert len(kept.record_paths()) == 3
-    assert kept.request_of(cell).mem_mib == 5_000_000
-    further = kept.cell_of(wildcards("ddp", 2) | {"repeat": "7"})  # as a verdict adds them
-    assert kept.request_of(further) == kept.request_of(cell)
+    assert kept.build_job_request(cell).mem_mib == 5_000_000
+    further = kept.find_cell(wildcards("ddp", 2) | {"repeat": "7"})  # as a verdict adds them
+    assert kept.build_job_request(further) == kept.build_job_request(cell)
     skipping = jobs_of(tmp_path, **cluster, skip_infeasible=True)
-    assert skipping.skipped == {cell.path: "needs more"}
+    assert skipping.skip_reasons == {cell.path: "needs more"}
     assert str(cell.record_path(tmp_path)) not in skipping.record_paths()
     assert len(skipping.record_paths()) == 2
 

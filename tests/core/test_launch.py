@@ -64,9 +64,9 @@ from stratbench.train.beside.profile import RECORDED_STEPS
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
-from stratbench.train.running.runner import Runner, runner_of
+from stratbench.train.running.runner import Runner, create_runner
 from stratbench.train.standing import Standing
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.prepared import read_verified_meta
 from stratbench.workload.data.sources import DataError
 
@@ -87,7 +87,7 @@ def commands(launched: LaunchedCell) -> Iterator[str]:
 
 def worker_pids(launched: LaunchedCell) -> dict[str, int]:
     """Process ids by name, as the launcher tells its sampler."""
-    lines = launched.folder.pids(0).read_text().split("\n")[:-1]
+    lines = launched.folder.get_pid_list_path(0).read_text().split("\n")[:-1]
     return {name: int(pid) for name, pid in (line.split() for line in lines)}
 
 
@@ -98,14 +98,14 @@ import time
 from pathlib import Path
 from stratbench.telemetry.timeline import PhaseLog
 
-write = PhaseLog.write
+write = PhaseLog.write_phase_event
 
 def write_and_stay(self, phase, event, at_s=None):
     write(self, phase, event, at_s)
     while self._rank == {rank} and phase == "build" and Path({file!r}).exists():
         time.sleep(0.05)
 
-PhaseLog.write = write_and_stay
+PhaseLog.write_phase_event = write_and_stay
 """
 
 
@@ -143,7 +143,7 @@ def test_a_cell_that_finishes(start_cell):
     assert [e["epoch"] for e in found["score"]["per_epoch"]] == [1, 2]
     assert found["score"]["final"] == found["score"]["per_epoch"][-1]["score"]
     assert found["provenance"]["device"] == "cpu"
-    assert launched.folder.log("rank0").read_text().count("epoch ") == 2
+    assert launched.folder.get_log_path("rank0").read_text().count("epoch ") == 2
     with launched.timeline.open() as f:
         rows = list(csv.DictReader(f))
     assert {row["id"] for row in rows if row["kind"] == "process"} == {"rank0", "rank1"}
@@ -177,7 +177,7 @@ def test_a_profiled_cell(start_cell, warm, strategy):
     assert communication["sent_bytes_per_step"] == pytest.approx(parameters_bytes, rel=1e-3)
     assert communication["received_bytes_per_step"] == pytest.approx(parameters_bytes, rel=0.15)
     # Workers of servers take steps of their own, a quick one more of them: each counts the same.
-    steps_ms = [launched.folder.read_worker(rank)["step_ms"] for rank in (0, 1)]
+    steps_ms = [launched.folder.read_worker_result(rank)["step_ms"] for rank in (0, 1)]
     step_ms = statistics.mean(map(statistics.mean, steps_ms))
     part = "exposed_communication" if strategy == "ddp" else "server_wait"
     assert 0 < found["time"]["breakdown_ms"][part] < step_ms
@@ -193,7 +193,7 @@ def test_a_straggler_slows_every_step(start_cell, warm):
     )
     code, output = launched.finish()
     assert code == 0, output
-    ranks = [launched.folder.read_worker(r) for r in (0, 1)]
+    ranks = [launched.folder.read_worker_result(r) for r in (0, 1)]
     done = ranks[1]["strategy"]["details"]["slowdown"]
     assert "slowdown" not in ranks[0]["strategy"]["details"]
     assert done["factor"] == done["mean_factor"] == 3
@@ -248,7 +248,7 @@ import time
 from pathlib import Path
 from stratbench.telemetry.heartbeat import Heartbeat
 
-init, step = Heartbeat.__init__, Heartbeat.step
+init, step = Heartbeat.__init__, Heartbeat.record_step
 
 def keep(self, path):
     self.path = path
@@ -260,7 +260,7 @@ def step_and_sleep(self):
         Path({file!r}).touch()
         time.sleep(600)
 
-Heartbeat.__init__, Heartbeat.step = keep, step_and_sleep
+Heartbeat.__init__, Heartbeat.record_step = keep, step_and_sleep
 """
 
 
@@ -280,9 +280,15 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     def wait_and_look(sentinels, timeout):
         nonlocal ahead_s
         found = multiprocessing.connection.wait(sentinels, min(timeout, 0.05))
-        heartbeats = [read_heartbeat(job.folder.heartbeat(rank), now_s()) for rank in (0, 1)]
+        heartbeats = [
+            read_heartbeat(job.folder.get_heartbeat_path(rank), now_s()) for rank in (0, 1)
+        ]
         # Worker 0 is in the step that needs worker 1.
-        if (tmp_path / "sleeps").exists() and heartbeats[0] and heartbeats[0].quiet_s > 0.5:
+        if (
+            (tmp_path / "sleeps").exists()
+            and heartbeats[0]
+            and heartbeats[0].without_progress_s > 0.5
+        ):
             ahead_s = 10_000.0
         return found
 
@@ -292,16 +298,16 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     monkeypatch.setattr(agent, "wait", wait_and_look)
     monkeypatch.setattr(forkserver, "FOLDER_VARIABLE", "NO_SHARED_SERVER")
     s = settings(strategy, epochs=100, lr=1e-6)  # a server's worker draws them all at first
-    RunFolder.of_logs(tmp_path / "logs").create()
+    RunFolder.from_log_dir(tmp_path / "logs").create()
     with job_for(s, tiny_data, tmp_path / "logs", 9_000) as job:
-        exits, ended = runner_of(s).launch(job, 1)
+        exits, ended = create_runner(s).launch_processes(job, 1)
     assert exits.timed_out
     assert ended.status == "error", ended
     assert "it hangs: no worker got on for" in ended.reason
     assert "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:" in ended.reason
     waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
     assert re.search(waits, ended.reason), ended.reason
-    assert launch.fail(tmp_path / "logs", job.cell, ended.reason, []) == 1
+    assert launch.store_failure(tmp_path / "logs", job.cell, ended.reason, []) == 1
     evidence = json.loads((tmp_path / "logs/failure.json").read_text())
     assert "sitecustomize.py" in evidence["stacks"]["rank1.stack"][0]
 
@@ -355,7 +361,7 @@ def test_a_killed_worker(start_cell, warm):
     assert evidence["cell"] == launched.cell.as_dict()
     assert evidence["reason"].startswith("rank1: killed by SIGKILL")
     assert "rank1: killed by SIGKILL" in evidence["processes"]
-    path = launched.folder.log("rank0")
+    path = launched.folder.get_log_path("rank0")
     log = path.read_text()
     assert evidence["logs"][path.name] == log.splitlines()[-20:]
     assert str(launched.cell) in output
@@ -366,7 +372,7 @@ def test_a_killed_worker(start_cell, warm):
 @pytest.mark.slow
 def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, tmp_path):
     launched = start_cell(settings("ps-async", epochs=4), workflow=staying(tmp_path, rank=1))
-    pids = launched.folder.pids(0)
+    pids = launched.folder.get_pid_list_path(0)
     until(lambda: pids.exists() and "rank1 " in pids.read_text())
     psutil.Process(worker_pids(launched)["rank1"]).kill()
     code, output = launched.finish()  # the servers would wait 600 s
@@ -384,7 +390,7 @@ def test_a_worker_that_raises(start_cell, warm):
     assert not launched.record.exists()
     evidence = json.loads((launched.logs / "failure.json").read_text())
     assert "no-such-model" in evidence["reason"]
-    assert "Traceback" in "\n".join(evidence["logs"][launched.folder.log("rank1").name])
+    assert "Traceback" in "\n".join(evidence["logs"][launched.folder.get_log_path("rank1").name])
     assert "rank0: exit code 1" in output
 
 
@@ -438,7 +444,7 @@ def test_other_data_of_the_same_name_are_refused(tiny_data, tmp_path, changes, t
     """Another config with the same results, or an earlier state of this one, has prepared them."""
     s = settings(**changes)
     for check in (
-        partial(launch.check_inputs, tiny_data, s),
+        partial(launch.check_code_and_data, tiny_data, s),
         partial(enter, job_for(s, tiny_data, tmp_path)),
     ):
         with pytest.raises(DataError, match="holds other data than the cell is to be trained") as e:
@@ -454,7 +460,7 @@ def job_for(s: Settings, data: Path, logs: Path, limit_s: float = 0) -> Abstract
     ]
     given = ["--data", str(data), "--logs", str(logs), "--time-limit-s", str(limit_s)]
     args = launch.parse_arguments([*unused, *given])
-    return launch.job_of(cell, s, False, args)
+    return launch.create_job(cell, s, False, args)
 
 
 def enter(job: AbstractContextManager[Job]) -> None:
@@ -467,14 +473,14 @@ def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data
     """Another config's preparation comes between the launcher's look and the worker's."""
     folder, other = tmp_path / "tiny", tmp_path / "other"
     shutil.copytree(tiny_data, folder)
-    prepare("tiny", other, spec=TINY | {"seed": 1})
+    prepare_data_set("tiny", other, spec=TINY | {"seed": 1})
     code = (
         "import shutil\nfrom stratbench.train import launch\n"
-        "from stratbench.train.running.runner import Runner\nlater = Runner.launch\n"
+        "from stratbench.train.running.runner import Runner\nlater = Runner.launch_processes\n"
         "def replaced(*args):\n"
         f"    shutil.rmtree({str(folder)!r})\n    shutil.move({str(other)!r}, {str(folder)!r})\n"
         "    return later(*args)\n"
-        "Runner.launch = replaced\nraise SystemExit(launch.main())\n"
+        "Runner.launch_processes = replaced\nraise SystemExit(launch.main())\n"
     )
     launched = start_cell(
         settings("single", gpus=1, per_worker_batch=16), data_dir=folder, program=("-c", code)
@@ -489,7 +495,7 @@ def test_data_that_are_replaced_while_a_cell_trains_make_no_record(tmp_path, tin
     folder = tmp_path / "tiny"
     shutil.copytree(tiny_data, folder)
     with job_for(settings(), folder, tmp_path / "logs") as job:
-        prepare("tiny", folder, spec=TINY | {"seed": 1})
+        prepare_data_set("tiny", folder, spec=TINY | {"seed": 1})
         with pytest.raises(DataError, match="was prepared again while the cell trained"):
             assemble.make_record(job, Ending("timeout", "the cell's limit was reached"))
 
@@ -528,8 +534,8 @@ def test_whatever_happens_is_told_and_kept(tmp_path, monkeypatch, capsys, error,
     def fails(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr(launch, "train_held", fails)
-    monkeypatch.setattr(agent, "on_signals", lambda action: None)
+    monkeypatch.setattr(launch, "train_locked_cell", fails)
+    monkeypatch.setattr(agent, "handle_stop_signals", lambda action: None)
     cell = Cell("tests", "tiny", "ddp", "vgg-compact", "tiny", 2, 0)
     paths = [f"--{name}={tmp_path / name}" for name in ("data", "record", "timeline", "logs")]
     given = [f"--cell={json.dumps(cell.as_dict())}", f"--settings={settings('ddp').as_json()}"]
@@ -565,7 +571,7 @@ def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(st
 @pytest.mark.slow
 def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell, tmp_path):
     first = start_cell(settings("ps-async"), workflow=staying(tmp_path, rank=0))
-    until(lambda: first.folder.secret.exists())
+    until(lambda: first.folder.secret_path.exists())
     second = start_cell(settings("ps-async"))
     output = iter(second.process.stdout.readline, "")
     assert any("waiting: another launcher trains this cell" in line for line in output)
@@ -575,7 +581,7 @@ def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cel
     code, output = first.finish()
     assert code == 0, output
     assert record.read_record(first.record)["status"] == "ok"
-    assert not first.folder.secret.exists()
+    assert not first.folder.secret_path.exists()
 
 
 @pytest.mark.slow
@@ -597,11 +603,11 @@ def test_results_and_evidence_of_an_earlier_run_are_removed_first(start_cell):
     launched.finish()
     launched.record.parent.mkdir(parents=True, exist_ok=True)
     launched.record.write_text("old")
-    launched.folder.write_worker(0, {"status": "old"})
+    launched.folder.write_worker_result(0, {"status": "old"})
     again = start_cell(settings("ddp", device="cuda"))
     again.finish()
     assert not launched.record.exists()
-    assert launched.folder.read_worker(0) is None
+    assert launched.folder.read_worker_result(0) is None
 
 
 # ---------------------------------------------------------------- signals
@@ -698,7 +704,7 @@ def job_with(
     s = settings(gpus=len(workers))
     for rank, content in enumerate(workers):
         if content is not None:
-            RunFolder(folder).write_worker(rank, content)
+            RunFolder(folder).write_worker_result(rank, content)
     cell = Cell("tests", "tiny", "ddp", s.model, s.dataset, s.gpus, 0)
     return Job(
         cell=cell, settings=s, data_dir=folder, data={"shape": [1, 16, 16], "train_samples": 64},
@@ -710,13 +716,13 @@ def job_with(
 
 def test_a_worker_knows_how_many_are_on_its_node(tmp_path):
     job = replace(job_with(tmp_path, [None] * 5), workers_per_node=3)
-    assert [job.workers_beside(rank) for rank in range(5)] == [3, 3, 3, 2, 2]
+    assert [job.count_workers_on_node(rank) for rank in range(5)] == [3, 3, 3, 2, 2]
 
 
 def test_ranks_and_nodes_where_the_last_node_has_fewer(tmp_path):
     job = replace(job_with(tmp_path, [None] * 6), workers_per_node=4)
-    assert [list(job.ranks_of(node)) for node in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
-    assert [job.node_of(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
+    assert [list(job.list_ranks(node)) for node in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
+    assert [job.compute_node(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
     assert (job.n_nodes, job.workers_per_node) == (2, 4)
     assert Job.from_json(job.to_json()) == job
 
@@ -744,7 +750,7 @@ DIVERGED = {"status": "diverged", "reason": "the training loss became nan"}
 def test_classification(tmp_path, workers, codes, timed_out, expected):
     job = job_with(tmp_path, workers)
     processes = [ProcessExit(f"rank{rank}", code) for rank, code in enumerate(codes)]
-    found = ending.classify(job, Exits(processes, timed_out))
+    found = ending.classify_ending(job, Exits(processes, timed_out))
     assert found.status == expected
     assert (found.reason is None) == (expected == "ok")
     if codes[0] == -9:
@@ -774,9 +780,9 @@ def test_a_slow_cell_is_told_from_one_that_hangs(tmp_path, strategy, standings, 
     job = replace(job_with(tmp_path, [None, None]), settings=settings(strategy))
     job = replace(job, workers_per_node=1)
     for rank, standing_of in enumerate(standings):
-        job.folder.write_standing(rank, {f"rank{rank}": standing_of})
+        job.folder.write_worker_states(rank, {f"rank{rank}": standing_of})
     exits = Exits([ProcessExit(f"rank{rank}", None) for rank in (0, 1)], timed_out=True)
-    found = ending.classify(job, exits)
+    found = ending.classify_ending(job, exits)
     assert found.status == status
     assert found.reason.startswith(
         {
@@ -822,9 +828,9 @@ frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f in libc10.so)
 def test_what_nccls_watchdog_says_is_the_reason(tmp_path, log, reason):
     job = job_with(tmp_path, [None, None])
     if log is not None:
-        job.folder.log("rank1").write_text(log)
+        job.folder.get_log_path("rank1").write_text(log)
     exits = Exits([ProcessExit("rank0", None), ProcessExit("rank1", -6)], timed_out=False)
-    assert ending.classify(job, exits) == ending.Ending("error", reason)
+    assert ending.classify_ending(job, exits) == ending.Ending("error", reason)
 
 
 def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
@@ -835,7 +841,7 @@ def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
         seen.append(os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"])
         raise OSError("enough is seen")
 
-    monkeypatch.setattr(agent, "fork_server", fork_server)
+    monkeypatch.setattr(agent, "run_fork_server", fork_server)
     for given in (None, "90000"):
         if given:
             monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", given)
@@ -850,17 +856,17 @@ def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
     crowded = OOM | {"others": others}
     job = replace(job_with(tmp_path, [LOST, crowded]), settings=settings(strategy))
     gpu = {"index": 3, "uuid": "GPU-d8c5e28f"}
-    job.folder.write_places(0, {"rank1": {"host": "node7", "gpu": gpu}})
+    job.folder.write_process_locations(0, {"rank1": {"host": "node7", "gpu": gpu}})
     exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", 3)], timed_out=False)
-    found = ending.classify(job, exits)
+    found = ending.classify_ending(job, exits)
     assert found.status == "error"
     assert found.reason.startswith(
         "rank1 had no memory left on GPU 3 (GPU-d8c5e28f) of node7, of which others used a part: "
         "process 4711 79.5 GiB (85,362,475,008 bytes). "
     )
     # One that has its GPU to itself says as much of the strategy as alone.
-    job.folder.write_worker(0, OOM | {"others": None})
-    assert ending.classify(job, exits) == ending.Ending("oom", OOM["reason"])
+    job.folder.write_worker_result(0, OOM | {"others": None})
+    assert ending.classify_ending(job, exits) == ending.Ending("oom", OOM["reason"])
 
 
 def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
@@ -873,15 +879,17 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
     # The limit was reached before the 15 s that the agents have to keep it themselves.
     job = replace(job_with(tmp_path, [OK, None], time.monotonic() - 30), workers_per_node=1)
     exits = Runner().launch_with_srun(job, cpus_per_node=1)
-    assert ending.classify(job, exits).status == "timeout"
+    assert ending.classify_ending(job, exits).status == "timeout"
 
 
 def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     job = job_with(tmp_path, [None, LOST])
     exits = Exits([ProcessExit("rank0", -9), ProcessExit("rank1", 1)], timed_out=False)
-    monkeypatch.setattr(ending, "oom_kills", lambda: 5)
-    assert ending.classify(job, exits, kills_before=4).status == "oom"
-    assert ending.classify(job, exits, kills_before=5).status == "error"  # one of a cell before
+    monkeypatch.setattr(ending, "count_oom_kills", lambda: 5)
+    assert ending.classify_ending(job, exits, kills_before=4).status == "oom"
+    assert (
+        ending.classify_ending(job, exits, kills_before=5).status == "error"
+    )  # one of a cell before
 
 
 GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [192.0.2.2]:9944"
@@ -900,7 +908,7 @@ def test_the_loss_of_a_worker_is_no_cause_of_an_end(tmp_path, reasons, timed_out
     results = [r and {"status": "error", "reason": r} for r in reasons]
     job = job_with(tmp_path, results, time.monotonic() - 30)
     exits = Exits([ProcessExit(f"rank{i}", r and 1) for i, r in enumerate(reasons)], timed_out)
-    reason = ending.classify(job, exits).reason
+    reason = ending.classify_ending(job, exits).reason
     assert reason.startswith(cause or "no step within the cell's limit of 10 s")
 
 
@@ -920,13 +928,13 @@ def test_kills_for_memory_are_counted_in_control_groups_of_both_versions(
     tmp_path, groups, file, text
 ):
     proc = tmp_path / "cgroup"
-    assert ending.oom_kills(proc, tmp_path) == 0
+    assert ending.count_oom_kills(proc, tmp_path) == 0
     proc.write_text(groups)
-    assert ending.oom_kills(proc, tmp_path) == 0
+    assert ending.count_oom_kills(proc, tmp_path) == 0
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert ending.oom_kills(proc, tmp_path) == 3
+    assert ending.count_oom_kills(proc, tmp_path) == 3
 
 
 def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
@@ -970,7 +978,7 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
     job = job_with(tmp_path, [None], origin_s=begun, time_limit_s=0.3)
     dates = itertools.cycle([time.time() + 7200, time.time() - 7200])
     monkeypatch.setattr(time, "time", lambda: next(dates))  # somebody sets the clock
-    exits = agent.supervise(NodeProcesses(job, [FakeProcess("rank0")]), PauseWatch())
+    exits = agent.wait_for_exits(NodeProcesses(job, [FakeProcess("rank0")]), PauseWatch())
     assert 0.3 <= time.monotonic() - begun < LIMIT_S
     assert exits.timed_out
     assert exits.processes == [ProcessExit("rank0", None)]
@@ -984,29 +992,31 @@ def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
 ):
     """Half an hour later all are quiet, or one has just got on, or has never trained: it may compile."""
     job = job_with(tmp_path, [None, None], time.monotonic(), time_limit_s=None)
-    heartbeats = [Heartbeat(job.folder.heartbeat(rank)) for rank in (0, 1)]
+    heartbeats = [Heartbeat(job.folder.get_heartbeat_path(rank)) for rank in (0, 1)]
     for heartbeat, taken in zip(heartbeats, steps, strict=True):
         for _ in range(taken):
-            heartbeat.step()
+            heartbeat.record_step()
     later_s = time.monotonic() + 1800
     monkeypatch.setattr(heartbeat_module, "monotonic_ns", lambda: round(later_s * 1e9))
     for rank in alive:
-        heartbeats[rank].step()
+        heartbeats[rank].record_step()
     monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
     monkeypatch.setattr(agent, "LOOK_S", 0.01)
     workers = [FakeProcess("rank0"), FakeProcess("rank1")]
-    assert standing.hung_for_good(job, workers, 0.0) is hung
+    assert standing.are_all_workers_hung(job, workers, 0.0) is hung
     if hung:
-        exits = agent.supervise(NodeProcesses(job, workers), PauseWatch())
-        assert exits == Exits([ProcessExit(w.name, None) for w in workers], False, hung=True)
+        exits = agent.wait_for_exits(NodeProcesses(job, workers), PauseWatch())
+        assert exits == Exits([ProcessExit(w.name, None) for w in workers], False, has_hung=True)
 
 
 def test_a_cell_that_was_ended_because_it_hung_is_an_error(tmp_path):
     job = job_with(tmp_path, [None, None], time_limit_s=None)
-    exits = Exits([ProcessExit(f"rank{r}", None) for r in (0, 1)], timed_out=False, hung=True)
-    assert ending.classify(job, exits) == ending.Ending("error", "it hangs: no worker got on")
-    job.folder.write_standing(0, {"rank0": stood(3, True), "rank1": stood(2, True)})
-    assert ending.classify(job, exits).reason == (
+    exits = Exits([ProcessExit(f"rank{r}", None) for r in (0, 1)], timed_out=False, has_hung=True)
+    assert ending.classify_ending(job, exits) == ending.Ending(
+        "error", "it hangs: no worker got on"
+    )
+    job.folder.write_worker_states(0, {"rank0": stood(3, True), "rank1": stood(2, True)})
+    assert ending.classify_ending(job, exits).reason == (
         "it hangs: no worker got on for 50.0 s, and no step before had taken longer than 0.2 s; "
         "rank 1: 2 steps, in phase train; rank 0: 3 steps, in phase train "
         "[docs/troubleshooting.md#no-worker-got-on]"
@@ -1018,9 +1028,11 @@ def test_who_did_not_come_to_a_collective_is_named(tmp_path):
     reason = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
     job = job_with(tmp_path, [{"status": "error", "reason": reason}, None])
     exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", None)], timed_out=False)
-    assert ending.classify(job, exits).reason == reason
-    job.folder.write_standing(0, {"rank0": stood(4, True, exit_code=1), "rank1": stood(3, True)})
-    found = ending.classify(job, exits)
+    assert ending.classify_ending(job, exits).reason == reason
+    job.folder.write_worker_states(
+        0, {"rank0": stood(4, True, exit_code=1), "rank1": stood(3, True)}
+    )
+    found = ending.classify_ending(job, exits)
     assert found.status == "error"
     assert found.reason.startswith(f"{reason}; it hangs: no worker got on for 50.0 s")
     assert "; rank 1: 3 steps, in phase train [docs/troubleshooting.md" in found.reason
@@ -1054,8 +1066,8 @@ Current thread 0x00007f352f3d4b80 (most recent call first):
 def test_where_a_process_is_by_its_stacks(tmp_path, text, call, length):
     if text is not None:
         (tmp_path / "stack").write_text(text)
-    assert standing.innermost_call(tmp_path / "stack") == call
-    assert len(standing.calls_in(tmp_path / "stack")) == length
+    assert standing.read_innermost_call(tmp_path / "stack") == call
+    assert len(standing.read_stack_calls(tmp_path / "stack")) == length
 
 
 @pytest.mark.parametrize("ahead_s", [0, 7200, -7200])
@@ -1064,8 +1076,8 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
     clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 500.0)
     monkeypatch.setattr(job_module, "time", clock)
     job = replace(job_with(tmp_path, [None]), origin_unix_s=1e9 + ahead_s - 20)
-    there = job.on_another_node(15, tmp_path / "own")
-    assert (there.folder.path, there.folder.local) == (job.folder.path, tmp_path / "own")
+    there = job.for_another_node(15, tmp_path / "own")
+    assert (there.folder.path, there.folder.node_local_dir) == (job.folder.path, tmp_path / "own")
     assert there.elapsed_s == (20 if ahead_s == 0 else 15)
     assert there.deadline_s - there.origin_s == job.time_limit_s
 

@@ -66,7 +66,7 @@ def test_another_users_folder_and_lock_harm_no_file_and_stop_no_cell(shared_tmp,
                 (folder / link).symlink_to(victim)
 
         as_stranger(plant)
-    with gpu_locks.reserve(["0"], 1) as mine:
+    with gpu_locks.reserve_gpus(["0"], 1) as mine:
         assert mine == ["0"]
         ours = (p for p in shared_tmp.glob("stratbench-*") if p.stat().st_uid == os.geteuid())
         used = {path.name for path in ours}
@@ -77,9 +77,9 @@ def test_another_users_folder_and_lock_harm_no_file_and_stop_no_cell(shared_tmp,
 def test_a_name_that_a_stranger_gives_up_parts_no_cells(shared_tmp):
     first = shared_tmp / f"stratbench-{os.geteuid()}"
     as_stranger(first.mkdir)
-    ours = locks.own_folder()
+    ours = locks.create_private_folder()
     as_stranger(first.rmdir)
-    assert locks.own_folder() == ours != first
+    assert locks.create_private_folder() == ours != first
 
 
 @pytest.mark.parametrize("plant", ["link", "file", "open folder"])
@@ -93,10 +93,10 @@ def test_what_is_no_folder_of_our_own_is_passed_over(tmp_path, plant):
     else:
         taken.mkdir()
         taken.chmod(0o777)
-    found = locks.own_folder(tmp_path)
+    found = locks.create_private_folder(tmp_path)
     assert found.name == f"stratbench-{os.geteuid()}-1"
     assert found.stat().st_mode & 0o777 == 0o700
-    assert locks.own_folder(tmp_path) == found
+    assert locks.create_private_folder(tmp_path) == found
 
 
 def test_all_names_taken_is_told_with_a_remedy(tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_all_names_taken_is_told_with_a_remedy(tmp_path, monkeypatch):
     for name in (f"stratbench-{os.geteuid()}", f"stratbench-{os.geteuid()}-1"):
         (tmp_path / name).write_text("")
     with pytest.raises(PermissionError, match="set TMPDIR to a folder that only you can write"):
-        locks.own_folder(tmp_path)
+        locks.create_private_folder(tmp_path)
 
 
 def test_a_lock_follows_no_link_and_empties_no_file(tmp_path):
@@ -129,7 +129,7 @@ def test_a_lock_is_open_to_those_alone_who_may_write_its_folder(tmp_path, umask,
     (logs / "workers.lock").touch(0o644)  # as it was made once
     before = os.umask(umask)
     try:
-        with locks.hold_cell(logs):
+        with locks.lock_cell(logs):
             assert mode_of(logs / "launcher.lock") == lock
             assert mode_of(logs / "workers.lock") == lock
     finally:
@@ -139,7 +139,7 @@ def test_a_lock_is_open_to_those_alone_who_may_write_its_folder(tmp_path, umask,
 def test_who_can_only_read_results_stops_no_cell(shared_tmp):
     """Who can open a file for reading can hold it locked."""
     logs = shared_tmp / "logs"
-    with locks.hold_cell(logs):
+    with locks.lock_cell(logs):
         pass
     logs.chmod(0o755)  # whatever the umask is
 
@@ -158,17 +158,17 @@ def test_a_group_that_shares_results_trains_in_turn(shared_tmp):
     logs = shared_tmp / "logs"
 
     def hold() -> None:
-        with locks.hold_cell(logs) as waited:
+        with locks.lock_cell(logs) as waited:
             assert not waited
 
     logs.mkdir()
     if os.geteuid() == 0:
         os.chown(logs, 0, STRANGER)
     logs.chmod(0o2770)
-    with locks.hold_cell(logs):
+    with locks.lock_cell(logs):
         as_stranger(lambda: locks.try_lock(logs / "launcher.lock") is None or os.abort())
     as_stranger(hold)
-    with locks.hold_cell(logs) as waited:
+    with locks.lock_cell(logs) as waited:
         assert not waited
     (logs / "launcher.lock").chmod(0o600)
 
@@ -189,15 +189,15 @@ from stratbench.train import locks
 locks.POLL_S = 0.05
 how, folder = sys.argv[1], Path(sys.argv[2])
 if how == "worker":
-    locks.hold_as_worker(folder)
+    locks.lock_cell_as_worker(folder)
     print("holds", flush=True)
     sys.stdin.readline()
 elif how == "launcher":
-    with locks.hold_cell(folder) as waited:
+    with locks.lock_cell(folder) as waited:
         print("waited" if waited else "holds", flush=True)
         sys.stdin.readline()
 else:
-    with locks.scratch() as mine:
+    with locks.create_scratch_folder() as mine:
         print(mine, flush=True)
         sys.stdin.readline()
 """
@@ -249,7 +249,7 @@ def test_a_worker_of_a_killed_launcher_begins_nothing(tmp_path):
     """The next launcher has begun to wait for the ends of all of them."""
     held = locks.try_lock(tmp_path / "workers.lock")
     with pytest.raises(BlockingIOError):
-        locks.hold_as_worker(tmp_path)
+        locks.lock_cell_as_worker(tmp_path)
     os.close(held)
 
 
@@ -276,21 +276,21 @@ def test_a_file_system_without_locks_is_refused_with_the_mount_option(
     sentence = r": its file system has no locks \(No locks available\).*-o flock.*results in"
     refused = rf"{tmp_path}.*{sentence}"
     with pytest.raises(NoLocks, match=refused):
-        locks.hold_as_worker(tmp_path)
+        locks.lock_cell_as_worker(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     # A folder whose name is too long for sockets gives way to one in /tmp.
-    with pytest.raises(NoLocks, match=sentence), locks.scratch():
+    with pytest.raises(NoLocks, match=sentence), locks.create_scratch_folder():
         pass
     assert list(tmp_path.glob("stratbench-*/*")) == []
     # The whole way of a launcher: one line, and the evidence of the failure.
     cell = Cell("s", "e", "ddp", "net", "digits", 1, 0)
     logs = tmp_path / "logs"
-    with mock.patch.object(agent, "on_signals"):
-        code = launch.run_to_end(
+    with mock.patch.object(agent, "handle_stop_signals"):
+        code = launch.run_launcher(
             cell,
             "begins",
             None,
-            lambda held: held.enter_context(locks.hold_cell(logs)),
+            lambda held: held.enter_context(locks.lock_cell(logs)),
             lambda: logs,
         )
     assert code == 1
@@ -325,6 +325,6 @@ def test_a_long_temporary_folder_has_short_sockets(tmp_path, monkeypatch):
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with locks.scratch() as folder, socket.socket(socket.AF_UNIX) as listener:
+    with locks.create_scratch_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "01234567-128"))
     assert not folder.exists()

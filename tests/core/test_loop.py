@@ -59,7 +59,7 @@ def train(
     *besides: Callable[[Phases], Beside],
 ) -> loop.Result:
     folder = RunFolder(path)
-    log = PhaseLog(folder.phases(0), 0, 0.0)
+    log = PhaseLog(folder.get_phase_log_path(0), 0, 0.0)
     phases, progress = Phases("cpu", log), loop.Progress(folder)
     memory = MemoryMeter(torch.device("cpu"))
     made = [beside(phases) for beside in besides]
@@ -91,7 +91,7 @@ def test_workers_share_out_the_test_set(data, monkeypatch, mesh, batch):
     )
     assert len(set(rounds)) == 1
     with torch.no_grad():
-        x, y = data.test_batch(0, 40)
+        x, y = data.make_test_batch(0, 40)
         logits = model.eval()(x).double()
     loss = torch.nn.functional.cross_entropy(logits, y)
     accuracy = (logits.argmax(1) == y).double().mean()
@@ -115,7 +115,7 @@ def evaluated_by_all(
     monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
     for rank in range(mesh.workers):
         calls.clear()
-        loop.evaluate(strategy, data, task, rank, mesh)
+        loop.evaluate_test_set(strategy, data, task, rank, mesh)
         rounds.append(len(calls))
     return compute_evaluation([sum(each) for each in zip(*told, strict=True)]), rounds
 
@@ -134,10 +134,10 @@ class LeavesOut(Classification):
 def test_what_does_not_count_is_not_asked_for_its_loss(data, monkeypatch, mesh):
     """0 times a loss that is no number would be none, and so would be the loss of all workers."""
     strategy, _ = single(network())
-    task = LeavesOut(int(data.test_batch(0, 1)[1]))
+    task = LeavesOut(int(data.make_test_batch(0, 1)[1]))
     found, _ = evaluated_by_all(strategy, data, task, mesh, monkeypatch, 40, [])
     with torch.no_grad():
-        x, y = data.test_batch(0, 40)
+        x, y = data.make_test_batch(0, 40)
         loss = task.loss(strategy.model.eval()(x).double(), y)
     assert found.loss == pytest.approx(float(loss), rel=1e-12)
 
@@ -152,7 +152,7 @@ def test_warm_up_leaves_no_trace_with_dropout(data):
             loop.warm_up(strategy, data, worker)
         indices = torch.arange(16)
         for _ in range(3):
-            strategy.step(*data.batch(indices))
+            strategy.step(*data.make_training_batch(indices))
         weights.append([p.detach().clone() for p in strategy.parameters])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
@@ -165,8 +165,8 @@ def test_what_happens_in_evaluation_is_in_no_figure_of_training(data, tmp_path, 
 
     class Greedy(Single):
         @contextmanager
-        def evaluating(self):
-            with super().evaluating() as model:
+        def open_evaluation_model(self):
+            with super().open_evaluation_model() as model:
                 held = torch.ones(100 * 2**20 // 4)
                 jumps.append(1)
                 yield model
@@ -205,9 +205,10 @@ def test_nothing_stands_between_the_barrier_and_the_clock(data, tmp_path, monkey
     strategy = Noted(Noted.Options())
     strategy.setup(network(), worker)
     for owner, name, label in (
-        (data, "tables", "tables"), (loop.gc, "collect", "garbage"), (PhaseLog, "write", "log"),
-        (loop.Progress, "add", "progress"), (dist, "barrier", "barrier"),
-        (StepClock, "begin", "begin"), (StepClock, "end", "end"),
+        (data, "draw_epoch_tables", "tables"), (loop.gc, "collect", "garbage"),
+        (PhaseLog, "write_phase_event", "log"),
+        (loop.Progress, "append_epoch", "progress"), (dist, "barrier", "barrier"),
+        (StepClock, "begin_epoch", "begin"), (StepClock, "end", "end"),
     ):  # fmt: skip
         note(owner, name, label)
     train(strategy, worker, data, tmp_path)
@@ -235,14 +236,14 @@ def late_worker(rank: int, folder: str, tiny_data: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     data = DeviceData.load(tiny_data)
-    ready_s, tables = [], data.tables
+    ready_s, tables = [], data.draw_epoch_tables
 
     def late_tables(*arguments):
         time.sleep(LATE_S * rank)
         ready_s.append(time.perf_counter())
         return tables(*arguments)
 
-    data.tables = late_tables
+    data.draw_epoch_tables = late_tables
     s = settings("ddp", epochs=2)
     worker = Worker(s, rank, 2, 2, torch.device("cpu"), None, [])
     strategy = DDP(DDP.Options())
@@ -282,10 +283,10 @@ def test_only_workers_on_one_node_have_a_common_clock():
 
     a = [worker("a", 10.0, 20.0), worker("a", 10.002, 20.001)]
     b = [worker("b", 7.0, 17.0), worker("b", 7.001, 17.004)]
-    assert assemble.start_skew_ms(a) == pytest.approx([2.0, 1.0])
-    assert assemble.start_skew_ms(a + b) == pytest.approx([2.0, 4.0])
-    assert assemble.start_skew_ms([a[0], b[0]]) is None
-    assert assemble.start_skew_ms([]) is None
+    assert assemble.compute_start_skew_ms(a) == pytest.approx([2.0, 1.0])
+    assert assemble.compute_start_skew_ms(a + b) == pytest.approx([2.0, 4.0])
+    assert assemble.compute_start_skew_ms([a[0], b[0]]) is None
+    assert assemble.compute_start_skew_ms([]) is None
 
 
 def test_a_test_loss_that_is_not_finite_is_divergence(data, tmp_path):
@@ -307,9 +308,9 @@ def test_a_test_loss_that_is_not_finite_is_divergence(data, tmp_path):
     assert result.status == "diverged"
     assert "test loss" in result.reason
     assert "epoch 1 of 3" in result.reason
-    assert result.progress.per_epoch[0]["test_loss"] is None
-    assert result.progress.per_epoch[0]["train_loss"] is not None
-    assert loop.Progress(None).per_epoch == []
+    assert result.progress.epoch_results[0]["test_loss"] is None
+    assert result.progress.epoch_results[0]["train_loss"] is not None
+    assert loop.Progress(None).epoch_results == []
 
 
 class Noting(Beside):
@@ -318,16 +319,16 @@ class Noting(Beside):
     def __init__(self, every: int) -> None:
         self.every, self.asked, self.told = every, 0, []
 
-    def begin(self, clock: StepClock, epochs: list[dict]) -> Start:
+    def restore_start(self, clock: StepClock, epochs: list[dict]) -> Start:
         self.clock = clock
         return Start()
 
-    def next_stop(self) -> int:
+    def find_next_stop(self) -> int:
         self.asked += 1
         return (len(self.told) + 1) * self.every
 
-    def between(self, step: int, losses: list[torch.Tensor]) -> None:
-        assert not self.clock.running
+    def act_after_step(self, step: int, losses: list[torch.Tensor]) -> None:
+        assert not self.clock.is_running
         self.told.append((step, len(losses)))
 
 

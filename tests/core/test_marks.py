@@ -10,7 +10,7 @@ import pytest
 from stratbench.analysis.figures import marks
 from stratbench.analysis.figures.marks import DARK_PAPER, FAMILIES, LIGHT_PAPER
 from stratbench.cell.extensions import load_extensions
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 THEMES = {"light": LIGHT_PAPER, "dark": DARK_PAPER}
 #: How eyes without one kind of cones see linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
@@ -55,7 +55,7 @@ def oklab(rgb: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_colours_stand_out_from_the_paper(family, theme):
-    full, quiet = getattr(FAMILIES[family], theme)
+    full, quiet = getattr(FAMILIES[family], f"{theme}_theme_colours")
     assert contrast(full, THEMES[theme]) >= 4.5
     assert contrast(quiet, THEMES[theme]) >= 3.0
 
@@ -63,7 +63,10 @@ def test_colours_stand_out_from_the_paper(family, theme):
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("eyes", EYES)
 def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
-    seen = {f: oklab(EYES[eyes] @ linear(getattr(hue, theme)[0])) for f, hue in FAMILIES.items()}
+    seen = {
+        f: oklab(EYES[eyes] @ linear(getattr(hue, f"{theme}_theme_colours")[0]))
+        for f, hue in FAMILIES.items()
+    }
     nearest = min(float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2))
     assert nearest >= (0.12 if eyes == "all cones" else 0.08)
 
@@ -71,7 +74,7 @@ def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
 def test_the_members_of_a_family_differ_in_black_and_white():
     """And families by their shapes: no colour is needed to know a strategy."""
     looks = marks.assign_marks_by_strategy((name, name) for name in REGISTRY)
-    assert len({(m.shape, m.fill, m.dash) for m in looks.values()}) == len(looks)
+    assert len({(m.shape, m.fill, m.dash_pattern) for m in looks.values()}) == len(looks)
     assert len({hue.shape for hue in FAMILIES.values()}) == len(FAMILIES)
 
 
@@ -80,13 +83,13 @@ def test_no_dash_is_needed_on_the_page_of_all_cells():
     looks = marks.assign_marks_by_strategy(
         [*((n, n) for n in REGISTRY), ("async-scaled", "ps-async")]
     )
-    assert len({m.alone for m in looks.values()}) == len(looks)
-    assert {m.alone.split()[1] for m in looks.values()} <= set(marks.FILLS)
+    assert len({m.standalone_style for m in looks.values()}) == len(looks)
+    assert {m.standalone_style.split()[1] for m in looks.values()} <= set(marks.FILLS)
     assert len(set(marks.FILLS.values())) == len(marks.FILLS)
 
 
 def test_every_strategys_family_has_a_hue():
-    assert {strategy_class(name).family for name in REGISTRY} <= set(FAMILIES)
+    assert {get_strategy_class(name).family for name in REGISTRY} <= set(FAMILIES)
 
 
 def test_a_variant_is_a_further_member_of_its_family():
@@ -100,7 +103,7 @@ def test_a_variant_is_a_further_member_of_its_family():
 
 @pytest.mark.parametrize("shape", sorted({hue.shape for hue in FAMILIES.values()}))
 def test_a_shape_is_drawn_around_its_place(shape):
-    d = marks.svg_outline_path(shape, 50.0, 20.0, 5.0)
+    d = marks.build_svg_outline_path(shape, 50.0, 20.0, 5.0)
     assert d.startswith("M")
     assert d.endswith("Z")
     if shape != "circle":

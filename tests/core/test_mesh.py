@@ -9,7 +9,7 @@ import torch
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.strategies import REGISTRY, get_mesh, get_option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_mesh, get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.mesh import Mesh
 
@@ -20,7 +20,7 @@ MESHES = [Mesh(r, t, s) for r in (1, 2, 3) for t in (1, 2, 4) for s in (1, 2, 3)
 def test_every_rank_has_a_place_of_its_own(mesh):
     places = [mesh.place(rank) for rank in range(mesh.workers)]
     assert len(set(places)) == mesh.workers
-    assert [mesh.rank(place) for place in places] == list(range(mesh.workers))
+    assert [mesh.get_rank(place) for place in places] == list(range(mesh.workers))
     assert {p.replica for p in places} == set(range(mesh.replicas))
     assert {p.stage for p in places} == set(range(mesh.stages))
 
@@ -39,7 +39,7 @@ def test_the_workers_that_divide_a_layer_are_neighbours(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_worker_of_each_replica_counts_and_has_the_loss(mesh):
-    speakers = [mesh.place(rank) for rank in range(mesh.workers) if mesh.speaks(rank)]
+    speakers = [mesh.place(rank) for rank in range(mesh.workers) if mesh.reports_for_replica(rank)]
     assert [p.replica for p in speakers] == list(range(mesh.replicas))
     assert {p.stage for p in speakers} == {mesh.stages - 1}
 
@@ -60,7 +60,7 @@ def test_only_who_computes_the_same_draws_the_same(mesh):
             mesh=mesh,
         )
         place = mesh.place(rank)
-        by_draws.setdefault(worker.draws, set()).add((place.replica, place.stage))
+        by_draws.setdefault(worker.random_stream_index, set()).add((place.replica, place.stage))
     assert len(by_draws) == mesh.replicas * mesh.stages
     assert all(len(places) == 1 for places in by_draws.values())
     if mesh.stages == 1:
@@ -86,8 +86,8 @@ def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
     assert sorted(seen) == sorted(order[:24].tolist())
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if strategy_class(n).family != "splits"])
+@pytest.mark.parametrize("name", [n for n in REGISTRY if get_strategy_class(n).family != "splits"])
 def test_who_divides_no_layers_has_a_replica_a_worker(name):
     """Whether whole or sharded: each computes on samples of its own."""
-    for gpus in (1, 2, 4)[: strategy_class(name).max_workers]:
+    for gpus in (1, 2, 4)[: get_strategy_class(name).max_workers]:
         assert get_mesh(name, get_option_defaults(name), gpus) == Mesh(gpus)

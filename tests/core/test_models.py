@@ -18,12 +18,12 @@ from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
 from stratbench.workload.network.models import (
     MODELS,
-    build,
     build_for_training,
+    build_model,
+    compute_input_shape,
     has_batchnorm,
     has_dropout,
-    input_shape,
-    wrap_groups,
+    list_wrap_groups,
 )
 from stratbench.workload.tasks import Classification
 
@@ -48,7 +48,9 @@ def parameters(*modules: nn.Module) -> int:
 def on_meta(name: str, classes: int, shape: tuple[int, ...] | None = None) -> nn.Module:
     """The network without memory; for texts of 64 tokens or images of 32 pixels."""
     with torch.device("meta"):
-        return build(name, classes, shape or ((64,) if MODELS[name].reads_text else (3, 32, 32)))
+        return build_model(
+            name, classes, shape or ((64,) if MODELS[name].reads_text else (3, 32, 32))
+        )
 
 
 def empty_batch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -64,7 +66,7 @@ def data_shapes(name: str) -> dict[str, tuple[int, ...]]:
         for key, facts in DATASETS.items()
         if get_sample_kind(facts.shape) == kind and facts.vocabulary is None
     }
-    return {key: input_shape(name, facts.shape) for key, facts in taken.items()}
+    return {key: compute_input_shape(name, facts.shape) for key, facts in taken.items()}
 
 
 @pytest.mark.parametrize(
@@ -100,14 +102,14 @@ def test_every_family_has_a_full_size_and_a_compact_model() -> None:
 
 
 def test_input_shapes_follow_the_data_and_the_model() -> None:
-    assert input_shape("vgg16", (1, 28, 28)) == (3, 32, 32)
-    assert input_shape("vgg16", (3, 32, 32)) == (3, 32, 32)
-    assert input_shape("vgg16", (3, 224, 224)) == (3, 224, 224)
-    assert input_shape("vgg-compact", (1, 8, 8)) == (1, 16, 16)
-    assert input_shape("vgg-compact", (1, 28, 28)) == (1, 28, 28)
-    assert input_shape("vit_b_16", (1, 28, 28)) == (3, 32, 32)
-    assert input_shape("vit-compact", (1, 30, 30)) == (1, 32, 32), "whole patches"
-    assert input_shape("gpt-compact", (64,)) == (64,)
+    assert compute_input_shape("vgg16", (1, 28, 28)) == (3, 32, 32)
+    assert compute_input_shape("vgg16", (3, 32, 32)) == (3, 32, 32)
+    assert compute_input_shape("vgg16", (3, 224, 224)) == (3, 224, 224)
+    assert compute_input_shape("vgg-compact", (1, 8, 8)) == (1, 16, 16)
+    assert compute_input_shape("vgg-compact", (1, 28, 28)) == (1, 28, 28)
+    assert compute_input_shape("vit_b_16", (1, 28, 28)) == (3, 32, 32)
+    assert compute_input_shape("vit-compact", (1, 30, 30)) == (1, 32, 32), "whole patches"
+    assert compute_input_shape("gpt-compact", (64,)) == (64,)
     for name, shape, reason in (
         ("vgg16", (2, 32, 32), "3 channels"),
         (
@@ -119,7 +121,7 @@ def test_input_shapes_follow_the_data_and_the_model() -> None:
         ("gpt-compact", (1, 8, 8), "takes texts, but the data set has images"),
     ):
         with pytest.raises(ValueError, match=reason):
-            input_shape(name, shape)
+            compute_input_shape(name, shape)
 
 
 def check_step(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
@@ -139,9 +141,9 @@ def check_step(model: nn.Module, inputs: torch.Tensor, classes: int) -> None:
 @pytest.mark.parametrize(("name", "dataset"), [(n, d) for n in COMPACT for d in data_shapes(n)])
 def test_compact_models_train_on_every_data_set_of_their_kind(name: str, dataset: str) -> None:
     facts = DATASETS[dataset]
-    shape = input_shape(name, facts.shape)
+    shape = compute_input_shape(name, facts.shape)
     torch.manual_seed(0)
-    model = build(name, facts.classes, shape)
+    model = build_model(name, facts.classes, shape)
     x = torch.randint(facts.classes, (4, *shape)) if facts.is_text else torch.randn(4, *shape)
     check_step(model, x, facts.classes)
 
@@ -155,12 +157,12 @@ def test_full_size_models_accept_every_data_set_of_their_kind(name: str) -> None
 
 @pytest.mark.parametrize("name", ["densenet121", "resnet50"])
 def test_the_cheaper_full_size_models_compute(name: str) -> None:
-    check_step(build(name, 10), torch.randn(2, *input_shape(name, (1, 8, 8))), 10)
+    check_step(build_model(name, 10), torch.randn(2, *compute_input_shape(name, (1, 8, 8))), 10)
 
 
 def test_a_token_is_predicted_from_those_before_it() -> None:
     torch.manual_seed(0)
-    model = build("gpt-compact", 65, (64,)).eval()
+    model = build_model("gpt-compact", 65, (64,)).eval()
     tokens = torch.randint(65, (2, 64))
     changed = tokens.clone()
     changed[:, 40:] = (changed[:, 40:] + 1) % 65
@@ -184,7 +186,7 @@ def test_the_same_seed_gives_the_same_weights(name: str) -> None:
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        states.append(build(name, 10, data_shapes(name).popitem()[1]).state_dict())
+        states.append(build_model(name, 10, data_shapes(name).popitem()[1]).state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert not all(torch.equal(states[0][key], states[2][key]) for key in states[0])
 
@@ -212,7 +214,7 @@ def test_wrap_groups_are_the_families_blocks(
     name: str, groups: int, largest: str, share: float
 ) -> None:
     model = on_meta(name, 10)
-    sizes = {label: parameters(*modules) for label, modules in wrap_groups(name, model)}
+    sizes = {label: parameters(*modules) for label, modules in list_wrap_groups(name, model)}
     assert len(sizes) == groups
     biggest = max(sizes.values())
     assert largest in [label for label, size in sizes.items() if size == biggest]
@@ -222,7 +224,7 @@ def test_wrap_groups_are_the_families_blocks(
 @pytest.mark.parametrize("name", MODELS)
 def test_wrap_groups_are_disjoint_and_in_forward_order(name: str) -> None:
     model = on_meta(name, 10)
-    groups = wrap_groups(name, model)
+    groups = list_wrap_groups(name, model)
     owned = [id(p) for _, modules in groups for m in modules for p in m.parameters()]
     assert len(owned) == len(set(owned)), "a parameter is in two groups"
     order: list[str] = []
@@ -246,11 +248,14 @@ def test_batchnorm_and_dropout_are_found_where_they_are() -> None:
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
-    for ask in (lambda: build("vgg17", 10), lambda: input_shape("vgg17", (3, 32, 32))):
+    for ask in (
+        lambda: build_model("vgg17", 10),
+        lambda: compute_input_shape("vgg17", (3, 32, 32)),
+    ):
         with pytest.raises(ValueError, match=r"'vgg17' is not a model; use one of vgg16, "):
             ask()
     with pytest.raises(ValueError, match="takes 3 channels, not 1"):
-        build("resnet50", 10, (1, 32, 32))
+        build_model("resnet50", 10, (1, 32, 32))
 
 
 def run_python(code: str) -> str:
@@ -288,7 +293,7 @@ def test_models_build_whether_or_not_torchvisions_compiled_part_loads(compiled_p
     code = (
         "import stratbench.workload.with_torch, torch\n"
         f"{prepare}\nfrom stratbench.workload.network import models\n"
-        "print(sum(p.numel() for p in models.build('vgg-compact', 1000).parameters()))"
+        "print(sum(p.numel() for p in models.build_model('vgg-compact', 1000).parameters()))"
     )
     assert run_python(code) == str(MODELS["vgg-compact"].parameters)
 
@@ -304,7 +309,7 @@ def trained_by_two_steps(
     shape, device = (16,) if text else (3, 32, 32), torch.device("cpu")
 
     def build(*args: object) -> torch.nn.Module:
-        model = models.build(*args)
+        model = models.build_model(*args)
         for module in model.modules():
             if isinstance(module, torch.nn.LayerNorm | torch.nn.ReLU) and dropout:
                 module.register_forward_hook(

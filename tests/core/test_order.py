@@ -7,7 +7,7 @@ from itertools import groupby
 from types import SimpleNamespace
 
 from stratbench.cell.coordinates import Cell, expand_cells
-from stratbench.study.order import priority, start_by_priority
+from stratbench.study.order import compute_job_priority, start_jobs_by_priority
 
 STRATEGIES = [("single", 1), ("ddp", None), ("fsdp", None), ("ps-async", None)]
 
@@ -21,13 +21,13 @@ def in_order(repeats: int = 10) -> list[Cell]:
             "s", experiment, experiment, STRATEGIES, ["vgg16", "resnet50"], [1, 2, 4], repeats
         )
     ]
-    return sorted(cells, key=priority, reverse=True)
+    return sorted(cells, key=compute_job_priority, reverse=True)
 
 
 def test_every_cell_of_a_repeat_is_trained_before_the_next_repeat():
     cells = in_order()
     assert [cell.repeat for cell in cells] == sorted(cell.repeat for cell in cells)
-    assert all(0 < priority(cell) < 2**31 for cell in cells)
+    assert all(0 < compute_job_priority(cell) < 2**31 for cell in cells)
 
 
 def test_cells_that_are_compared_follow_one_another_and_each_repeat_shuffles_anew():
@@ -45,7 +45,7 @@ def test_cells_that_are_compared_follow_one_another_and_each_repeat_shuffles_ane
 def test_the_place_of_a_cell_depends_on_no_other_cell():
     few, all_of_them = in_order(2), in_order(10)
     assert [cell for cell in all_of_them if cell.repeat < 2] == few
-    assert priority(Cell("s", "e", "ddp", "m", "d", 2, 5000)) > 0
+    assert compute_job_priority(Cell("s", "e", "ddp", "m", "d", 2, 5000)) > 0
 
 
 def test_jobs_that_snakemake_chose_together_start_by_priority():
@@ -53,6 +53,6 @@ def test_jobs_that_snakemake_chose_together_start_by_priority():
     scheduler = SimpleNamespace(
         run=lambda jobs, executor=None: started.extend(job.priority for job in jobs)
     )
-    start_by_priority(SimpleNamespace(scheduler=scheduler))
+    start_jobs_by_priority(SimpleNamespace(scheduler=scheduler))
     scheduler.run([SimpleNamespace(priority=n) for n in (0, 7, 3)], executor=None)
     assert started == [7, 3, 0]

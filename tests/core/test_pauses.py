@@ -30,7 +30,7 @@ from stratbench.train import agent, forkserver, standing
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import is_over, pauses_entry
+from stratbench.train.nodes.paused import build_pauses_entry, is_deadline_over
 from stratbench.train.running.runner import Runner
 
 pytestmark = pytest.mark.timeout(300)
@@ -52,7 +52,7 @@ def telling(before, now, shortest_s):
 
 pauses._find_pause = telling
 watch = pauses.PauseWatch()
-watch.look()
+watch.wait_for_latest_reading()
 print(watch._start_thread.native_id, flush=True)
 sys.stdin.read()
 watch.stop()
@@ -161,7 +161,7 @@ import time
 from pathlib import Path
 from stratbench.telemetry.heartbeat import Heartbeat
 
-step, folder = Heartbeat.step, Path({folder!r})
+step, folder = Heartbeat.record_step, Path({folder!r})
 
 def step_and_stay(self):
     step(self)
@@ -169,7 +169,7 @@ def step_and_stay(self):
     while (folder / "stay").exists():
         time.sleep(0.01)
 
-Heartbeat.step = step_and_stay
+Heartbeat.record_step = step_and_stay
 """
 
 
@@ -204,18 +204,18 @@ def test_a_cell_that_is_stopped_while_it_trains_trains_again(
 
 def test_a_deadline_is_put_off_by_pauses():
     watch = pauses.PauseWatch()
-    assert is_over(time.monotonic() - 1, watch)
+    assert is_deadline_over(time.monotonic() - 1, watch)
     watch.pauses.append(Pause(time.monotonic() - 100, 90.0, 0.0))
-    assert not is_over(time.monotonic() - 80, watch)
-    assert is_over(time.monotonic() - 100, watch)
+    assert not is_deadline_over(time.monotonic() - 80, watch)
+    assert is_deadline_over(time.monotonic() - 100, watch)
     watch.stop()
 
 
 def paused(job: Job, **pause: float) -> None:
     """Have the run folder say that the job's node was paused in the middle of 100 s of training."""
-    phases = PhaseLog(job.folder.phases(0), 0, job.origin_s)
-    phases.write("train", "start", at_s=job.origin_s)
-    phases.write("train", "end", at_s=job.origin_s + 100)
+    phases = PhaseLog(job.folder.get_phase_log_path(0), 0, job.origin_s)
+    phases.write_phase_event("train", "start", at_s=job.origin_s)
+    phases.write_phase_event("train", "end", at_s=job.origin_s + 100)
     entry = {"begin_s": 50.0, "length_s": 30.0, "asleep_s": 0.0}
     job.folder.write_pauses(0, [entry | pause])
 
@@ -239,14 +239,16 @@ def test_what_a_pause_has_spoiled_trains_once_more(tmp_path, monkeypatch, status
         endings.append(Ending(status, None))
         return Exits([], False), endings[-1]
 
-    monkeypatch.setattr(Runner, "launch", end)
+    monkeypatch.setattr(Runner, "launch_processes", end)
     first = job_with(tmp_path / "run")
     job, _, ending = Runner().run(first, SimpleNamespace(cpus_per_node=1))
     assert len(endings) == launches
     assert ending is endings[-1]
     assert (job.origin_s > first.origin_s) is (launches == 2)
     entry = {"node": 0, "begin_s": 50.0, "length_s": 30.0, "asleep_s": 0.0} | pause
-    assert pauses_entry(job, Runner().trained) == [entry | {"in_training": entry["begin_s"] < 100}]
+    assert build_pauses_entry(job, Runner().read_training_phases) == [
+        entry | {"in_training": entry["begin_s"] < 100}
+    ]
 
 
 def job_with(folder: Path, **changes: Any) -> Job:
@@ -265,20 +267,22 @@ def job_with(folder: Path, **changes: Any) -> Job:
 def test_time_in_a_pause_counts_towards_no_limit(tmp_path):
     """200 s after its begin the cell, whose limit is 100 s, has trained for 50 s."""
     job, watch = job_with(tmp_path / "run"), pauses.PauseWatch()
-    assert agent.extended_deadline_s(job, watch) == job.deadline_s
+    assert agent.compute_extended_deadline_s(job, watch) == job.deadline_s
     watch.pauses.append(Pause(job.origin_s + 10, 150.0, 0.0))
-    assert agent.extended_deadline_s(job, watch) == pytest.approx(time.monotonic() + 50, abs=40)
+    assert agent.compute_extended_deadline_s(job, watch) == pytest.approx(
+        time.monotonic() + 50, abs=40
+    )
     watch.stop()
 
 
 def test_a_pause_is_no_hang(tmp_path):
     """The worker, quiet since it was stopped an hour ago, has just been woken."""
     job, worker = job_with(tmp_path / "run"), SimpleNamespace(name="rank0", exitcode=None, pid=None)
-    Heartbeat(job.folder.heartbeat(0)).step()
+    Heartbeat(job.folder.get_heartbeat_path(0)).record_step()
     later_s = time.monotonic() + 3600
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
-        assert standing.hung_for_good(job, [worker], 0.0)
-        assert not standing.hung_for_good(job, [worker], later_s - 1)
-        standing.note_standing(job, 0, [worker], at_limit=False, awake_since_s=later_s - 1)
-    assert not job.folder.read_standing()["rank0"]["hangs"]
+        assert standing.are_all_workers_hung(job, [worker], 0.0)
+        assert not standing.are_all_workers_hung(job, [worker], later_s - 1)
+        standing.write_worker_states(job, 0, [worker], at_limit=False, awake_since_s=later_s - 1)
+    assert not job.folder.read_worker_states()["rank0"]["is_hung"]

@@ -15,28 +15,33 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    found = RunFolder.of_logs(tmp_path)
+    found = RunFolder.from_log_dir(tmp_path)
     found.create()
     return found
 
 
 def test_an_empty_folder_holds_nothing(folder):
-    assert folder.read_worker(0) is folder.read_server(0) is folder.read_endpoint() is None
-    assert folder.read_workers(2) == folder.read_busy() == {}
-    found = (folder.read_servers(2), folder.read_epochs(), folder.process_logs())
-    assert [*found, folder.phase_logs(), folder.sample_files()] == [[]] * 5
+    assert (
+        folder.read_worker_result(0)
+        is folder.read_server_statistics(0)
+        is folder.read_endpoint()
+        is None
+    )
+    assert folder.read_worker_results(2) == folder.read_other_load() == {}
+    found = (folder.read_all_server_statistics(2), folder.read_epochs(), folder.list_log_paths())
+    assert [*found, folder.list_phase_log_paths(), folder.list_sample_paths()] == [[]] * 5
 
 
 def test_what_was_written_is_read(folder):
-    folder.write_worker(1, {"status": "ok"})
-    folder.server_statistics(1).write_text('{"lost": []}')
+    folder.write_worker_result(1, {"status": "ok"})
+    folder.get_server_statistics_path(1).write_text('{"lost": []}')
     folder.write_endpoint("n0", 4711)
     for node in (0, 1):
-        folder.write_busy(node, {"load_1m": node})
-    assert folder.read_workers(3) == {1: {"status": "ok"}}
-    assert folder.read_servers(2) == [{"lost": []}]
+        folder.write_other_load(node, {"load_1m": node})
+    assert folder.read_worker_results(3) == {1: {"status": "ok"}}
+    assert folder.read_all_server_statistics(2) == [{"lost": []}]
     assert folder.read_endpoint() == ("n0", 4711)
-    assert folder.read_busy() == {"0": {"load_1m": 0}, "1": {"load_1m": 1}}
+    assert folder.read_other_load() == {"0": {"load_1m": 0}, "1": {"load_1m": 1}}
     assert folder.write_job("{}").read_text() == "{}"
 
 
@@ -50,39 +55,43 @@ def test_who_waits_for_the_place_where_all_meet_says_what_is_wrong(folder):
 
 
 def test_an_epoch_that_is_half_written_is_left_out(folder):
-    folder.add_epoch({"epoch": 1})
-    folder.add_epoch({"epoch": 2})
-    with folder.progress.open("a") as f:
+    folder.append_epoch({"epoch": 1})
+    folder.append_epoch({"epoch": 2})
+    with folder.epochs_path.open("a") as f:
         f.write('{"epoch": 3')
     assert folder.read_epochs() == [{"epoch": 1}, {"epoch": 2}]
 
 
 def test_a_file_that_is_not_whole_is_an_error(folder):
     """They are written at once; one that is not whole was not written by us."""
-    folder.write_worker(0, {"status": "ok"})
+    folder.write_worker_result(0, {"status": "ok"})
     path = folder.path / "rank0.json"
     path.write_text(path.read_text()[:-1])
     with pytest.raises(ValueError, match="Expecting"):
-        folder.read_worker(0)
+        folder.read_worker_result(0)
 
 
 def test_what_an_earlier_run_left_is_gone(folder):
-    folder.write_worker(0, {"status": "ok"})
+    folder.write_worker_result(0, {"status": "ok"})
     folder.create()
     assert list(folder.path.iterdir()) == []
 
 
 def test_what_one_node_shares_stays_on_it(tmp_path):
     shared, alone = RunFolder(tmp_path / "shared"), RunFolder(tmp_path / "shared", tmp_path)
-    for of in (lambda f: f.store, lambda f: f.snapshots(False), lambda f: f.heartbeat(0)):
+    for of in (
+        lambda f: f.store_path,
+        lambda f: f.get_snapshot_dir(False),
+        lambda f: f.get_heartbeat_path(0),
+    ):
         assert (of(shared).parent, of(alone).parent) == (shared.path, tmp_path)
-    assert alone.secret.parent == shared.path
+    assert alone.secret_path.parent == shared.path
 
 
 def test_of_a_cell_on_several_nodes_each_keeps_what_no_other_reads(tmp_path):
     folder = RunFolder(tmp_path / "shared", tmp_path / "own")
-    assert folder.heartbeat(3).parent == tmp_path / "own"
-    assert folder.snapshots(True).parent == tmp_path / "shared"
+    assert folder.get_heartbeat_path(3).parent == tmp_path / "own"
+    assert folder.get_snapshot_dir(True).parent == tmp_path / "shared"
 
 
 @pytest.mark.parametrize("number", [0, 3, 12])
@@ -98,14 +107,26 @@ def names(in_package: bool) -> Iterator[str]:
     """
     folder = RunFolder(Path("of-a-cell"))
     with_number = (
-        folder.log(format_worker_name(7)), folder.log(format_server_name(7)), folder.phases(7),
-        folder.samples(7), folder.pids(7), folder.server_statistics(7), folder._worker(7), Path("busy7.json"),
+        folder.get_log_path(format_worker_name(7)), folder.get_log_path(format_server_name(7)),
+        folder.get_phase_log_path(7),
+        folder.get_samples_path(7), folder.get_pid_list_path(7),
+        folder.get_server_statistics_path(7), folder._get_worker_result_path(7), Path("busy7.json"),
     )  # fmt: skip
     for path in with_number:
         yield r"[\"'/]" + re.escape(path.name).replace("7", r"(\d+|\*|\{[^}\n]*\})") + r"[\"'/]"
-    for path in (folder.progress, folder._endpoint, folder.profile_trace, Path("job.json")):
+    for path in (
+        folder.epochs_path,
+        folder._endpoint_path,
+        folder.profile_trace_path,
+        Path("job.json"),
+    ):
         yield r"[\"'/]" + re.escape(path.name) + r"[\"'/]"
-    words = (folder.secret, folder.rendezvous, folder.snapshots(True), folder.store)
+    words = (
+        folder.secret_path,
+        folder.rendezvous_path,
+        folder.get_snapshot_dir(True),
+        folder.store_path,
+    )
     for path in words if in_package else ():
         yield r"/ \"" + re.escape(path.name) + r"\"|\}/" + re.escape(path.name) + r"[\"'/]"
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from process_groups import found_by_groups
 from torch import Tensor, nn
 
-from stratbench.cell.learning_rate import share_of_lr
+from stratbench.cell.learning_rate import compute_lr_factor
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import get_option_defaults
@@ -306,7 +306,7 @@ def trajectory(name: str, rank: int, world: int, warm_up: bool = False) -> dict[
         saved = strategy.save()
         for _ in range(3):
             strategy.step(-3 * x[: GLOBAL_BATCH // world], y[: GLOBAL_BATCH // world])
-        with strategy.evaluating() as model, torch.no_grad():
+        with strategy.open_evaluation_model() as model, torch.no_grad():
             model(x[:4])
         strategy.restore(saved)
     losses = torch.stack(train(strategy, x, y, order))
@@ -420,7 +420,7 @@ def recomputed(name: str, rank: int, world: int) -> dict[str, Tensor]:
     ends = {}
     for way in (None, "recomputed"):
         torch.manual_seed(0)
-        model = models.build("resnet-compact", CLASSES, (3, 32, 32)).double()
+        model = models.build_model("resnet-compact", CLASSES, (3, 32, 32)).double()
         strategy = set_up(name, rank, world, model=model, way=way)
         train(strategy, x, y, torch.arange(len(x)), 3)
         tensors = [*full_weights(strategy), *(b.double() for b in strategy.model.buffers())]
@@ -443,7 +443,7 @@ def batchnorm_statistics(name: str, rank: int, world: int) -> dict[str, Tensor]:
     bn = strategy.model[1]
     before = gathered(bn.running_mean, world)
     count = int(bn.num_batches_tracked)
-    with strategy.evaluating() as model, torch.no_grad():
+    with strategy.open_evaluation_model() as model, torch.no_grad():
         during = gathered(bn.running_mean, world)
         outputs = gathered(model(x[:4]), world)
         assert not bn.training
@@ -464,9 +464,9 @@ def batchnorm_trajectory(name: str, rank: int, world: int, evaluate: bool) -> li
     for i in islice(strategy.batches(order, 0), FEW_STEPS):
         strategy.step(x[i], y[i])
         if evaluate:
-            with strategy.evaluating() as model, torch.no_grad():
+            with strategy.open_evaluation_model() as model, torch.no_grad():
                 model(x[:4])
-    with strategy.evaluating():
+    with strategy.open_evaluation_model():
         return [*full_weights(strategy), *(b.clone() for b in strategy.model.buffers())]
 
 
@@ -478,7 +478,7 @@ def precision_run(name: str, rank: int, world: int, precision: str) -> dict[str,
     losses = torch.stack(train(strategy, x, y, order, FEW_STEPS)).double()
     if world > 1:
         dist.all_reduce(losses)
-    with strategy.evaluating() as model, torch.no_grad():
+    with strategy.open_evaluation_model() as model, torch.no_grad():
         logits = model(x[:4])
     return {
         "losses": losses / world,
@@ -520,7 +520,7 @@ def shared_overflow(name: str, rank: int, world: int) -> dict[str, Any]:
     return {
         "moved": everyone,
         "reductions": len(reductions),
-        "skipped": gathered(torch.tensor(strategy.scaler.skipped_steps()), world),
+        "skipped": gathered(torch.tensor(strategy.scaler.count_skipped_steps()), world),
         "finite": all(bool(w.isfinite().all()) for w in weights),
         "updates": strategy.report()["updates_applied"],
     }
@@ -934,8 +934,8 @@ def test_gradients_are_clipped_after_the_loss_scale_is_taken_off(monkeypatch, ma
     ],
 )
 def test_a_schedule_is_a_formula_of_the_step(schedule, warmup, expected):
-    assert [share_of_lr(schedule, i, 4, warmup) for i in range(4)] == pytest.approx(expected)
-    above = [share_of_lr(schedule, i, 4, warmup, final=0.2) for i in range(warmup, 4)]
+    assert [compute_lr_factor(schedule, i, 4, warmup) for i in range(4)] == pytest.approx(expected)
+    above = [compute_lr_factor(schedule, i, 4, warmup, final=0.2) for i in range(warmup, 4)]
     assert above == pytest.approx(
         expected[warmup:] if schedule == "constant" else [0.2 + 0.8 * e for e in expected[warmup:]]
     )

@@ -66,18 +66,18 @@ RESTART = ["unlock", ["-m", "snakemake"]]
 
 def test_a_record_written_when_snakemake_was_killed_is_kept(snakemake, tmp_path):
     cell = trained(tmp_path, marked=True)
-    resume.note_finished_jobs(snakemake, [cell])
+    resume.report_finished_jobs(snakemake, [cell])
     assert snakemake.log == [cell, *RESTART]
 
 
 def test_a_cell_that_finished_after_the_plan_was_made_is_planned_anew(snakemake, tmp_path):
-    resume.note_finished_jobs(snakemake, [trained(tmp_path, missing=True)])
+    resume.report_finished_jobs(snakemake, [trained(tmp_path, missing=True)])
     assert snakemake.log == RESTART
 
 
 def test_settings_of_a_cell_that_finished_while_snakemake_was_away_are_noted(snakemake, tmp_path):
     cell = trained(tmp_path, planned=False, known=False)
-    resume.note_finished_jobs(snakemake, [cell])
+    resume.report_finished_jobs(snakemake, [cell])
     assert snakemake.log == [cell]
 
 
@@ -95,7 +95,7 @@ def test_settings_of_a_cell_that_finished_while_snakemake_was_away_are_noted(sna
 def test_what_is_no_record_of_the_cell_is_trained(snakemake, tmp_path, spoil):
     cell = trained(tmp_path, marked=True)
     spoil(cell)
-    resume.note_finished_jobs(snakemake, [cell])
+    resume.report_finished_jobs(snakemake, [cell])
     assert snakemake.log == []
 
 
@@ -123,7 +123,7 @@ def test_what_was_trained_on_other_data_is_made_anew(tmp_path, capsys, what, sta
     workflow = SimpleNamespace(dag=SimpleNamespace(forcefiles=set()))
     asked = Settings(**trained | {"data_spec": wanted})
     for _ in range(2):
-        resume.replace_results_of_other_data(workflow, path, asked)
+        resume.retrain_results_of_changed_data(workflow, path, asked)
     assert workflow.dag.forcefiles == ({str(path)} if again else set())
     assert capsys.readouterr().err.count("such results are made again") == again
 
@@ -135,5 +135,5 @@ def test_what_cannot_be_read_is_left_to_who_reads_it(tmp_path, content):
         path.write_text(content)
     workflow = SimpleNamespace(dag=SimpleNamespace(forcefiles=set()))
     made = fixture.make_record(CELL)["settings"]
-    resume.replace_results_of_other_data(workflow, path, Settings(**made | {"data_spec": MADE}))
+    resume.retrain_results_of_changed_data(workflow, path, Settings(**made | {"data_spec": MADE}))
     assert not workflow.dag.forcefiles

@@ -115,7 +115,7 @@ def test_slurm_is_asked_as_the_user_has_set_it_and_in_a_job_by_nothing_of_the_jo
     fake("squeue", 'echo "$SLURM_CLUSTERS"')
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SLURM_CLUSTERS", "here")
-    assert commands.ask_slurm(["squeue"]).stdout == "here\n"
+    assert commands.run_slurm_command(["squeue"]).stdout == "here\n"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert commands.ask_slurm(["squeue"]).stdout == "\n"
-    assert commands.ask_slurm(["sinfo"]).returncode == commands.NOT_THERE
+    assert commands.run_slurm_command(["squeue"]).stdout == "\n"
+    assert commands.run_slurm_command(["sinfo"]).returncode == commands.NOT_THERE

@@ -63,24 +63,26 @@ def test_pauses_grow_while_slurm_refuses_and_end_with_the_next_success():
     waits = Postponed()
     now, pauses = 100.0, []
     for _ in range(6):
-        waits.add("job", "silence", now)
-        assert waits.waits(now)
-        pauses.append(waits.not_before_s - now)
-        now = waits.not_before_s
-        assert not waits.waits(now)
+        waits.add_refused_job("job", "silence", now)
+        assert waits.is_pausing(now)
+        pauses.append(waits.next_submission_s - now)
+        now = waits.next_submission_s
+        assert not waits.is_pausing(now)
     assert pauses == [5, 10, 20, 40, 60, 60]
-    waits.add("another", "silence", now - 1)  # refused meanwhile: no longer pause for that
-    assert waits.not_before_s == now
-    waits.hurry()
-    assert not waits.waits(0.0)
-    waits.add("job", "silence", now)
-    assert waits.not_before_s == now + 5
+    waits.add_refused_job(
+        "another", "silence", now - 1
+    )  # refused meanwhile: no longer pause for that
+    assert waits.next_submission_s == now
+    waits.end_pause()
+    assert not waits.is_pausing(0.0)
+    waits.add_refused_job("job", "silence", now)
+    assert waits.next_submission_s == now + 5
 
 
 def test_silence_ends_after_ten_minutes_and_a_limit_never():
     waits = Postponed()
-    waits.add("job", "silence", 0.0)
-    assert not waits.is_over(SILENCE_S - 1)
-    assert waits.is_over(SILENCE_S)
-    waits.add("job", "limit", SILENCE_S)  # SLURM has answered
-    assert not waits.is_over(10 * SILENCE_S)
+    waits.add_refused_job("job", "silence", 0.0)
+    assert not waits.has_timed_out(SILENCE_S - 1)
+    assert waits.has_timed_out(SILENCE_S)
+    waits.add_refused_job("job", "limit", SILENCE_S)  # SLURM has answered
+    assert not waits.has_timed_out(10 * SILENCE_S)

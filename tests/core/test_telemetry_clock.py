@@ -26,10 +26,10 @@ def now(monkeypatch):
 def test_epochs_and_steps_add_up_and_time_between_epochs_is_not_counted(now):
     clock = StepClock("cpu")
     for steps_ms, tail_ms in (((10, 20, 30), 4), ((5, 15), 0)):
-        clock.begin()
+        clock.begin_epoch()
         for ms in steps_ms:
             now.ms += ms
-            clock.tick()
+            clock.mark_step_end()
         now.ms += tail_ms
         clock.end()
         now.ms += 1000  # an evaluation
@@ -42,26 +42,26 @@ def test_epochs_and_steps_add_up_and_time_between_epochs_is_not_counted(now):
 def test_a_workers_own_time_of_a_step_is_of_the_phases_in_which_it_waits_for_no_other(now):
     clock = StepClock("cpu", own=("data", "forward"))
     for epoch in range(3):
-        clock.begin()
+        clock.begin_epoch()
         for step in range(60):
             for phase, ms in (("data", 1), ("forward", 2 + epoch + step), ("backward", 50)):
                 now.ms += ms
-                clock.mark(phase)
+                clock.mark_phase_end(phase)
             now.ms += 9
-            clock.tick()
+            clock.mark_step_end()
         clock.end()
     own = [3 + epoch + step for epoch in range(3) for step in range(60)]
-    assert clock.own_ms == own[-128:]
+    assert clock.step_without_waits_ms == own[-128:]
     other = StepClock("cpu")
-    other.begin()
-    other.tick()
+    other.begin_epoch()
+    other.mark_step_end()
     other.end()
-    assert other.own_ms == []
+    assert other.step_without_waits_ms == []
 
 
 def test_an_epoch_without_steps_counts_its_wall_clock(now):
     clock = StepClock("cpu")
-    clock.begin()
+    clock.begin_epoch()
     now.ms += 7
     clock.end()
     assert clock.train_time_s == pytest.approx(0.007)
@@ -70,16 +70,16 @@ def test_an_epoch_without_steps_counts_its_wall_clock(now):
 
 def test_marks_split_a_step_and_the_rest_is_other(now):
     clock = StepClock("cpu")
-    clock.begin()
+    clock.begin_epoch()
     for extra in (0, 10):
         for phase, ms in (("forward", 3), ("server_wait", 1), ("backward", 6), ("server_wait", 2)):
             now.ms += ms + (extra if phase == "backward" else 0)
-            clock.mark(phase)
+            clock.mark_phase_end(phase)
         if extra:
             now.ms += 8
-            clock.mark("rare")  # the mean is over the steps that have it
+            clock.mark_phase_end("rare")  # the mean is over the steps that have it
         now.ms += 4
-        clock.tick()
+        clock.mark_step_end()
     clock.end()
     means_ms = {"forward": 3, "server_wait": 3, "backward": 11, "other": 4, "rare": 8}
     assert clock.phase_means_ms == means_ms
@@ -88,13 +88,13 @@ def test_marks_split_a_step_and_the_rest_is_other(now):
 
 def test_an_unfinished_step_belongs_to_no_step(now):
     clock = StepClock("cpu")
-    clock.begin()
+    clock.begin_epoch()
     now.ms += 3
-    clock.mark("forward")
+    clock.mark_phase_end("forward")
     clock.end()
-    clock.begin()
+    clock.begin_epoch()
     now.ms += 5
-    clock.tick()
+    clock.mark_step_end()
     clock.end()
     assert clock.step_ms == [5]
     assert clock.phase_means_ms == {}
@@ -104,31 +104,31 @@ def test_wrong_order_and_unknown_devices_are_refused():
     clock = StepClock("cpu")
     with pytest.raises(RuntimeError, match="no epoch"):
         clock.end()
-    clock.begin()
+    clock.begin_epoch()
     with pytest.raises(RuntimeError, match="has not ended"):
-        clock.begin()
+        clock.begin_epoch()
     with pytest.raises(ValueError, match="'meta'"):
         StepClock("meta")
 
 
 def test_too_many_phase_names_are_refused():
     clock = StepClock("cpu")
-    clock.begin()
+    clock.begin_epoch()
     for number in range(255):
-        clock.mark(f"phase{number}")
-    clock.mark("phase0")
+        clock.mark_phase_end(f"phase{number}")
+    clock.mark_phase_end("phase0")
     with pytest.raises(ValueError, match="use the same names in each step"):
-        clock.mark("phase255")
+        clock.mark_phase_end("phase255")
 
 
 def test_real_steps_on_a_cpu_are_within_the_epoch():
     clock = StepClock("cpu")
     begun = time.perf_counter()
     for _ in range(2):
-        clock.begin()
+        clock.begin_epoch()
         for _ in range(3):
             time.sleep(0.005)
-            clock.tick()
+            clock.mark_step_end()
         clock.end()
         time.sleep(0.05)
     elapsed_s = time.perf_counter() - begun
@@ -143,12 +143,12 @@ def test_five_marks_and_a_tick_cost_little_more_than_noting_six_times():
 
     def cpu_of_a_step(steps: int = 3000) -> float:
         clock = StepClock("cpu")
-        clock.begin()
+        clock.begin_epoch()
         begun = time.process_time()
         for _ in range(steps):
             for phase in ("data", "forward", "backward", "optimizer", "server_wait"):
-                clock.mark(phase)
-            clock.tick()
+                clock.mark_phase_end(phase)
+            clock.mark_step_end()
         return (time.process_time() - begun) / steps
 
     def cpu_of_a_note(count: int = 18_000) -> float:
@@ -221,13 +221,15 @@ def gpu(monkeypatch):
 def test_the_heartbeat_goes_on_while_a_device_catches_up_with_its_steps(gpu):
     """Queued in a moment, two of them through: an epoch's end waits for each of the others."""
     alive = []
-    heartbeat = SimpleNamespace(step=lambda: None, alive=lambda: alive.append(gpu.done_ms))
+    heartbeat = SimpleNamespace(
+        record_step=lambda: None, record_progress=lambda: alive.append(gpu.done_ms)
+    )
     clock = StepClock("cuda:1", heartbeat)
-    clock.begin()
+    clock.begin_epoch()
     gpu.done_ms = 2.0
     for _ in range(5):
         gpu.ms += 1.0
-        clock.tick()
+        clock.mark_step_end()
     clock.end()
     assert alive == [3.0, 4.0, 5.0]
     assert clock.step_ms == [1.0] * 5
@@ -236,12 +238,12 @@ def test_the_heartbeat_goes_on_while_a_device_catches_up_with_its_steps(gpu):
 def test_cuda_steps_come_from_events_and_only_the_ends_synchronise(gpu):
     clock = StepClock("cuda:1")
     for _ in range(2):
-        clock.begin()
+        clock.begin_epoch()
         for ms in (3.0, 4.0):
             gpu.ms += ms
-            clock.mark("forward")
+            clock.mark_phase_end("forward")
             gpu.ms += 1
-            clock.tick()
+            clock.mark_step_end()
         assert gpu.synchronised % 2 == 1
         clock.end()
     assert gpu.synchronised == 4
@@ -255,24 +257,24 @@ def test_the_hosts_time_is_the_shortest_in_which_it_issued_one_of_an_epochs_firs
     gpu, now
 ):
     clock, on_cpu = StepClock("cuda:1"), StepClock("cpu")
-    assert clock.issue_ms is None
+    assert clock.shortest_issue_ms is None
     # The third waits for room in the device's queue; what lies between two epochs is of no step.
     for steps_ms, shortest_ms in (((9, 6, 3), 6), ((7, 8), 6), ((5,), 5)):
         for each in (clock, on_cpu):
-            each.begin()
+            each.begin_epoch()
         synchronised = gpu.synchronised
         for ms in steps_ms:
             now.ms += ms
             gpu.ms += 10
             for each in (clock, on_cpu):
-                each.mark("forward")
-                each.tick()
+                each.mark_phase_end("forward")
+                each.mark_step_end()
         assert gpu.synchronised == synchronised
         for each in (clock, on_cpu):
             each.end()
         now.ms += 1
-        assert clock.issue_ms == shortest_ms
-    assert on_cpu.issue_ms is None
+        assert clock.shortest_issue_ms == shortest_ms
+    assert on_cpu.shortest_issue_ms is None
 
 
 @pytest.mark.parametrize(("behind_ms", "most"), [(0, 16), (30, 50), (math.inf, 601)])
@@ -280,14 +282,14 @@ def test_cuda_events_do_not_pile_up_in_a_long_epoch(gpu, monkeypatch, behind_ms,
     """One epoch of 200 steps of 3 events; the device is `behind_ms` behind the host."""
     monkeypatch.setattr(clock_module, "_UNREAD_EVENTS", 12)
     clock = StepClock("cuda:1")
-    clock.begin()
+    clock.begin_epoch()
     for i in range(200):
         gpu.ms += i % 3
-        clock.mark("forward")
+        clock.mark_phase_end("forward")
         gpu.ms += 1
-        clock.mark("backward")
+        clock.mark_phase_end("backward")
         gpu.done_ms = gpu.ms - behind_ms
-        clock.tick()
+        clock.mark_step_end()
     assert gpu.synchronised == 1
     clock.end()
     assert clock.step_ms == [1 + i % 3 for i in range(200)]
@@ -296,7 +298,7 @@ def test_cuda_events_do_not_pile_up_in_a_long_epoch(gpu, monkeypatch, behind_ms,
 
 
 class Sink(list):
-    def write(self, phase: str, event: str) -> None:
+    def write_phase_event(self, phase: str, event: str) -> None:
         self.append((phase, event))
 
 

@@ -40,7 +40,7 @@ def test_published_networks(name):
 
     weights, size = PUBLISHED[name]
     multiply_adds = 1e9 * getattr(torchvision.models, weights).DEFAULT.meta["_ops"]
-    build = partial(models.build_without_memory, name, 1000, (3, 224, 224))
+    build = partial(models.build_fake_model, name, 1000, (3, 224, 224))
     counted = count_flops(build, (3, size, size))["forward_flops_per_sample"]
     assert counted == pytest.approx(2 * multiply_adds, rel=0.01)
 
@@ -120,7 +120,7 @@ def test_what_asks_for_no_values_of_fakes_is_counted():
 
 def test_counting_draws_no_random_number():
     before = torch.get_rng_state()
-    count_flops(lambda: models.build("vgg-compact", 10, (1, 32, 32)), (1, 28, 28))
+    count_flops(lambda: models.build_model("vgg-compact", 10, (1, 32, 32)), (1, 28, 28))
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -66,8 +66,8 @@ def noted(tmp_path, *looks: Nvml) -> list[dict[str, Any]] | None:
     watch = ForeignProcessWatch(out, [], os.getpid())
     for t_s, nvml in enumerate(looks):
         watch._gpus = [nvml.gpus()[1]]
-        watch.look(float(t_s))
-    watch.write()
+        watch.poll_gpus(float(t_s))
+    watch.write_file()
     return json.loads(out.read_text()) if out.exists() else None
 
 

@@ -41,7 +41,7 @@ from stratbench.telemetry.machine.hardware import find_datasheet
 )
 def test_reported_names_are_found(device_name, bf16_tflops, memory_gib):
     peak = find_datasheet(device_name)
-    assert peak.tflops("bf16") == bf16_tflops
+    assert peak.get_peak_tflops("bf16") == bf16_tflops
     assert peak.memory_gib == memory_gib
 
 
@@ -75,7 +75,7 @@ def test_figures_are_consistent():
 
 def test_an_unknown_precision_is_refused():
     with pytest.raises(ValueError, match="int8"):
-        find_datasheet("NVIDIA L4").tflops("int8")
+        find_datasheet("NVIDIA L4").get_peak_tflops("int8")
 
 
 def test_modules_that_must_not_import_torch_do_not():

@@ -26,10 +26,10 @@ def written(path, clock: Clock, steps: list[float], warm_up_s: float = 0.5) -> N
     found = Heartbeat(path)
     for span_s in (0.0, warm_up_s, 0.0):
         clock.s += span_s
-        found.alive()
+        found.record_progress()
     for span_s in steps:
         clock.s += span_s
-        found.step()
+        found.record_step()
 
 
 @pytest.mark.parametrize(
@@ -50,19 +50,19 @@ def test_a_hang_is_a_silence_that_nothing_before_explains(
     written(tmp_path / "heartbeat", clock, steps, warm_up_s)
     beat = read_heartbeat(tmp_path / "heartbeat", clock.s + quiet_s)
     assert beat.steps == len(steps)
-    assert beat.quiet_s == pytest.approx(quiet_s)
+    assert beat.without_progress_s == pytest.approx(quiet_s)
     assert beat.longest_step_s == pytest.approx(max(steps))
     assert beat.longest_pause_s == pytest.approx(warm_up_s)
-    assert beat.hangs == hangs
+    assert beat.is_hung == hangs
 
 
 def test_who_evaluates_is_alive(tmp_path, clock):
     found = Heartbeat(tmp_path / "heartbeat")
-    found.step()
+    found.record_step()
     for _ in range(100):
         clock.s += 9.0
-        found.alive()
-    assert not read_heartbeat(tmp_path / "heartbeat", clock.s + 9.0).hangs
+        found.record_progress()
+    assert not read_heartbeat(tmp_path / "heartbeat", clock.s + 9.0).is_hung
 
 
 @pytest.mark.parametrize("content", [None, b"", b"half"])

@@ -12,7 +12,7 @@ from stratbench.telemetry.machine.nvml import Nvml
 
 
 def test_counters_are_in_the_units_of_their_names():
-    counters = Nvml(FakeNvml()).gpus()[0].counters()
+    counters = Nvml(FakeNvml()).gpus()[0].read_counters()
     assert counters == {
         "gpu_util_pct": 97,
         "mem_bus_util_pct": 41,
@@ -37,7 +37,7 @@ def test_what_a_gpu_does_not_offer_is_absent_and_the_rest_stays():
         "nvmlDeviceGetFieldValues": NotSupported(),
         "nvmlDeviceGetPcieThroughput": NotSupported(),
     }
-    counters = Nvml(FakeNvml(failures=failures)).gpus()[0].counters()
+    counters = Nvml(FakeNvml(failures=failures)).gpus()[0].read_counters()
     assert counters.keys() == {
         "mem_used_bytes",
         "power_w",
@@ -55,20 +55,20 @@ def test_a_lost_gpu_answers_nothing_and_raises_nothing():
     library._failures = {name[1:]: GpuIsLost() for name in names} | {
         name: GpuIsLost() for name in library._answers
     }
-    assert gpu.counters() == {}
-    assert gpu.static() == {"index": 0}
-    assert gpu.computing() == {}
+    assert gpu.read_counters() == {}
+    assert gpu.read_identity_and_settings() == {"index": 0}
+    assert gpu.read_process_memory_bytes() == {}
     assert gpu.read_process_used_bytes() is None
 
 
 def test_free_clocks_are_an_empty_text_and_an_unknown_state_is_absent():
     free = FakeNvml(answers={"nvmlDeviceGetCurrentClocksEventReasons": 0})
-    assert Nvml(free).gpus()[0].counters()["throttle"] == ""
+    assert Nvml(free).gpus()[0].read_counters()["throttle"] == ""
     neither = (
         "nvmlDeviceGetCurrentClocksEventReasons",
         "nvmlDeviceGetCurrentClocksThrottleReasons",
     )
-    assert "throttle" not in Nvml(FakeNvml(missing=neither)).gpus()[0].counters()
+    assert "throttle" not in Nvml(FakeNvml(missing=neither)).gpus()[0].read_counters()
 
 
 def test_older_drivers_throttle_reasons_are_read_by_their_older_name():
@@ -76,7 +76,7 @@ def test_older_drivers_throttle_reasons_are_read_by_their_older_name():
         missing=("nvmlDeviceGetCurrentClocksEventReasons",),
         answers={"nvmlDeviceGetCurrentClocksThrottleReasons": 0x20},
     )
-    assert Nvml(library).gpus()[0].counters()["throttle"] == "sw_thermal_slowdown"
+    assert Nvml(library).gpus()[0].read_counters()["throttle"] == "sw_thermal_slowdown"
 
 
 def test_a_counter_of_pcie_that_wraps_between_two_samples_is_none():
@@ -85,14 +85,14 @@ def test_a_counter_of_pcie_that_wraps_between_two_samples_is_none():
 
     for kind, known in ((3, True), (1, False)):  # of 64 bits, and of 32
         library = FakeNvml(answers={"nvmlDeviceGetFieldValues": [field(9, kind)] * 4})
-        counters = Nvml(library).gpus()[0].counters()
+        counters = Nvml(library).gpus()[0].read_counters()
         assert counters.get("pcie_tx_bytes") == (9 if known else None)
         assert "nvmlDeviceGetPcieThroughput" not in library.calls  # it blocks
 
 
 def test_static_facts_identify_the_gpu():
     nvml = Nvml(FakeNvml(gpus=2))
-    assert nvml.gpus()[1].static() == {
+    assert nvml.gpus()[1].read_identity_and_settings() == {
         "index": 1,
         "name": "NVIDIA A100-SXM4-80GB",
         "uuid": UUIDS[1],
@@ -107,25 +107,25 @@ def test_static_facts_identify_the_gpu():
         "nvlinks_active": 10,
     }
     assert nvml.driver() == {"driver_version": "550.54.15", "cuda_driver_version": "12.4"}
-    assert nvml.topology() == [{"gpus": [0, 1], "path": "PXB"}]
+    assert nvml.list_gpu_pair_paths() == [{"gpus": [0, 1], "path": "PXB"}]
 
 
 def test_gpu_of_finds_by_uuid_and_only_by_it():
     nvml = Nvml(FakeNvml(gpus=2))
-    assert nvml.gpu_of(UUIDS[1]).index == 1
-    assert nvml.gpu_of("GPU-unknown") is None
-    assert nvml.gpu_of(None) is None
+    assert nvml.find_gpu_by_uuid(UUIDS[1]).index == 1
+    assert nvml.find_gpu_by_uuid("GPU-unknown") is None
+    assert nvml.find_gpu_by_uuid(None) is None
 
 
 def test_an_instance_is_found_by_the_uuid_that_cuda_tells_and_has_no_power_of_its_gpu():
     nvml = Nvml(FakeNvml(gpus=2, mig=True))
     for told in (INSTANCES[1], INSTANCES[1].replace("MIG", "GPU")):  # CUDA tells no prefix
-        instance = nvml.gpu_of(told)
+        instance = nvml.find_gpu_by_uuid(told)
         assert instance.index is None  # NVML's would be that of the first GPU
-        assert instance.static()["uuid"] == INSTANCES[1]
+        assert instance.read_identity_and_settings()["uuid"] == INSTANCES[1]
         assert instance.read_used_bytes() == 12884901888
-        assert instance.counters().keys().isdisjoint({"power_w", "energy_j"})
-    assert nvml.gpu_of(UUIDS[0]) is None  # CUDA may tell the GPU's for an instance
+        assert instance.read_counters().keys().isdisjoint({"power_w", "energy_j"})
+    assert nvml.find_gpu_by_uuid(UUIDS[0]) is None  # CUDA may tell the GPU's for an instance
 
 
 @pytest.mark.parametrize(
@@ -145,12 +145,12 @@ def test_an_instance_is_found_by_the_uuid_that_cuda_tells_and_has_no_power_of_it
     ],
 )
 def test_what_a_name_in_cuda_visible_devices_stands_for(name, mig, expected):
-    assert Nvml(FakeNvml(gpus=2, mig=mig)).uuid_named(name) == expected
+    assert Nvml(FakeNvml(gpus=2, mig=mig)).find_uuid(name) == expected
 
 
 def test_memory_of_this_process(monkeypatch):
     gpu = Nvml(FakeNvml()).gpus()[0]
-    assert list(gpu.computing()) == [4242]
+    assert list(gpu.read_process_memory_bytes()) == [4242]
     assert gpu.read_process_used_bytes() is None
     monkeypatch.setattr("os.getpid", lambda: 4242)
     assert gpu.read_process_used_bytes() == 1 << 30
@@ -171,7 +171,7 @@ def test_without_a_driver_there_are_no_gpus_and_a_reason():
     nvml = Nvml(FakeNvml(failures={"nvmlInit": NVMLError("Driver Not Loaded")}))
     assert nvml.gpus() == []
     assert nvml.driver() == {}
-    assert nvml.topology() == []
+    assert nvml.list_gpu_pair_paths() == []
     assert "Driver Not Loaded" in nvml.reason
 
 

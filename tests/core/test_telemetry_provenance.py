@@ -18,13 +18,13 @@ from torch import nn
 from stratbench.telemetry import provenance
 from stratbench.telemetry.git import read_git_state
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.provenance import hash_state, worker_provenance
+from stratbench.telemetry.provenance import collect_worker_provenance, hash_state
 
 
 def test_facts_of_a_cpu_worker_are_there_and_ready_for_json(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    facts = json.loads(json.dumps(worker_provenance("cpu")))
+    facts = json.loads(json.dumps(collect_worker_provenance("cpu")))
     assert facts["software"]["torch"] == torch.__version__
     assert facts["software"]["python"] == ".".join(str(part) for part in sys.version_info[:3])
     assert facts["host"]["threads"] == torch.get_num_threads()
@@ -46,7 +46,7 @@ def test_environment_is_taken_by_an_allow_list_and_secrets_never(monkeypatch):
     }
     for name, value in (taken | left).items():
         monkeypatch.setenv(name, value)
-    environment = worker_provenance("cpu")["environment"]
+    environment = collect_worker_provenance("cpu")["environment"]
     assert taken.items() <= environment.items()
     assert not left.keys() & environment.keys()
 
@@ -80,13 +80,13 @@ def test_environment_is_taken_by_an_allow_list_and_secrets_never(monkeypatch):
 )
 def test_a_value_that_looks_like_a_secret_is_left_out(monkeypatch, name, value, secret):
     monkeypatch.setenv(name, value)
-    assert (name not in worker_provenance("cpu")["environment"]) is secret
+    assert (name not in collect_worker_provenance("cpu")["environment"]) is secret
 
 
 def test_slurm_job_is_named_inside_one(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JWT", "secret")
-    slurm = worker_provenance("cpu")["slurm"]
+    slurm = collect_worker_provenance("cpu")["slurm"]
     assert slurm["SLURM_JOB_ID"] == "77"
     assert "SLURM_JWT" not in slurm
 
@@ -95,7 +95,7 @@ def test_flags_follow_the_settings():
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert worker_provenance("cpu")["flags"]["float32_matmul_precision"] == "high"
+        assert collect_worker_provenance("cpu")["flags"]["float32_matmul_precision"] == "high"
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -110,7 +110,7 @@ def test_gpu_facts_join_torchs_and_nvmls(monkeypatch):
         uuid=UUIDS[1].removeprefix("GPU-"),
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    facts = worker_provenance("cuda:0", nvml=Nvml(FakeNvml(gpus=2)))
+    facts = collect_worker_provenance("cuda:0", nvml=Nvml(FakeNvml(gpus=2)))
     # CUDA's first device is NVML's second: found by UUID, not by number.
     assert facts["gpu"]["index"] == 1
     assert facts["gpu"]["uuid"] == UUIDS[1]
@@ -118,7 +118,7 @@ def test_gpu_facts_join_torchs_and_nvmls(monkeypatch):
     assert facts["driver"]["driver_version"] == "550.54.15"
     assert facts["topology"] == [{"gpus": [0, 1], "path": "PXB"}]
     without = Nvml(FakeNvml(failures={"nvmlInit": OSError("no driver")}))
-    facts = worker_provenance("cuda:0", nvml=without)
+    facts = collect_worker_provenance("cuda:0", nvml=without)
     assert facts["gpu"]["name"] == "NVIDIA A100-SXM4-80GB"
     assert "driver" not in facts
     assert facts["nvml_reason"] == "OSError: no driver"
@@ -127,8 +127,8 @@ def test_gpu_facts_join_torchs_and_nvmls(monkeypatch):
 @pytest.mark.slow
 def test_torchvision_is_not_imported_for_its_version():
     program = (
-        "import sys; from stratbench.telemetry.provenance import worker_provenance;"
-        "worker_provenance('cpu'); sys.exit('torchvision' in sys.modules)"
+        "import sys; from stratbench.telemetry.provenance import collect_worker_provenance;"
+        "collect_worker_provenance('cpu'); sys.exit('torchvision' in sys.modules)"
     )
     root = Path(provenance.__file__).parents[2]
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=300)

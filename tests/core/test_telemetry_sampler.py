@@ -69,7 +69,7 @@ def test_it_sees_a_process_burn_cpu_and_takes_a_last_sample(tmp_path):
     origin_s = time.monotonic() - 50
     sampler = Sampler(out, out.with_suffix(".pids"), origin_s, period_s=0.1)
     with burning() as child:
-        sampler.watch("rank0", child.pid)
+        sampler.watch_process("rank0", child.pid)
         until(lambda: len(samples(out, "process")) >= 6 and has_burnt(samples(out, "process")))
     ended_s = time.monotonic() - origin_s
     assert sampler.stop() is True
@@ -136,9 +136,9 @@ def test_a_process_is_sampled_when_it_is_named_and_not_at_the_next_period_only(t
     sampler = Sampler(out, out.with_suffix(".pids"), time.time(), period_s=600)
     try:
         until(lambda: samples(out, "host"))
-        sampler.watch("rank0", os.getpid())
+        sampler.watch_process("rank0", os.getpid())
         until(lambda: processes(out) == ["rank0"])
-        sampler.watch("rank1", os.getpid())
+        sampler.watch_process("rank1", os.getpid())
         until(lambda: processes(out) == ["rank0", "rank0", "rank1"])
     finally:
         sampler.stop()
@@ -150,7 +150,7 @@ def test_naming_processes_does_not_disturb_a_sampler_that_is_starting(tmp_path):
         out = tmp_path / f"out{i}.csv"
         sampler = Sampler(out, out.with_suffix(".pids"), time.time(), period_s=600)
         for rank in range(3):
-            sampler.watch(f"rank{rank}", os.getpid())
+            sampler.watch_process(f"rank{rank}", os.getpid())
         until(lambda out=out: set(processes(out)) == {"rank0", "rank1", "rank2"})
         assert sampler.stop() is True
 
@@ -189,7 +189,7 @@ def test_it_ends_when_its_launcher_is_killed(tmp_path):
 def test_a_sampler_that_cannot_start_fails_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sampler_module.sys, "executable", str(tmp_path / "no-python"))
     sampler = Sampler(tmp_path / "samples.csv", tmp_path / "pids", time.time())
-    sampler.watch("rank0", os.getpid())
+    sampler.watch_process("rank0", os.getpid())
     assert sampler.pid is None
     assert sampler.stop() is False
     assert "no timeline" in capsys.readouterr().err
@@ -259,7 +259,7 @@ def sampled_with(
 
 def test_strangers_are_looked_for_once_in_two_samples():
     looks = []
-    watch = SimpleNamespace(look=looks.append, write=lambda: None)
+    watch = SimpleNamespace(poll_gpus=looks.append, write_file=lambda: None)
     rows = sampled_with(FakeNvml(gpus=1), 6, foreign_processes=watch)
     times_s = [float(row["t_s"]) for row in rows if row["kind"] == "host"]
     assert 2 <= len(looks) < len(times_s)
@@ -358,19 +358,19 @@ def test_without_a_driver_the_host_is_sampled_all_the_same():
 def test_watched_reads_whole_lines_as_they_come_and_drops_the_dead(tmp_path):
     pids = tmp_path / "pids"
     watched = CellProcesses(pids)
-    assert watched.refresh() is False  # not there yet
+    assert watched.read_new_processes() is False  # not there yet
     with burning() as child:
         pids.write_text(f"rank0 {child.pid}\nrank1 {os.getpid()}")
-        assert watched.refresh() is True
-        assert [row["id"] for row in watched.sample()] == ["rank0"]
+        assert watched.read_new_processes() is True
+        assert [row["id"] for row in watched.sample_processes()] == ["rank0"]
         with pids.open("a") as file:
             file.write("\nrank2 not-a-number\n")
-        watched.refresh()
-        assert [row["id"] for row in watched.sample()] == ["rank0", "rank1"]
+        watched.read_new_processes()
+        assert [row["id"] for row in watched.sample_processes()] == ["rank0", "rank1"]
         child.kill()
         until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
         # A process that was not waited for yet would read as one without memory.
-        assert [row["id"] for row in watched.sample()] == ["rank1"]
+        assert [row["id"] for row in watched.sample_processes()] == ["rank1"]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
@@ -383,7 +383,7 @@ def test_it_keeps_off_the_cores_of_the_watched(tmp_path):
     try:
         with burning() as child:
             os.sched_setaffinity(child.pid, cores[:1])
-            sampler.watch("rank0", child.pid)
+            sampler.watch_process("rank0", child.pid)
             until(lambda: os.sched_getaffinity(sampler.pid) == set(cores[1:]))
     finally:
         sampler.stop()

@@ -46,8 +46,8 @@ def test_phase_log_counts_from_the_origin_and_appends(tmp_path, monkeypatch):
     path = tmp_path / "rank1.jsonl"
     for phase in ("setup", "eval"):
         log = PhaseLog(path, rank=1, origin_s=100.0)
-        log.write(phase, "start")
-        log.write(phase, "end")
+        log.write_phase_event(phase, "start")
+        log.write_phase_event(phase, "end")
     setup, evaluation = read_phases([path])
     assert (setup.rank, setup.phase, evaluation.phase) == (1, "setup", "eval")
     assert (setup.start_s, setup.end_s) == (100, 100.25)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from stratbench.workload.data import generated, prepared, sources
-from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.datasets import DATASETS, describe_data_set
 from stratbench.workload.data.device_data import DeviceData, choose_eval_batch, make_example_batch
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 
 REAL_DATA = os.environ.get("STRATBENCH_TEST_DATA")
@@ -26,12 +26,12 @@ SPEC = {
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text") / "chain"
-    prepare("chain", folder, spec=SPEC)
+    prepare_data_set("chain", folder, spec=SPEC)
     return folder
 
 
 def test_a_piece_ends_where_the_next_begins() -> None:
-    samples, chunks = sources.cut_into_pieces(np.arange(11), 3)
+    samples, chunks = sources.cut_text_into_samples(np.arange(11), 3)
     [(inputs, targets)] = chunks
     assert samples == 3
     assert inputs.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
@@ -39,8 +39,8 @@ def test_a_piece_ends_where_the_next_begins() -> None:
 
 
 def test_each_token_is_the_next_of_the_one_before_it(chain: Path) -> None:
-    meta, arrays = prepared.read(chain)
-    facts = describe("chain", SPEC)
+    meta, arrays = prepared.read_data_set(chain)
+    facts = describe_data_set("chain", SPEC)
     assert meta["generated"]
     assert tuple(meta["shape"]) == facts.shape == (32,)
     assert (meta["train_samples"], meta["test_samples"]) == (2000, 40)
@@ -51,7 +51,7 @@ def test_each_token_is_the_next_of_the_one_before_it(chain: Path) -> None:
 
 def test_the_least_loss_is_that_of_who_knows_the_chain(chain: Path) -> None:
     """A table of how often each token follows each is, with so much text, nearly the chain itself."""
-    meta, arrays = prepared.read(chain)
+    meta, arrays = prepared.read_data_set(chain)
     counts = np.zeros((12, 12))
     np.add.at(counts, (arrays["train_inputs"], arrays["train_targets"]), 1)
     assert ((counts > 0).sum(axis=1) <= generated.MARKOV_SUCCESSORS).all()
@@ -68,26 +68,28 @@ def test_the_least_loss_is_that_of_who_knows_the_chain(chain: Path) -> None:
 
 
 def test_the_same_seed_makes_the_same_text(chain: Path, tmp_path: Path) -> None:
-    sha256 = prepared.read(chain)[0]["sha256"]
-    assert prepare("chain", tmp_path / "same", spec=SPEC)["sha256"] == sha256
-    assert prepare("chain", tmp_path / "other", spec=SPEC | {"seed": 1})["sha256"] != sha256
+    sha256 = prepared.read_data_set(chain)[0]["sha256"]
+    assert prepare_data_set("chain", tmp_path / "same", spec=SPEC)["sha256"] == sha256
+    assert (
+        prepare_data_set("chain", tmp_path / "other", spec=SPEC | {"seed": 1})["sha256"] != sha256
+    )
 
 
 def test_a_vocabulary_beyond_a_byte_is_kept_whole(tmp_path: Path) -> None:
-    prepare("large", tmp_path / "large", spec=SPEC | {"vocabulary": 5000})
-    _, arrays = prepared.read(tmp_path / "large")
+    prepare_data_set("large", tmp_path / "large", spec=SPEC | {"vocabulary": 5000})
+    _, arrays = prepared.read_data_set(tmp_path / "large")
     assert arrays["train_inputs"].dtype == np.int32
     assert 1000 < arrays["train_inputs"].max() < 5000
 
 
 def test_batches_are_tokens_and_their_next_ones(chain: Path) -> None:
     data = DeviceData.load(chain)
-    x, y = data.batch(torch.tensor([5, 0]))
+    x, y = data.make_training_batch(torch.tensor([5, 0]))
     assert x.dtype == y.dtype == torch.int64
     assert x.shape == y.shape == (2, 32)
     assert torch.equal(x[:, 1:], y[:, :-1])
-    assert torch.equal(data.test_batch(10, 20)[0], data.test_inputs[10:20].long())
-    assert data.tables(0, 0, augment=True).augmentation is None
+    assert torch.equal(data.make_test_batch(10, 20)[0], data.test_inputs[10:20].long())
+    assert data.draw_epoch_tables(0, 0, augment=True).augmentation is None
     shown = make_example_batch(
         2, (32,), 12, torch.device("cpu"), torch.float32, torch.contiguous_format
     )
@@ -115,7 +117,7 @@ def test_long_texts_are_evaluated_a_few_at_once() -> None:
 )
 def test_a_wrong_spec_is_refused(spec: dict, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        describe("mine", spec)
+        describe_data_set("mine", spec)
 
 
 def test_a_text_that_is_not_the_published_one_is_refused(tmp_path: Path) -> None:
@@ -123,23 +125,23 @@ def test_a_text_that_is_not_the_published_one_is_refused(tmp_path: Path) -> None
     folder.mkdir()
     (folder / "input.txt").write_text("To be, or not to be")
     with pytest.raises(DataError, match=r"input.txt: is corrupt or truncated \(19 bytes\)"):
-        prepare("tinyshakespeare", tmp_path / "out", tmp_path, download=False)
+        prepare_data_set("tinyshakespeare", tmp_path / "out", tmp_path, download=False)
 
 
 def test_a_missing_text_is_told_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"put into ROOT/tinyshakespeare/\n.*/input.txt"):
-        prepare("tinyshakespeare", tmp_path / "out", tmp_path, download=False)
+        prepare_data_set("tinyshakespeare", tmp_path / "out", tmp_path, download=False)
 
 
 @pytest.mark.skipif(REAL_DATA is None, reason="STRATBENCH_TEST_DATA is not set")
 def test_the_real_text_has_its_alphabet_and_its_counts(tmp_path: Path) -> None:
-    meta = prepare("tinyshakespeare", tmp_path / "out", REAL_DATA, download=False)
+    meta = prepare_data_set("tinyshakespeare", tmp_path / "out", REAL_DATA, download=False)
     facts = DATASETS["tinyshakespeare"]
     assert (meta["train_samples"], meta["test_samples"]) == (
         facts.train_samples,
         facts.test_samples,
     )
-    _, arrays = prepared.read(tmp_path / "out")
+    _, arrays = prepared.read_data_set(tmp_path / "out")
     assert set(np.unique(arrays["train_inputs"])) <= set(range(facts.classes))
     assert len(np.unique(np.concatenate(list(arrays.values())))) == facts.classes
     # Token 0 is the new line: the text begins with "First Citizen:\nBefore".

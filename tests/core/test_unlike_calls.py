@@ -10,11 +10,11 @@ import pytest
 from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
-from stratbench.telemetry.heartbeat import MAX_CALLS, Heartbeat, read_calls
+from stratbench.telemetry.heartbeat import MAX_CALLS, Heartbeat, read_shard_group_calls
 from stratbench.train import ending
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
-from stratbench.train.standing import Standing, unlike_step
+from stratbench.train.standing import Standing, find_first_unequal_step
 from stratbench.workload import users_code
 
 #: From its fourth step on rank 1 leaves out a layer of another size: gloo ends the process.
@@ -47,7 +47,7 @@ def test_a_collective_that_gloo_aborts_ends_in_the_sentence_of_the_calls(
 ):
     (tmp_path / "leaves_out.py").write_text(LEAVES_OUT)
     spec = {"call": "leaves_out.Net", "kwargs": {}, "wrap_classes": ["Part"]}
-    own = spec | users_code.compute_fingerprint(spec["call"], [tmp_path])
+    own = spec | users_code.compute_code_fingerprint(spec["call"], [tmp_path])
     s = settings("fsdp", model="mine", own_model=own, epochs=3)
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     code, output = launched.finish()
@@ -68,11 +68,16 @@ def test_a_collective_that_gloo_aborts_ends_in_the_sentence_of_the_calls(
 def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second, step):
     """As with NCCL, which waits where gloo aborts."""
     stood = {
-        f"rank{rank}": vars(Standing(steps, "train", None, 50.0, 0.2, hangs=True, groups=groups))
+        f"rank{rank}": vars(
+            Standing(steps, "train", None, 50.0, 0.2, is_hung=True, called_groups=groups)
+        )
         for rank, (steps, groups) in enumerate((first, second))
     }
     assert (
-        unlike_step({rank: Standing(**entry) for rank, entry in enumerate(stood.values())}) == step
+        find_first_unequal_step(
+            {rank: Standing(**entry) for rank, entry in enumerate(stood.values())}
+        )
+        == step
     )
     s = replace(settings("fsdp"), model="mine")
     job = Job(
@@ -80,9 +85,9 @@ def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second,
         data={"shape": [1, 16, 16], "train_samples": 64}, folder=RunFolder(tmp_path), workers_per_node=2,
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0, time_limit_s=10,
     )  # fmt: skip
-    job.folder.write_standing(0, stood)
+    job.folder.write_worker_states(0, stood)
     exits = Exits([ProcessExit(name, None) for name in stood], timed_out=True)
-    found = ending.classify(job, exits)
+    found = ending.classify_ending(job, exits)
     if step is None:
         assert found.status == "error"
         assert found.reason.startswith("it hangs: no worker got on")
@@ -92,13 +97,13 @@ def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second,
 
 def test_calls_are_those_of_the_last_step(tmp_path: Path):
     path = tmp_path / "heartbeat"
-    assert read_calls(path) == []
+    assert read_shard_group_calls(path) == []
     heartbeat = Heartbeat(path)
     for group in (1, 2, 3):
-        heartbeat.call(group)
-    heartbeat.step()
-    assert read_calls(path) == [1, 2, 3]
+        heartbeat.record_group_call(group)
+    heartbeat.record_step()
+    assert read_shard_group_calls(path) == [1, 2, 3]
     heartbeat.forget_calls()
     for _ in range(MAX_CALLS + 5):
-        heartbeat.call(7)
-    assert read_calls(path) == [7] * MAX_CALLS
+        heartbeat.record_group_call(7)
+    assert read_shard_group_calls(path) == [7] * MAX_CALLS

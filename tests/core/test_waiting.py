@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.study.slurm import commands, job_states
 from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.waiting import PATIENCE_S, WaitingJobs, describe_progress
@@ -52,14 +52,14 @@ def test_a_reason_is_told_once_with_its_meaning(reason, meaning):
     start = f"SLURM job 12 (results/a/record.json) waits for the reason {reason}: "
     assert sentence.startswith(start)
     assert meaning in sentence
-    assert sentence.endswith("; `scancel 12` cancels it " + help_address("for the reason"))
+    assert sentence.endswith("; `scancel 12` cancels it " + format_help_address("for the reason"))
 
 
 def test_a_reason_that_is_not_known_is_told_in_slurms_word_with_its_estimate():
     [sentence] = told({"12": pending("SitePolicy7", "2026-12-01T08:00:00")})
     assert sentence == (
         "SLURM job 12 (results/a/record.json) waits for the reason SitePolicy7; SLURM expects it to start at "
-        f"2026-12-01T08:00:00; `scancel 12` cancels it {help_address('for the reason')}"
+        f"2026-12-01T08:00:00; `scancel 12` cancels it {format_help_address('for the reason')}"
     )
 
 

@@ -17,8 +17,8 @@ from launching import LIMIT_S, WORKFLOW, settings
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.train import forkserver, worker
-from stratbench.train.worker import is_out_of_memory
-from stratbench.workload.network.precision import effective_dtypes
+from stratbench.train.worker import is_out_of_memory_error
+from stratbench.workload.network.precision import get_effective_dtypes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,7 +60,7 @@ NO_ENGINE = [
     ids=lambda e: f"{type(e).__name__}-{str(e)[-30:]}",
 )
 def test_out_of_memory_in_every_librarys_words(error: BaseException):
-    assert is_out_of_memory(error)
+    assert is_out_of_memory_error(error)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_out_of_memory_in_every_librarys_words(error: BaseException):
     ids=lambda e: f"{type(e).__name__}-{str(e)[-30:]}",
 )
 def test_what_is_not_for_want_of_memory(error: BaseException):
-    assert not is_out_of_memory(error)
+    assert not is_out_of_memory_error(error)
 
 
 @pytest.mark.parametrize("message", NO_ENGINE)
@@ -101,14 +101,14 @@ def test_cudnn_without_an_engine_is_out_of_memory_on_a_full_gpu(
     }.items():  # fmt: skip
         stand_in = mock.create_autospec(getattr(torch.cuda, name), return_value=answer)
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    assert is_out_of_memory(RuntimeError(message)) is expected
+    assert is_out_of_memory_error(RuntimeError(message)) is expected
 
 
 def test_a_broken_gpu_is_not_a_full_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     broken = mock.Mock(side_effect=RuntimeError("CUDA error: an illegal memory access"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
-    assert not is_out_of_memory(RuntimeError(NO_ENGINE[0]))
+    assert not is_out_of_memory_error(RuntimeError(NO_ENGINE[0]))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_broken_gpu_is_not_a_full_one(monkeypatch):
 def test_tf32_is_said_only_where_it_is_used(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 0) if capability else torch.device("cpu")
-    assert effective_dtypes("tf32", device) == {
+    assert get_effective_dtypes("tf32", device) == {
         "weights_dtype": "float32",
         "compute_dtype": expected,
     }
@@ -140,7 +140,7 @@ def test_the_group_is_connected_when_it_has_been_joined(monkeypatch, tmp_path, d
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr(torch, "zeros", zeros)
     job = mock.Mock(n_nodes=1, world_size=1, folder=RunFolder(tmp_path))
-    worker.join_group(job, 0, device)
+    worker.join_process_group(job, 0, device)
     assert init.call_args.args == ("nccl" if device.type == "cuda" else "gloo",)
     assert init.call_args.kwargs["device_id"] == (device if device.type == "cuda" else None)
     reduce.assert_called_once_with(zeros.return_value)
@@ -155,7 +155,7 @@ def asked():
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = asked
 torch._C._cuda_getCurrentRawStream = asked  # a build for CUDA has it, and is taken for one now
 from stratbench.train import forkserver
-assert "worker" in forkserver.entries()
+assert "worker" in forkserver.import_entry_functions()
 assert not torch.cuda.is_initialized()
 try:
     torch.cuda.is_available()

@@ -56,7 +56,9 @@ class Elastic:
 
     def entries(self) -> list[dict[str, Any]]:
         """What the keeper has noted of worker jobs: at their submission, and at their end."""
-        return list(map(json.loads, RunFiles(self.run).worker_jobs.read_text().split("\n")[:-1]))
+        return list(
+            map(json.loads, RunFiles(self.run).worker_jobs_path.read_text().split("\n")[:-1])
+        )
 
     def job_of(self, number: int) -> str:
         """The id of the SLURM job of a worker."""
@@ -64,7 +66,7 @@ class Elastic:
 
     def process_of(self, number: int) -> psutil.Process:
         """The process of a worker: SLURM's nodes are all on this machine."""
-        job = str(self.run.job)
+        job = str(self.run.job_path)
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             is_worker = words[-2:] == [job, str(number)] and "srun" not in words[0]
@@ -74,7 +76,7 @@ class Elastic:
 
     def incarnation(self) -> dict[str, Any]:
         """What the last launcher has kept of its members."""
-        incarnations = RunFiles(self.run).list_launcher_files()
+        incarnations = RunFiles(self.run).list_incarnation_paths()
         return json.loads(incarnations[-1].read_text()) if incarnations else {"generations": []}
 
     def came(self) -> set[int]:
@@ -103,7 +105,7 @@ class Served(Elastic):
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What the servers noted of this kind."""
-        return [e for e in read_journal(RunFiles(self.run).servers) if e["event"] == kind]
+        return [e for e in read_journal(RunFiles(self.run).servers_dir) if e["event"] == kind]
 
     def wait_for(self, kind: str, count: int) -> list[dict[str, Any]]:
         """Wait until the servers have noted so many events of a kind; these."""
@@ -111,7 +113,7 @@ class Served(Elastic):
 
     def present(self) -> set[int]:
         here: set[int] = set()
-        for event in read_journal(RunFiles(self.run).servers):
+        for event in read_journal(RunFiles(self.run).servers_dir):
             if event["event"] == "incarnation":
                 here.clear()
             elif event["event"] == "begin":

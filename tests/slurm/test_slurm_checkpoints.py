@@ -62,7 +62,7 @@ def test_a_cell_that_loses_a_worker_ends_on_all_nodes_and_goes_on_when_tried_aga
     assert record["restarts"]["between_s"] > 0
     assert [j["state"] for j in workflow.slurm_jobs("one")] == ["FAILED", "TIMEOUT", "COMPLETED"]
     assert record["batch"]["updates_applied"] == 60 * record["batch"]["steps_per_epoch"]
-    assert not folder.kept.exists()
+    assert not folder.saved_state_dir.exists()
     assert (record["provenance"]["nodes"], record["provenance"]["workers_per_node"]) == (2, 2)
     assert [w["rank"] for w in record["workers"]] == [0, 1, 2]
     for job in workflow.slurm_jobs("one"):

@@ -10,7 +10,7 @@ from cluster_workflow import CELLS_ONLY, ENDLESS, ClusterWorkflow, study
 
 from launching import until
 from stratbench.cell.coordinates import Cell
-from stratbench.study.order import priority
+from stratbench.study.order import compute_job_priority
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 pytest_plugins = ["cluster_fixtures"]
@@ -33,7 +33,7 @@ def test_cells_are_submitted_repeat_after_repeat(slurm: SlurmCluster, tmp_path: 
         cells.append(
             Cell("tiny", experiment, strategy, model, "tiny-images", int(gpus), int(repeat))
         )
-    wanted = sorted(cells, key=priority, reverse=True)
+    wanted = sorted(cells, key=compute_job_priority, reverse=True)
     # The plugin submits from two threads, of which one may lag.
     apart = [abs(place - wanted.index(cell)) for place, cell in enumerate(cells)]
     print(f"\nplaces apart: {apart}")

@@ -68,9 +68,9 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
         assert len(lost["tickets"]) <= 1  # none while it evaluates
         here = {cell: cell.wait_for_new(here[cell]) for cell in cells}
 
-        assert split.run.secret.stat().st_mode & 0o777 == 0o600
+        assert split.run.secret_path.stat().st_mode & 0o777 == 0o600
         shown = slurm.run("scontrol", "show", "job", split.job_of(min(here[split])))
-        assert split.run.secret.read_text() not in shown
+        assert split.run.secret_path.read_text() not in shown
 
         # Who is preempted leaves, and is submitted anew; the others stay.
         each = slurm.run("squeue", "-h", "-j", split.job_of(min(here[split])), "-o", "%m")
@@ -94,7 +94,7 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
             slurm.run("scontrol", "update", f"JobId={job}", "EndTime=now+50")
         for cell, numbers in stayed.items():
             print("USR1:", noticed(cell, "left", {min(numbers)}, since))
-            log = cell.run.log(f"rank{min(numbers)}").read_text()
+            log = cell.run.get_log_path(f"rank{min(numbers)}").read_text()
             assert "SIGUSR1: this worker leaves" in log
         slurm.run("scancel", other)
         here = {cell: cell.wait_for_new(here[cell]) for cell in cells}

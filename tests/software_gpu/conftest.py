@@ -19,7 +19,7 @@ from launching import LaunchedCell
 from stratbench.cell import record, software_gpu
 from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 if not software_gpu.is_installed():
     raise pytest.UsageError(
@@ -60,7 +60,7 @@ def gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """256 images of 16x16 pixels in 3 colours and 3 classes, prepared."""
     folder = tmp_path_factory.mktemp("data") / "images"
-    prepare("images", folder, spec=IMAGES["data_spec"])
+    prepare_data_set("images", folder, spec=IMAGES["data_spec"])
     return folder
 
 

@@ -16,18 +16,18 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import schema
+from stratbench.study.config.schema import build_config_schema
 from stratbench.workload.network.models import MODELS
 
 #: The strategies that this Python can run.
 INSTALLED = [
     name
     for name in REGISTRY
-    if (cls := strategy_class(name)).kind != "own"
+    if (cls := get_strategy_class(name)).kind != "own"
     and not any(iter_missing_requirements([(name, cls, {})]))
 ]
 COUNTS = (1, 2, 4, 8)
@@ -63,7 +63,7 @@ STEPS = 8
 @cache
 def precisions() -> tuple[str, ...]:
     """All that a config takes."""
-    return tuple(schema()["$defs"]["experiment"]["properties"]["precision"]["enum"])
+    return tuple(build_config_schema()["$defs"]["experiment"]["properties"]["precision"]["enum"])
 
 
 @cache
@@ -103,7 +103,7 @@ class Planned:
             "device": "cuda",
             "threads": 1,
         }
-        cls = strategy_class(self.strategy)
+        cls = get_strategy_class(self.strategy)
         if cls.policy and cls.Options().refusal("sgd"):
             experiment |= {"optimizer": "adamw", "lr": 0.01, "momentum": None}
         experiment |= self.keys
@@ -177,7 +177,7 @@ def values_of(hint: Any, default: Any) -> Iterator[Any]:
 @cache
 def wishes_of(strategy: str) -> tuple[Wish, ...]:
     """What the strategy shall meet: each value of each of its options, and all of SETTINGS."""
-    options = strategy_class(strategy).Options
+    options = get_strategy_class(strategy).Options
     hints = get_type_hints(options)
     found = [
         Wish(spec.name, value)
@@ -190,7 +190,7 @@ def wishes_of(strategy: str) -> tuple[Wish, ...]:
 
 def base_options(strategy: str) -> dict[str, Any]:
     """Options of all its cells: what is done every so many steps is done every second one."""
-    options = strategy_class(strategy).Options
+    options = get_strategy_class(strategy).Options
     return {
         spec.name: 2
         for spec in fields(options)

@@ -19,7 +19,7 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.audit import memory, traffic, workers
 from stratbench.extensions.audit.across_cells import machines
 from stratbench.extensions.audit.rule import AuditData, Rule
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 pytestmark = pytest.mark.timeout(900)
 #: Kinds of evidence that are not times.
@@ -33,7 +33,7 @@ def data_sets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Settings], 
 
     def prepared(s: Settings) -> Path:
         if not (root / s.dataset).exists():
-            prepare(s.dataset, root / s.dataset, spec=s.data_spec)
+            prepare_data_set(s.dataset, root / s.dataset, spec=s.data_spec)
         return root / s.dataset
 
     return prepared
@@ -81,7 +81,7 @@ def findings(record: Record) -> list[str]:
     """What the audit finds wrong in devices, workers, memory and traffic of a record."""
     evidence = AuditData(pd.DataFrame(columns=list(COLUMNS)), [record])
     return [
-        f"{rule.id}: {found.figures}"
+        f"{rule.id}: {found.values_text}"
         for module in SOUND
         for rule in vars(module).values()
         if isinstance(rule, Rule) and rule.severity != "note" and rule.id not in OF_THE_MACHINE

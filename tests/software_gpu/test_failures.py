@@ -176,7 +176,7 @@ def test_another_process_that_computes_on_a_cells_gpu_is_found_by_the_audit(
         code, output = cell.finish(LIMIT_S)
     assert code == 0, output
     found = [
-        f.figures for rule in RULES for f in rule.check(alone(record.read_record(cell.record)))
+        f.values_text for rule in RULES for f in rule.check(alone(record.read_record(cell.record)))
     ]
     assert any(str(pid) in figures for figures in found), found
 

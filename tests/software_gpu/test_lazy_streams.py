@@ -34,7 +34,7 @@ _evaluate = evaluate
 def evaluate(strategy, *rest, **more):
     from stratbench.telemetry.provenance import hash_state
 
-    with strategy.evaluating() as model:
+    with strategy.open_evaluation_model() as model:
         print("weights", hash_state(model.state_dict()), flush=True)
     return _evaluate(strategy, *rest, **more)
 """
@@ -75,7 +75,7 @@ def weights(
         cell = start_cell(s, data_dir=data, workflow=copy)
         code, output = cell.finish(LIMIT_S)
         assert code == 0, output
-        text = "".join(path.read_text() for path in cell.folder.process_logs())
+        text = "".join(path.read_text() for path in cell.folder.list_log_paths())
         (found,) = re.findall(r"^weights (\w+)$", text, re.MULTILINE)
         cell.record.unlink()
         shutil.rmtree(cell.logs)

@@ -70,14 +70,14 @@ def test_each_rank_holds_and_sends_what_the_plan_says(
     assert record["status"] == "ok", record["reason"]
     assert findings(record) == []
     planned = plan_of(cell, record, tmp_path)
-    row = against_records.prediction_row(planned, record)
+    row = against_records.make_prediction_row(planned, record)
     assert row["states_bytes_predicted"] == row["states_bytes_measured"]
     assert row["sent_bytes_predicted"] == pytest.approx(row["sent_bytes_measured"], rel=1e-9)
     mesh, samples = Mesh(**record["strategy"]["mesh"]), planned.subject.samples_per_step
-    assert len(planned.footprint.each) == mesh.stages
+    assert len(planned.footprint.footprint_per_stage) == mesh.stages
     for worker in record["workers"]:
-        of_rank = planned.footprint.each[mesh.place(worker["rank"]).stage]
-        peak = of_rank.training_peak(samples, RESIDENT).n_bytes + planned.needs.data_bytes
+        of_rank = planned.footprint.footprint_per_stage[mesh.place(worker["rank"]).stage]
+        peak = of_rank.compute_training_peak(samples, RESIDENT).n_bytes + planned.needs.data_bytes
         held = worker["memory"]["requested_peak_bytes"] - worker["memory"]["cublas_bytes"]
         assert held == pytest.approx(peak, rel=PEAK, abs=PEAK_BYTES), worker["rank"]
 

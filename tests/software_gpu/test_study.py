@@ -19,10 +19,10 @@ from machine import Machine
 from tiny_study import Workflow
 
 from stratbench.cell import record, software_gpu
-from stratbench.extensions.plan.against_records import prediction_rows
+from stratbench.extensions.plan.against_records import make_prediction_rows
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.schedule import make_plan
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.study.config.config import load_config
 
 pytestmark = pytest.mark.timeout(1800)
@@ -34,7 +34,7 @@ def one_of_each_family() -> list[str]:
     for name in INSTALLED:
         if Planned(name, "bf16", 1, "vgg-compact", {}).refusal() is not None:
             continue
-        found.setdefault(strategy_class(name).family, name)
+        found.setdefault(get_strategy_class(name).family, name)
     return list(found.values())
 
 
@@ -98,7 +98,7 @@ def test_memory_and_traffic_agree_with_the_plan(study: Workflow) -> None:
             cell: record.read_record(cell.record_path(read["results"])) for cell in tiny.cells
         }
         plan = make_plan(read, check_study(read, tiny), records)
-    rows = pd.DataFrame(prediction_rows(plan, records))
+    rows = pd.DataFrame(make_prediction_rows(plan, records))
     assert set(rows["strategy"]) == set(one_of_each_family())
     assert (rows["states_bytes_predicted"] == rows["states_bytes_measured"]).all()
     assert (rows["sent_bytes_predicted"] == rows["sent_bytes_measured"]).all()

@@ -66,30 +66,30 @@ def trained(
 ) -> Any:
     """The strategy `name` after the training loop has trained and evaluated, and the loop's result."""
     from stratbench.cell.run_folder import RunFolder
-    from stratbench.strategies import strategy_class
+    from stratbench.strategies import get_strategy_class
     from stratbench.strategies.base import Worker
     from stratbench.telemetry.clock import Phases
     from stratbench.telemetry.memory import MemoryMeter
     from stratbench.telemetry.timeline import PhaseLog
     from stratbench.train import loop
     from stratbench.workload.data.device_data import DeviceData
-    from stratbench.workload.data.prepare import prepare
+    from stratbench.workload.data.prepare import prepare_data_set
     from stratbench.workload.network import models
 
     _, study = load_study(folder, strategies=[name], models=[model], dataset=dataset, **changes)
     s = study.settings(study.cells[0])
-    meta = prepare(dataset, folder / "data", root=folder)
-    shape = models.input_shape(model, tuple(meta["shape"]))
+    meta = prepare_data_set(dataset, folder / "data", root=folder)
+    shape = models.compute_input_shape(model, tuple(meta["shape"]))
     data = DeviceData.load(folder / "data", CPU, shape, torch.float32)
     net = models.build_for_training(model, meta["classes"], shape, s.seed, CPU, torch.float32)
     run_folder = RunFolder(folder)
-    worker = Worker(s, 0, 1, 1, CPU, run_folder, models.wrap_groups(model, net))
+    worker = Worker(s, 0, 1, 1, CPU, run_folder, models.list_wrap_groups(model, net))
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    cls = strategy_class(name)
+    cls = get_strategy_class(name)
     strategy = cls(cls.Options(**s.options))
     strategy.setup(net, worker)
-    log = PhaseLog(run_folder.phases(0), 0, 0.0)
+    log = PhaseLog(run_folder.get_phase_log_path(0), 0, 0.0)
     phases, progress = Phases("cpu", log), loop.Progress(run_folder)
     return strategy, loop.train(strategy, data, worker, phases, log, MemoryMeter(CPU), progress)
 
@@ -97,10 +97,10 @@ def trained(
 def footprint_of(folder: Path, **changes: Any) -> Any:
     """The plan's prediction of the first cell of a study."""
     from stratbench.extensions.plan.footprint.footprint import make_footprint
-    from stratbench.extensions.plan.needs import subject_of
+    from stratbench.extensions.plan.needs import make_subject
 
     config, study = load_study(folder, **changes)
-    return make_footprint(subject_of(config, study, study.cells[0]).request)
+    return make_footprint(make_subject(config, study, study.cells[0]).request)
 
 
 def analysed(folder: Path, change: Any = None) -> Path:
@@ -135,10 +135,10 @@ def a_strategy(folder: Path) -> None:
     _, study = load_study(folder, strategies=names, variants=variants, gpus=[2])
     assert [study.settings(cell).options.get("period") for cell in study.cells] == [None, 1, 32]
     planned = footprint_of(folder, strategies=["pairs"], gpus=[2])
-    assert planned.training_peak(8).parts_bytes["parameters"] > 0
+    assert planned.compute_training_peak(8).parts_bytes["parameters"] > 0
     strategy, result = trained(folder, "pairs")
     assert result.status == "ok"
-    assert result.progress.per_epoch[-1]["score"] > 0.3
+    assert result.progress.epoch_results[-1]["score"] > 0.3
     assert strategy.report()["evaluated_on"] == "the workers' mean weights and BatchNorm statistics"
 
 
@@ -146,12 +146,12 @@ def a_policy(folder: Path) -> None:
     from stratbench.extensions.servers.policies.policies import make_policy
     from stratbench.extensions.servers.policies.policy import Hyper
     from stratbench.extensions.servers.ps.tickets import TicketPlan
-    from stratbench.strategies import get_traits, strategy_class
+    from stratbench.strategies import get_strategy_class, get_traits
     from virtual_clock import Timing, simulate
 
     _, study = load_study(folder, strategies=["ps-clipped"], gpus=[2])
     assert study.settings(study.cells[0]).options["clip"] == 1.0
-    assert strategy_class("ps-clipped").kind == "server"
+    assert get_strategy_class("ps-clipped").kind == "server"
     assert not get_traits("ps-clipped", {}, 1).is_synchronous_on_one_worker
     hyper = Hyper(lr=0.1, workers=2)
     policy = make_policy("ps-clipped", torch.zeros(4), hyper, {"clip": 2.0})
@@ -164,9 +164,9 @@ def a_policy(folder: Path) -> None:
 def a_model(folder: Path) -> None:
     from stratbench.workload.network import models
 
-    net = models.build("plain", 1000, (3, 224, 224))
+    net = models.build_model("plain", 1000, (3, 224, 224))
     assert sum(p.numel() for p in net.parameters()) == models.MODELS["plain"].parameters
-    assert len(models.wrap_groups("plain", net)) == 4
+    assert len(models.list_wrap_groups("plain", net)) == 4
     planned = footprint_of(folder, models=["plain"], strategies=["fsdp"], gpus=[2])
     assert [kind for kind, _ in planned.collectives].count("reduce_scatter") == 5
     _, result = trained(folder, "fsdp", "plain")
@@ -183,7 +183,7 @@ def a_data_set(folder: Path) -> None:
     np.savez(folder / "shapes.npz", **arrays)
     _, result = trained(folder, "ddp", dataset="shapes")
     assert result.status == "ok"
-    assert result.progress.per_epoch[-1]["score"] > 0.5
+    assert result.progress.epoch_results[-1]["score"] > 0.5
 
 
 def a_setting(folder: Path) -> None:
@@ -217,7 +217,7 @@ def a_setting(folder: Path) -> None:
 
 def a_metric(folder: Path) -> None:
     _, result = trained(folder, "ddp")
-    entry = result.progress.per_epoch[-1]
+    entry = result.progress.epoch_results[-1]
     assert entry["train_loss_std"] > 0
 
     def change(cell: Any, record: Any) -> Any:

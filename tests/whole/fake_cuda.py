@@ -36,7 +36,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.workload.data.device_data import DeviceData, Images, Texts
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
 
 warnings.simplefilter("ignore")  # of what a CPU build says of CUDA
 
@@ -101,9 +101,11 @@ def patches() -> Iterator[Any]:
     yield answers(torch.cuda, "get_device_properties", hopper)
     yield answers(torch.cuda, "get_device_capability", (9, 0))
     yield answers(torch.cuda.amp.common, "amp_definitely_not_available", False)
-    yield answers(flat, "_pin", None)
-    fake_scalar = mock.create_autospec(device.host_scalar, side_effect=lambda *_: torch.empty(1))
-    yield mock.patch.object(device, "host_scalar", fake_scalar)
+    yield answers(flat, "_pin_memory", None)
+    fake_scalar = mock.create_autospec(
+        device.make_host_scalar, side_effect=lambda *_: torch.empty(1)
+    )
+    yield mock.patch.object(device, "make_host_scalar", fake_scalar)
     yield answers(device.Staging, "_judge", None)  # it looks at what the device found
     # Of a module that is not DistributedDataParallel's.
     yield answers(ddp, "read_sampled_times", ddp.SampledTimes(0, 0.0, 0.0))
@@ -129,7 +131,7 @@ def layouts_of(model: nn.Module, seen: dict[str, str]) -> None:
 
 def channel_to_nobody(strategy: ParameterServer) -> Any:
     """A channel whose pushes go through a CUDA worker's staging and end there; it has one ticket."""
-    space, shards = strategy.flat, flat.cut(strategy.flat.layout.numel, 1 << 14)
+    space, shards = strategy.flat, flat.cut_into_shards(strategy.flat.layout.numel, 1 << 14)
     left: list[Any] = []
     staging = device.Staging(
         space,
@@ -143,7 +145,7 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
     def push() -> None:
         assert staging.armed
         assert not staging._waiting, "not all was on its way when the backward ended"
-        space.check()
+        space.check_gradient_views()
         staging.finish_push()
         assert left[0] == "buffers"
         assert sorted(left[1:]) == list(range(len(shards)))
@@ -154,9 +156,9 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
 
     channel = mock.create_autospec(client.Channel, instance=True)
     channel.wait_s, channel.moved_bytes = 0.0, [0, 0]
-    channel.arm.side_effect = staging.arm
-    channel.rehearse.side_effect = channel.push_pull.side_effect = push
-    channel.first.return_value = Ticket(0, 0, 0, 0)
+    channel.send_during_backward.side_effect = staging.copy_during_backward
+    channel.rehearse_exchange.side_effect = channel.push_pull.side_effect = push
+    channel.wait_for_first_ticket.return_value = Ticket(0, 0, 0, 0)
     return channel
 
 
@@ -177,7 +179,11 @@ def data_on_device(shape: tuple[int, ...], precision: str) -> DeviceData:
     if is_text:
         return Texts(meta, arrays)
     return Images(
-        meta, arrays, shape, weights_dtype(precision), batch_format(precision, DEVICE.type)
+        meta,
+        arrays,
+        shape,
+        get_weights_dtype(precision),
+        get_batch_memory_format(precision, DEVICE.type),
     )
 
 
@@ -190,21 +196,23 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         weight_decay=1e-4, warmup_steps=1, device="cuda",
     )  # fmt: skip
     shape = (
-        (LENGTH,) if models.MODELS[model].reads_text else models.input_shape(model, (3, SIDE, SIDE))
+        (LENGTH,)
+        if models.MODELS[model].reads_text
+        else models.compute_input_shape(model, (3, SIDE, SIDE))
     )
-    request = fake.Request(s, shape, CLASSES, local_world=workers, eval_batch=SAMPLES)
+    request = fake.Request(s, shape, CLASSES, workers_per_node=workers, eval_batch=SAMPLES)
     with ExitStack() as stack:
         for patch in patches():
             stack.enter_context(patch)
-        stack.enter_context(fake.surroundings(request))
-        dtype = weights_dtype(precision)
+        stack.enter_context(fake.fake_worker_environment(request))
+        dtype = get_weights_dtype(precision)
         data = data_on_device(shape, precision)
         net = models.build_for_training(
-            model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.blank
+            model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.build_fake_model
         )
-        groups = models.wrap_groups(model, net)
-        made = fake.strategy_on_fakes(request)
-        if request.served:
+        groups = models.list_wrap_groups(model, net)
+        made = fake.make_strategy_on_fakes(request)
+        if request.is_served:
             made.connect = partial(channel_to_nobody, made)
         worker = Worker(s, 0, workers, workers, DEVICE, RunFolder(Path()), groups)
         seen: dict[str, str] = {}
@@ -215,13 +223,14 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         fake.set_up_strategy(made, net, worker)
         loop.warm_up(made, data, worker)
         clock = StepClock(DEVICE)
-        worker.mark = clock.mark
+        worker.mark_phase_end = clock.mark_phase_end
         if made.kind == "collective":
             losses = loop.train_epoch(made, data, worker, clock, mock.create_autospec(PhaseLog), 0)
         else:
-            order, augmentation = data.tables(s.seed, 0, s.augment).on(DEVICE)
+            order, augmentation = data.draw_epoch_tables(s.seed, 0, s.augment).to_device(DEVICE)
             losses = [
-                made.step(*data.batch(order[which], augmentation)) for _, which in made.tickets()
+                made.step(*data.make_training_batch(order[which], augmentation))
+                for _, which in made.iter_tickets()
             ]
         assert {(x.device, x.dtype) for x in losses} == {(DEVICE, dtype)}, losses
         assert all(p.is_contiguous() and p.device == DEVICE for p in net.parameters())

@@ -25,8 +25,8 @@ class Late(DDP):
         self.scratch = torch.zeros(1 << 10, dtype=torch.uint8)
         return module
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
-        return super().kept_tensors() | {"communication": [self.scratch]}
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
+        return super().list_persistent_tensors() | {"communication": [self.scratch]}
 
     def extra_state(self) -> list[Tensor]:
         return self.late

@@ -14,13 +14,13 @@ from stratbench.analysis.decision import decide
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
-from stratbench.cell.text.words import folded
+from stratbench.cell.text.words import wrap_lines
 from stratbench.extensions.audit import audit
 from stratbench.extensions.paper import published
 from stratbench.extensions.projection.shown.evidence import ProjectionEvidence
 from stratbench.extensions.projection.shown.projected import read_projection
 from stratbench.extensions.projection.table import Row, write_csv
-from stratbench.strategies import get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class, get_traits
 from stratbench.study.config.messages import ConfigError
 
 MIB = 2**20
@@ -33,7 +33,7 @@ def cell(strategy, time_s, gpus=4, repeat=0, **other):
         dict.fromkeys(COLUMNS)
         | {"study": "s", "experiment": "e", "strategy": strategy, "model": "vgg16"}
         | {"dataset": "cifar10", "gpus": gpus, "repeat": repeat, "status": "ok"}
-        | {"strategy_base": strategy, "strategy_kind": strategy_class(strategy).kind}
+        | {"strategy_base": strategy, "strategy_kind": get_strategy_class(strategy).kind}
         | asdict(said)
         | {"train_time_s": time_s, "score_final": 0.9, "device_kind": "cuda"}
         | {"host": f"node{repeat % 2}", "batchnorm": False}
@@ -67,7 +67,7 @@ def decided(rows, findings=(), **constraints):
 
 
 def standings(decision):
-    return {(row["strategy"], row["gpus"]): row["status"] for row in decision.matrix}
+    return {(row["strategy"], row["gpus"]): row["status"] for row in decision.matrix_rows}
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_near_ties_are_ties_and_fewer_gpus_come_first(gpus, memory, first):
         "fsdp", [1.01 * t for t in times], gpus=gpus, peak_memory_bytes=memory * MIB
     )
     found = decided(rows)
-    assert found.short.claim.startswith("As fast as ")
+    assert found.short_answer.claim.startswith("As fast as ")
     assert (found.choice.gpus, standings(found)["ddp", 4]) != (2, "recommended")
     assert found.choice.gpus == first
     assert found.choice.strategy == ("ddp" if gpus == 8 else "fsdp")
     assert found.confidence == "medium"
-    assert decided(rows, equivalence_margin=0.0).short.claim.startswith("Fastest: ")
+    assert decided(rows, equivalence_margin=0.0).short_answer.claim.startswith("Fastest: ")
 
 
 def test_every_rival_and_worker_count_is_judged_not_the_next_alone():
@@ -189,7 +189,7 @@ def test_a_tie_is_never_of_high_confidence_and_says_how_far_it_may_be_off():
         for row in repeats(name, 10 * np.exp(rng.normal(0, 0.02, 10)))
     ]
     found = decided(rows)
-    assert found.short.claim.startswith("As fast as ")
+    assert found.short_answer.claim.startswith("As fast as ")
     assert found.confidence == "medium"
     assert "a rival may be up to" in " ".join(found.sure)
 
@@ -224,7 +224,7 @@ def test_what_may_be_lost_in_accuracy_is_said_and_goes_by_the_repeats(lost, samp
     found = decided(rows)
     assert standings(found)["ps-async", 4] == status
     assert (said or "") in found.reason
-    assert (said is not None) == ("may be up to" in found.reason) == found.short.score_open
+    assert (said is not None) == ("may be up to" in found.reason) == found.short_answer.score_open
     if said:
         assert found.confidence != "high"
         assert any(
@@ -245,7 +245,7 @@ def test_strategies_of_equal_arithmetic_share_their_accuracy():
     assert decided(rows, score_tolerance={"accuracy": 0.5}).choice.strategy == "ddp"
     odd = decided([rows[0] | {"score_final": 0.6}, *rows[1:]])
     assert standings(odd)["ddp", 4] == "worse score"
-    assert "differs by 30.00 points from that of equal arithmetic" in odd.matrix[0]["doubts"]
+    assert "differs by 30.00 points from that of equal arithmetic" in odd.matrix_rows[0]["doubts"]
 
 
 def test_one_repeat_gives_no_interval_and_little_confidence():
@@ -319,7 +319,7 @@ def test_memory_that_the_audit_doubts_is_no_reason_for_a_choice(severity):
     assert not any("less memory" in change for change in doubted.changes)
     alone = decided(rows[3:], [doubt])
     assert "100 MiB per worker (doubted by the audit: some-rule)" in alone.reason
-    assert alone.short.memory_note == "doubted by the audit"
+    assert alone.short_answer.memory_note == "doubted by the audit"
     note = decided(rows, [doubt | {"severity": "note"}])
     assert note.headline == sound.headline
 
@@ -334,7 +334,7 @@ def test_a_mean_within_the_deadline_says_that_a_repeat_was_not():
     rows = repeats("ddp", [90, 98, 111]) + repeats("fsdp", [95, 102, 116])
     assert decided(rows, deadline_s=114).confidence != "low"
     found = decided(repeats("ddp", [90] * 3, device_kind="cpu"), gpu_memory_gib=1.0)
-    assert "by the audit" not in found.short.reason
+    assert "by the audit" not in found.short_answer.reason
 
 
 def test_elastic_workers_cost_what_their_jobs_held_and_are_compared_if_as_many_were_there():
@@ -348,7 +348,7 @@ def test_elastic_workers_cost_what_their_jobs_held_and_are_compared_if_as_many_w
     few = [row | {"allocated_s": 410.0} for row in rows[3:]]
     unlike = decided(rows[:3] + few)
     assert unlike.confidence == "low"
-    assert unlike.short.reason == "the mean number of workers differs between strategies"
+    assert unlike.short_answer.reason == "the mean number of workers differs between strategies"
     assert (
         "Workers joined and left, so the mean number of present workers differs: 4 of 4 for ddp, 2 of 4 "
         "for ps-async." in unlike.sure
@@ -406,7 +406,9 @@ def test_accuracy_may_be_traded_for_time():
     assert found.choice.strategy == "ddp"
     assert any(c.startswith("A worse score allowed: then ps-async") for c in found.changes)
     assert decided(rows, score_tolerance={"accuracy": 3.5}).choice.strategy == "ps-async"
-    one, more = (list(Constraints(score_tolerance={"accuracy": n}).sentences()) for n in (1, 1.5))
+    one, more = (
+        list(Constraints(score_tolerance={"accuracy": n}).iter_sentences()) for n in (1, 1.5)
+    )
     assert "accuracy at most 1 point worse than the best" in one
     assert "accuracy at most 1.5 points worse than the best" in more
 
@@ -435,7 +437,7 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
     assert pytest.approx(10 * 1.4) == 13 * 4 / (3 + 1 / 1.4)
     unequal = decided(rows, homogeneous=False)
     # It was asked: it comes first, and what turns the order round is part of the reason.
-    assert unequal.short.claim.startswith(
+    assert unequal.short_answer.claim.startswith(
         "There are no results for unequal workers: all measured workers"
     )
     assert unequal.headline.endswith("Among the measured cells: Fastest, in one run each.")
@@ -444,7 +446,10 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
     assert unequal.confidence == "low"
     slowed = [row | {"slowdown": "rank 0 4 times slower"} for row in rows]
     assert "slowed down on purpose" in " ".join(decided(slowed).sure)
-    assert decided(slowed).short.claim == "With rank 0 4 times slower: Fastest, in one run each."
+    assert (
+        decided(slowed).short_answer.claim
+        == "With rank 0 4 times slower: Fastest, in one run each."
+    )
 
 
 def projection(tmp_path, *rows, gpus=256):
@@ -508,9 +513,9 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
     )
     assert found.confidence == "low"
     assert found.changes[0].startswith("Training on 256 workers: the measured times")
-    row = next(r for r in found.matrix if (r["strategy"], r["gpus"]) == ("ddp", 256))
+    row = next(r for r in found.matrix_rows if (r["strategy"], r["gpus"]) == ("ddp", 256))
     assert (row["time_low_s"], row["time_s"], row["time_high_s"]) == (0.5, 0.6, 0.7)
-    assert found.short.value_note == "0.500–0.700 s (80 %, projected)"
+    assert found.short_answer.value_note == "0.500–0.700 s (80 %, projected)"
 
 
 def test_a_projected_choice_tells_the_target_its_cost_and_other_counts(tmp_path):
@@ -545,7 +550,7 @@ def test_fewer_workers_than_there_are_may_be_the_faster_ones(tmp_path):
     reason = "32 is more than 8 times the largest measured count"
     found = decided_on(tmp_path, LINES, ("ddp", reason), *more, gpus=32)
     assert (found.choice.strategy, found.choice.gpus, found.confidence) == ("ddp", 8, "low")
-    assert found.short.claim == (
+    assert found.short_answer.claim == (
         f"There are no results for 32 GPUs: {reason}. Apart from that: Fastest by projection; nothing was "
         "measured on 8 workers."
     )
@@ -559,10 +564,10 @@ def test_projections_that_overlap_are_not_told_apart(tmp_path):
         "ddp × 256. Not significantly faster than fsdp × 256 by projection; nothing was measured on 256 "
         "workers."
     )
-    (other,) = (o for o in found.short.others if o["gpus"] == 256)
+    (other,) = (o for o in found.short_answer.others if o["gpus"] == 256)
     assert other["low"] == pytest.approx(0.9 / 1.1)
     assert other["high"] == pytest.approx(1.2 / 0.5)
-    assert found.short.claim.startswith("Not significantly faster than fsdp × 256")
+    assert found.short_answer.claim.startswith("Not significantly faster than fsdp × 256")
 
 
 def test_where_nothing_is_projected_the_answer_begins_with_that_and_why(tmp_path):
@@ -570,7 +575,7 @@ def test_where_nothing_is_projected_the_answer_begins_with_that_and_why(tmp_path
     refused = [(s, reason) for s in ("ddp", "fsdp", "ps-async")]
     found = decided_on(tmp_path, LINES, *refused, gpus=256)
     assert found.choice.gpus == 4
-    assert found.short.claim.startswith(
+    assert found.short_answer.claim.startswith(
         f"There are no results for 256 GPUs: {reason}. Among the measured cells: "
     )
     assert "no projection" not in found.reason
@@ -629,7 +634,7 @@ def test_where_nothing_was_measured_the_plan_is_pointed_to():
         "Nothing can be recommended. No cell was measured: train the cells, or let `plan` estimate their "
         "memory and time."
     )
-    assert (found.confidence, found.short.reason) == ("none", "2 of 2 were not measured")
+    assert (found.confidence, found.short_answer.reason) == ("none", "2 of 2 were not measured")
     assert [name for name, _ in found.excluded] == ["ddp", "fsdp"]
     every = decided([failed(name, "error") for name in ("ddp", "fsdp")])
     assert every.headline == "Nothing can be recommended. Every cell failed."
@@ -679,7 +684,7 @@ def test_the_least_that_is_needed_counts_the_reserve_that_keeps_it_out():
 def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
     found = decided([failed("ddp", "diverged"), failed("fsdp", "diverged")])
     assert found.headline == "Nothing can be recommended. Every training diverged."
-    assert found.short.reason == "2 of 2 diverged"
+    assert found.short_answer.reason == "2 of 2 diverged"
     assert "lower lr or set lr_warmup_steps or max_grad_norm" in found.reason
     some = decided([failed("ddp", "diverged"), failed("fsdp", "oom")])
     assert some.headline == "Nothing can be recommended. Every candidate is excluded."
@@ -688,7 +693,8 @@ def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
     cells = published.make_cells_of_version("v2")
     findings = pd.DataFrame(
-        audit.audit(cells, floors=published.read_accuracy_floors()), columns=list(AUDIT_COLUMNS)
+        audit.audit_cells(cells, floors=published.read_accuracy_floors()),
+        columns=list(AUDIT_COLUMNS),
     )
     found = {
         (d.experiment, d.model): d for d in decide.make_decisions(cells, findings, Constraints())
@@ -847,9 +853,9 @@ def test_intervals_pay_for_looking_again_unless_every_record_planned_as_many(pla
     ]
     found = decided(rows)
     assert ("to correct for repeated looks" in " ".join(found.sure)) is pays
-    assert found.matrix[1]["high"] > 1.52
+    assert found.matrix_rows[1]["high"] > 1.52
     other = decided([row | {"planned_repeats": 3} for row in rows])
-    assert (found.matrix[1]["high"] > other.matrix[1]["high"]) is pays
+    assert (found.matrix_rows[1]["high"] > other.matrix_rows[1]["high"]) is pays
 
 
 def test_doubts_that_do_not_touch_the_choice_are_left_to_the_audit():
@@ -868,8 +874,8 @@ def test_a_number_of_workers_that_nothing_is_known_of_has_no_sure_answer():
     assert decided(rows, gpus=4).confidence == "high"
     found = decided(rows, gpus=16)
     assert found.confidence == "low"
-    assert found.short.reason == "there are no results for 16 workers"
-    assert "There are no results for 16 GPUs" in found.short.claim
+    assert found.short_answer.reason == "there are no results for 16 workers"
+    assert "There are no results for 16 GPUs" in found.short_answer.claim
 
 
 def test_what_holds_for_every_decision_is_said_once():
@@ -899,7 +905,7 @@ def test_what_holds_for_every_decision_is_said_once():
 
 def test_broken_lines_go_on_further_in_and_no_name_is_broken():
     name = "a-path/" * 20
-    text = folded(["  " + "word " * 40, name, ""])
+    text = wrap_lines(["  " + "word " * 40, name, ""])
     first, second, *_ = text.split("\n")
     assert first.startswith("  word")
     assert second.startswith("    word")

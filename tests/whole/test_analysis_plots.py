@@ -34,7 +34,7 @@ from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.score import Score
-from stratbench.analysis.tables.summary import summarise
+from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.extensions.audit import audit
 
 
@@ -47,7 +47,7 @@ def analysed(root, cells, statuses=None, device="cuda", change=None):
     audited = [*given, "--audit", str(study_dir / "audit.csv"), "--out", str(study_dir / "d.csv")]
     decide.main([*audited, "--answers-out", str(study_dir / "answers.json")])
     findings = read_audit(study_dir / "audit.csv")
-    summary = summarise(read_cells(study_dir / "cells.csv"), findings)
+    summary = build_summary_table(read_cells(study_dir / "cells.csv"), findings)
     summary.to_csv(study_dir / "summary.csv", index=False)
     tables = (study_dir / f"{name}.csv" for name in ("cells", "epochs", "summary"))
     return plots.read_figure_data(*tables, study_dir / "answers.json", None)[0], study_dir
@@ -90,11 +90,11 @@ def test_every_cell_is_a_point_or_told_in_words(tmp_path, draw, name):
     data, _ = analysed(tmp_path, cells, fixture.DEMO_STATUSES)
     found = draw(data, name)
     points = sum(t.get_zorder() == 6 for t in found.axes.texts)  # the numbers in marks
-    measured = data.rows(name)["value"].notna().sum()
+    measured = data.select_summary_rows(name)["value"].notna().sum()
     assert points == measured < len(cells)
     words = "; ".join(t for t in found.texts if " on " in t)
     told = sum(len(part.rpartition(" on ")[2].split(", ")) for part in words.split("; "))
-    assert told == len(data.rows(name)) - measured
+    assert told == len(data.select_summary_rows(name)) - measured
 
 
 def test_a_card_that_nothing_fits_is_told_in_words_in_every_row(tmp_path, draw):
@@ -120,7 +120,9 @@ def test_model_states_are_marked_only_where_the_peak_holds_them(tmp_path, draw, 
 def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     chosen = data.choice[0]
-    families = {s: marks.FAMILIES[data.marks[s].family].light for s in data.strategies}
+    families = {
+        s: marks.FAMILIES[data.marks[s].family].light_theme_colours for s in data.strategies
+    }
     for name in ("training_time", "speedup"):
         found = draw(data, name)
         bold = {t.get_text() for t in found.axes.texts if t.get_fontweight() == "bold"}
@@ -152,10 +154,10 @@ def test_the_ideal_line_ends_where_the_data_end(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     for name in ("speedup", "speedup_vs_single"):
         found = draw(data, name)
-        best = data.rows(name)["value"].max()
+        best = data.select_summary_rows(name)["value"].max()
         (ideal,) = (line for line in found.axes.lines if line.get_color() == sheet.RULE)
         assert list(ideal.get_xdata()) == list(ideal.get_ydata())
-        assert max(ideal.get_ydata()) == min(best, data.counts[-1])
+        assert max(ideal.get_ydata()) == min(best, data.worker_counts[-1])
         assert "ideal" in found.texts
         assert f"The maximum is {best:.2f}" in found.caption
 
@@ -174,7 +176,7 @@ def points_of(axes):
 def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
     """Values, the ends of intervals and the parts of peaks as they are, and each strategy's best in words."""
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",), repeats=3))
-    table = data.rows(name)
+    table = data.select_summary_rows(name)
     found = draw(data, name)
     shown = {x for x, _ in points_of(found.axes)}
     columns = ["value", "low", "high"]
@@ -182,7 +184,7 @@ def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
     assert {round(v, 6) for v in expected[~np.isnan(expected)]} <= shown
     if name == "memory":
         parts = {float(path[0][0]) for c in found.axes.collections for path in c.get_segments()}
-        states = data.rows("model_states")["value"].dropna()
+        states = data.select_summary_rows("model_states")["value"].dropna()
         assert sorted(parts) == pytest.approx(sorted(set(states)))
     assert set(data.strategies) & set(table["strategy"]) <= set(found.texts)
     chosen = table[(table["strategy"] == data.choice[0]) & (table["gpus"] == data.choice[1])]
@@ -193,7 +195,7 @@ def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
 def test_figures_of_lines_show_the_numbers_of_the_table(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",), repeats=3))
     for name in ("throughput", "speedup", "speedup_vs_single"):
-        table = data.rows(name)
+        table = data.select_summary_rows(name)
         table = table[
             table["value"].notna() & ~((table["strategy"] == "single") & (name != "throughput"))
         ]
@@ -205,7 +207,7 @@ def test_figures_of_lines_show_the_numbers_of_the_table(tmp_path, draw):
             }
             assert expected <= shown, (name, column)
     scored = data.epochs[data.epochs["gpus"] == 4]
-    medians = scored.groupby(["strategy", "epoch"])["score"].median() * data.score.factor
+    medians = scored.groupby(["strategy", "epoch"])["score"].median() * data.score.display_factor
     expected = {(float(epoch), round(v, 6)) for (_, epoch), v in medians.items()}
     assert expected <= points_of(draw(data, "score", 4).axes)
 
@@ -213,7 +215,8 @@ def test_figures_of_lines_show_the_numbers_of_the_table(tmp_path, draw):
 def test_figures_of_two_measures_show_the_numbers_of_the_table(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     both = [
-        data.rows(n).set_index(["strategy", "gpus"])["value"] for n in ("training_time", "score")
+        data.select_summary_rows(n).set_index(["strategy", "gpus"])["value"]
+        for n in ("training_time", "score")
     ]
     known = pd.concat(both, axis=1).dropna().to_numpy(dtype=float)
     expected = {(round(t, 6), round(round(v, data.score.decimals), 6)) for t, v in known}
@@ -345,7 +348,7 @@ def test_names_beside_lines_keep_their_distance():
 
 def test_however_many_strategies_each_is_named():
     lines = [
-        curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], chosen=i == 5) for i in range(60)
+        curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], is_chosen=i == 5) for i in range(60)
     ]
     shown = curves.CurveChart(
         lines, {c.strategy: marks.create_mark("other", 0) for c in lines}, "workers"
@@ -379,7 +382,7 @@ def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
 )  # fmt: skip
 def test_ticks_are_few_round_and_apart(low, high, log):
     with plt.rc_context(sheet.RC):
-        drawn = axes.new_axes(60)
+        drawn = axes.create_axes(60)
         axes.set_ticks(drawn.xaxis, axes.compute_limits([low, high], 0.05, log), log, unit="s")
         axes.apply_layout(drawn)
         boxes = [t.get_window_extent() for t in drawn.get_xticklabels() if t.get_text()]
@@ -439,7 +442,8 @@ def test_figures_with_data_are_written_and_are_the_same_each_time(tmp_path, stat
 def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     """Matplotlib leaves out of pictures what it takes to have no length."""
     own = rows.FigureRow(
-        "ddp", [rows.Point(2.0, workers_text=count, chosen=True), rows.Point(9.0, workers_text="1")]
+        "ddp",
+        [rows.Point(2.0, workers_text=count, is_chosen=True), rows.Point(9.0, workers_text="1")],
     )
     shown = rows.RowChart([own], {"ddp": marks.create_mark("replicas", 0)})
     with plt.rc_context(sheet.RC):
@@ -451,12 +455,15 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
             for line in figure.axes[0].lines
             if t.value in line.get_xdata() and line.get_zorder() == 5
         ]
-        (disc, ring) = [(*at(line.get_xydata()[0]), rows.mark_width_px(t)) for line, t in numbered]
+        (disc, ring) = [
+            (*at(line.get_xydata()[0]), rows.compute_mark_width_px(t)) for line, t in numbered
+        ]
         sheet.save_figure(figure, tmp_path / "f")
     with Image.open(tmp_path / "f.png") as image:
         pixels = np.asarray(image.convert("RGB"))
     full, quiet = (
-        tuple(round(255 * part) for part in to_rgb(c)) for c in marks.FAMILIES["replicas"].light
+        tuple(round(255 * part) for part in to_rgb(c))
+        for c in marks.FAMILIES["replicas"].light_theme_colours
     )
     for (middle, bottom, width), colour in ((disc, full), (ring, quiet)):
         x, y = 2 * (middle - width / 2) + 2, pixels.shape[0] - 2 * bottom  # two dots a pixel
@@ -513,7 +520,9 @@ def test_the_filled_phases_of_a_step_are_told_apart_whoever_looks(eyes):
 def test_a_light_colour_has_one_dark_counterpart():
     light = list(sheet.THEME.values())
     light += [
-        pair for hue in marks.FAMILIES.values() for pair in zip(hue.light, hue.dark, strict=True)
+        pair
+        for hue in marks.FAMILIES.values()
+        for pair in zip(hue.light_theme_colours, hue.dark_theme_colours, strict=True)
     ]
     known = {}
     for one, dark in light:

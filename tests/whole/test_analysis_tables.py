@@ -16,7 +16,7 @@ from stratbench.analysis.records.groups import Repeats
 from stratbench.analysis.records.measures import MEASURES, format_number
 from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
-from stratbench.analysis.tables.summary import read_summary, summarise
+from stratbench.analysis.tables.summary import build_summary_table, read_summary
 from stratbench.cell import record
 from stratbench.extensions.audit import audit
 from stratbench.extensions.paper.metrics import MEMORY_RATIO, METRICS
@@ -28,7 +28,7 @@ def analysed(root, cells, statuses=None, change=None, device="cuda"):
     study_dir = fixture.write_study(root, cells, statuses, device, change)
     collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     found = read_cells(study_dir / "cells.csv")
-    return found, summarise(found)
+    return found, build_summary_table(found)
 
 
 def pick(summary, measure, strategy, gpus, column="text"):
@@ -131,7 +131,7 @@ def test_a_time_to_the_target_says_how_many_repeats_never_reached_it(tmp_path):
         cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv", asked
     )
     found = read_cells(study_dir / "cells.csv")
-    summary = summarise(found)
+    summary = build_summary_table(found)
     assert pick(summary, "time_to_target", "ddp", 1).endswith("]")
     assert pick(summary, "time_to_target", "ddp", 4).endswith(" (1 of 3; 2 × target not reached)")
     assert pick(summary, "time_to_target", "ddp", 2) == "n/a (target not reached)"
@@ -247,9 +247,14 @@ def test_the_files_hold_the_same_texts_and_the_summary_reads_back(tmp_path):
 def test_every_caption_says_what_a_worker_is(tmp_path):
     gpu, _ = analysed(tmp_path / "gpu", small())
     cpu, summary = analysed(tmp_path / "cpu", small(), device="cpu")
-    assert tables.workers_are(gpu).startswith(f"A worker is one GPU ({fixture.GPU_NAME}")
-    assert "CPU process; the processes of a cell share 2 cores of" in tables.workers_are(cpu)
-    mixed = tables.workers_are(pd.concat([gpu, cpu]))
+    assert tables.describe_worker_devices(gpu).startswith(
+        f"A worker is one GPU ({fixture.GPU_NAME}"
+    )
+    assert (
+        "CPU process; the processes of a cell share 2 cores of"
+        in tables.describe_worker_devices(cpu)
+    )
+    mixed = tables.describe_worker_devices(pd.concat([gpu, cpu]))
     assert "different devices" in mixed
     assert "one GPU" in mixed
     assert "CPU process" in mixed
@@ -284,8 +289,8 @@ def test_a_cell_whose_workers_died_unseen_does_not_add_a_device(tmp_path):
 
     cells, _ = analysed(tmp_path, small(), device="cpu", change=change)
     assert cells["device_kind"].tolist() == ["cpu"] * len(cells)
-    assert tables.workers_are(cells).count("CPU process;") == 1
-    assert "different devices" not in tables.workers_are(cells)
+    assert tables.describe_worker_devices(cells).count("CPU process;") == 1
+    assert "different devices" not in tables.describe_worker_devices(cells)
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ from stratbench.extensions.audit import audit
 from stratbench.extensions.plan import against_records as against
 from stratbench.extensions.plan.device_rates import CPU_PROCESS_BYTES
 from stratbench.extensions.plan.footprint.footprint import make_footprint
-from stratbench.extensions.plan.needs import data_bytes_of, subject_of
+from stratbench.extensions.plan.needs import compute_subject_data_bytes, make_subject
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.train import forkserver
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 #: Two steps of the global batch below.
 SAMPLES = {"train_samples": 32, "test_samples": 16}
@@ -115,7 +115,7 @@ def train(
                 for file, text in before.items():
                     (folder / file).write_text(text)
                 continue
-            prepare(cell.dataset, tmp_path / "data", spec=s.data_spec)
+            prepare_data_set(cell.dataset, tmp_path / "data", spec=s.data_spec)
             launched = start_cell(
                 s, cell=cell, data_dir=tmp_path / "data", env=env, workflow=workflow
             )
@@ -150,17 +150,23 @@ def findings(trained: Trained) -> list[str]:
 
 def differences(trained: Trained) -> Iterator[str]:
     """In what the record of a cell on CPUs is not what was planned."""
-    s, memory = subject_of(trained.config, trained.study, trained.cell), trained.record["memory"]
+    s, memory = make_subject(trained.config, trained.study, trained.cell), trained.record["memory"]
     made = footprint_of(s.request)
     if made.model_states_bytes != memory["model_states"]:
         yield f"model states: planned {made.model_states_bytes}, held {memory['model_states']}"
-    planned_bytes = against.sent_bytes_of_record(s, made)
+    planned_bytes = against.compute_sent_bytes_as_recorded(s, made)
     sent_bytes = (trained.record["communication"] or {}).get("sent_bytes_per_step")
     if sent_bytes is not None and sent_bytes != pytest.approx(planned_bytes, rel=1e-6):
         yield f"bytes sent: planned {planned_bytes}, counted {sent_bytes}"
     # Resident memory is that of the tensors, and of what a process holds beside.
-    least_bytes = made.training_peak(s.samples_per_step).n_bytes + data_bytes_of(s)
-    most_bytes = made.needed_bytes(s.samples_per_step) + data_bytes_of(s) + CPU_PROCESS_BYTES
+    least_bytes = made.compute_training_peak(
+        s.samples_per_step
+    ).n_bytes + compute_subject_data_bytes(s)
+    most_bytes = (
+        made.compute_needed_bytes(s.samples_per_step)
+        + compute_subject_data_bytes(s)
+        + CPU_PROCESS_BYTES
+    )
     if not least_bytes <= memory["peak_bytes"] <= most_bytes:
         yield f"peak: planned {least_bytes} to {most_bytes}, measured {memory['peak_bytes']}"
 
@@ -212,7 +218,7 @@ def test_the_plan_follows_what_it_wraps_and_keeps(late, tmp_path):
     def planned(name):
         config, study = study_of(name, tmp_path)
         [cell] = [cell for cell in study.cells if cell.strategy == name]
-        return footprint_of(subject_of(config, study, cell).request)
+        return footprint_of(make_subject(config, study, cell).request)
 
     ddp, made = planned("ddp").between_steps_bytes, planned("late").between_steps_bytes
     assert made["optimizer"] == ddp["optimizer"] + ddp["parameters"]
@@ -223,7 +229,7 @@ def test_the_plan_follows_what_it_wraps_and_keeps(late, tmp_path):
 
 
 def test_it_makes_its_own_claims_and_none_of_the_others():
-    ddp = strategy_class("ddp")
+    ddp = get_strategy_class("ddp")
     assert ddp.alike_on_any_count
     assert ddp.rule
     assert (Late.alike_on_any_count, Late.rule) == (False, "")
@@ -241,7 +247,7 @@ def test_it_makes_its_own_claims_and_none_of_the_others():
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_each_is_a_strategy_of_its_own(name):
-    assert has_own_summary(strategy_class(name)), (
+    assert has_own_summary(get_strategy_class(name)), (
         f"{name} has no `summary` of its own: it has another's claims"
     )
 

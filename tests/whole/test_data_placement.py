@@ -15,12 +15,12 @@ from process_groups import forking
 
 from launching import each_strategy, settings, until
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.plan.footprint.request import buffer_bytes
-from stratbench.extensions.plan.needs import data_bytes_of
+from stratbench.extensions.plan.footprint.request import compute_batch_buffer_bytes
+from stratbench.extensions.plan.needs import compute_subject_data_bytes
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.splitting.pipeline import Pipeline
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.telemetry.clock import Phases, StepClock
@@ -28,10 +28,10 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.workload.data import placement
-from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.placement import HostRows
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 COLLECTIVES = [
     name
     for name in REGISTRY
-    if (cls := strategy_class(name)).kind == "collective" and not issubclass(cls, Pipeline)
+    if (cls := get_strategy_class(name)).kind == "collective" and not issubclass(cls, Pipeline)
 ]
 TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 16, "sequence": 8,
         "vocabulary": 300}  # fmt: skip
@@ -50,8 +50,8 @@ TEXT = {"source": "markov-text", "train_samples": 64, "test_samples": 16, "seque
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Images that are augmented and enlarged, and a text of more than 256 tokens."""
     at = tmp_path_factory.mktemp("data")
-    prepare("digits", at / "digits")
-    prepare("chain", at / "chain", spec=TEXT)
+    prepare_data_set("digits", at / "digits")
+    prepare_data_set("chain", at / "chain", spec=TEXT)
     return {"images": at / "digits", "text": at / "chain"}
 
 
@@ -66,30 +66,37 @@ def test_every_batch_is_the_same_whatever_was_expected(folders, kind):
     assert not on_device.fetches_ahead
     rng = torch.Generator().manual_seed(0)
     for epoch in range(2):
-        order, drawn = on_device.tables(0, epoch, augment=True).on(CPU)
+        order, drawn = on_device.draw_epoch_tables(0, epoch, augment=True).to_device(CPU)
         steps = order[:64].view(8, 8)
         for i, indices in enumerate(steps):
-            expected = on_device.batch(indices, drawn)
-            found = in_host.batch(indices, drawn)
+            expected = on_device.make_training_batch(indices, drawn)
+            found = in_host.make_training_batch(indices, drawn)
             guess = int(torch.randint(8, (), generator=rng))
             if guess < 6:  # mostly right, and now and then wrong or missing
                 in_host.prefetch(steps[(i + 1) % 8 if guess < 4 else guess], drawn)
             for a, b in zip(expected, found, strict=True):
                 assert torch.equal(a, b)
                 assert a.dtype == b.dtype
-    for a, b in zip(on_device.test_batch(3, 900), in_host.test_batch(3, 900), strict=True):
+    for a, b in zip(
+        on_device.make_test_batch(3, 900), in_host.make_test_batch(3, 900), strict=True
+    ):
         assert torch.equal(a, b)
     # The same samples, augmented by other tables than was expected.
-    _, before = in_host.tables(0, 0, augment=True).on(CPU)
+    _, before = in_host.draw_epoch_tables(0, 0, augment=True).to_device(CPU)
     in_host.prefetch(steps[0], before)
-    assert torch.equal(on_device.batch(steps[0], drawn)[0], in_host.batch(steps[0], drawn)[0])
+    assert torch.equal(
+        on_device.make_training_batch(steps[0], drawn)[0],
+        in_host.make_training_batch(steps[0], drawn)[0],
+    )
     # Batches of another size, as the warm-up and the last of a test set have them.
-    assert torch.equal(on_device.batch(order[:3])[0], in_host.batch(order[:3])[0])
+    assert torch.equal(
+        on_device.make_training_batch(order[:3])[0], in_host.make_training_batch(order[:3])[0]
+    )
 
 
 def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> list[float]:
     """The loss of every step of two epochs of a worker, the only one or one of two."""
-    workers = 1 if strategy_class(name).max_workers == 1 else 2
+    workers = 1 if get_strategy_class(name).max_workers == 1 else 2
     s = settings(name, gpus=workers, epochs=2, global_batch=128, per_worker_batch=128 // workers,
                  augment=True, warmup_steps=1, data_placement=where)  # fmt: skip
     data = loaded(folder, where)
@@ -97,7 +104,7 @@ def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> lis
     model = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(256, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10)
     )
-    strategy = strategy_class(name)(strategy_class(name).Options(**s.options))
+    strategy = get_strategy_class(name)(get_strategy_class(name).Options(**s.options))
     steps = s.epochs * (data.train_samples // s.global_batch)
     run = RunFolder(path)
     worker = Worker(s, rank, workers, workers, CPU, run, [("0", [model[1]])], total_steps=steps)
@@ -110,7 +117,7 @@ def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> lis
         return found[-1]
 
     strategy.step = noted
-    log = PhaseLog(run.phases(rank), rank, 0.0)
+    log = PhaseLog(run.get_phase_log_path(rank), rank, 0.0)
     loop.train(strategy, data, worker, Phases(CPU, log), log, MemoryMeter(CPU), loop.Progress(None))
     return torch.stack(found).tolist()
 
@@ -123,7 +130,7 @@ def train_all(rank: int, folder: Path, out: Path) -> None:
     )
     found = {}
     for name in COLLECTIVES:
-        cls = strategy_class(name)
+        cls = get_strategy_class(name)
         if (rank == 0 or cls.max_workers != 1) and not any(
             iter_missing_requirements([(name, cls, {})])
         ):
@@ -186,13 +193,13 @@ def test_the_likely_ticket_is_the_same_slice_of_the_next_step():
     strategy.worker = SimpleNamespace(
         settings=settings("ps-sync", epochs=2, global_batch=16, per_worker_batch=8), total_steps=6
     )
-    cls = strategy_class("ps-sync")
+    cls = get_strategy_class("ps-sync")
     strategy.samples_per_step = cls.samples_per_step
-    strategy._samples_of = lambda step, part: cls._samples_of(strategy, step, part)
+    strategy._get_sample_slice = lambda step, part: cls._get_sample_slice(strategy, step, part)
     found = []
     for epoch, step in ((0, 0), (0, 2), (1, 2)):
         strategy.ticket = mock.Mock(spec=Ticket, epoch=epoch, step=step, slice=1)
-        found.append(cls.likely_ticket(strategy, 50))
+        found.append(cls.predict_next_ticket(strategy, 50))
     assert found == [(0, slice(24, 32)), (1, slice(8, 16)), None]
 
 
@@ -215,14 +222,14 @@ def test_a_batch_is_gathered_while_the_one_before_is_trained_on(folders, monkeyp
     steps = []
     monkeypatch.setattr(torch, "index_select", noted)
     order = torch.arange(40).view(5, 8)
-    loop.timed_steps(SimpleNamespace(step=step), data, StepClock(CPU), order)
+    loop.run_timed_steps(SimpleNamespace(step=step), data, StepClock(CPU), order)
     assert len(steps) == 5
 
 
 def test_an_error_of_the_thread_is_the_workers_error(folders):
     data = loaded(folders["images"], "host")
     with pytest.raises(IndexError):
-        data.batch(torch.tensor([10**9]))
+        data.make_training_batch(torch.tensor([10**9]))
 
 
 class Recorded:
@@ -262,11 +269,11 @@ def test_on_cuda_copies_wait_for_the_step_and_the_step_for_the_copy(monkeypatch)
     monkeypatch.setattr(torch, "empty_like", lambda t, device: empty_like(t))
     rows = HostRows(torch.arange(40.0).view(20, 2), torch.arange(20), torch.device("cuda"))
     for i in range(4):
-        x, y, _ = rows.take(torch.tensor([i, i + 1]), None)
+        x, y, _ = rows.take_fetched_batch(torch.tensor([i, i + 1]), None)
         assert y.tolist() == [i, i + 1]
         assert x[:, 1].tolist() == [2 * i + 1, 2 * i + 3]
         assert x.data_ptr() != rows._slots[0].staged[0].data_ptr()
-        rows.fetch(torch.tensor([i + 1, i + 2]), None)
+        rows.begin_fetching_batch(torch.tensor([i + 1, i + 2]), None)
     rows._start_thread.shutdown()
     one_fetch = [("record", "current"), ("wait", "copies"), ("record", "copies")]
     again = [one_fetch[0], ("host waits", "event"), *one_fetch[1:]]
@@ -278,19 +285,25 @@ def test_on_cuda_copies_wait_for_the_step_and_the_step_for_the_copy(monkeypatch)
 
 
 def test_the_plan_counts_two_batches_and_names_the_remedy():
-    data = describe("cifar10")
+    data = describe_data_set("cifar10")
     sample = 3 * 32 * 32 + 8
-    assert buffer_bytes(data, 64, augment=False) == placement.BUFFERED_BATCHES * 64 * sample
-    assert buffer_bytes(data, 64, augment=True) == 2 * 64 * (sample + 24)
-    assert buffer_bytes(describe("chain", TEXT), 4, augment=False) == 2 * 4 * 2 * 8 * 4
+    assert (
+        compute_batch_buffer_bytes(data, 64, augment=False)
+        == placement.BUFFERED_BATCHES * 64 * sample
+    )
+    assert compute_batch_buffer_bytes(data, 64, augment=True) == 2 * 64 * (sample + 24)
+    assert (
+        compute_batch_buffer_bytes(describe_data_set("chain", TEXT), 4, augment=False)
+        == 2 * 4 * 2 * 8 * 4
+    )
 
     def subject(where: str, on_cuda: bool) -> SimpleNamespace:
         s = settings("single", gpus=1, data_placement=where, model="vgg16")
-        request = SimpleNamespace(on_cuda=on_cuda, input_shape=data.shape)
+        request = SimpleNamespace(is_on_cuda=on_cuda, input_shape=data.shape)
         return SimpleNamespace(settings=s, data=data, samples_per_step=64, request=request)
 
-    whole = data_bytes_of(subject("device", True))
+    whole = compute_subject_data_bytes(subject("device", True))
     assert whole > 60_000 * 3 * 32 * 32
-    assert data_bytes_of(subject("host", True)) == 2 * 64 * sample
+    assert compute_subject_data_bytes(subject("host", True)) == 2 * 64 * sample
     # On a CPU what is mapped becomes resident.
-    assert data_bytes_of(subject("host", False)) == whole
+    assert compute_subject_data_bytes(subject("host", False)) == whole

@@ -60,7 +60,7 @@ def test_tests_of_the_core_name_no_extension():
 
 def test_extensions_need_each_other_in_no_circle():
     order = TopologicalSorter(
-        {name: e.needs for name, e in load_extensions().items()}
+        {name: e.required_extensions for name, e in load_extensions().items()}
     ).static_order()
     folders = {path.parent.name for path in (PACKAGE / "extensions").glob("*/__init__.py")}
     assert set(order) == load_extensions().keys() == folders
@@ -69,7 +69,7 @@ def test_extensions_need_each_other_in_no_circle():
 @pytest.mark.parametrize("name", load_extensions())
 def test_an_extension_names_rules_that_exist(name):
     rules = {path.name for path in architecture.rules()}
-    assert set(load_extensions()[name].rules) <= rules
+    assert set(load_extensions()[name].rule_files) <= rules
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,9 @@ def with_those_that_need(name: str) -> set[str]:
     """An extension, and all that cannot be without it."""
     gone = {name}
     for _ in load_extensions():
-        gone |= {other for other, e in load_extensions().items() if gone & set(e.needs)}
+        gone |= {
+            other for other, e in load_extensions().items() if gone & set(e.required_extensions)
+        }
     return gone
 
 
@@ -131,7 +133,7 @@ def copy_without(gone: set[str], root: Path) -> None:
     listed = package / "extensions/__init__.py"
     for name in gone:
         shutil.rmtree(package / "extensions" / name)
-        for file in load_extensions()[name].rules:
+        for file in load_extensions()[name].rule_files:
             (root / "workflow/rules" / file).unlink()
         text, count = re.subn(f'    "{name}",\n', "", listed.read_text(encoding="utf-8"))
         assert count == 1
@@ -287,8 +289,8 @@ def test_the_record_of_a_plain_cell_is_the_same_without_extensions(start_cell, t
     trained = json.loads(launched.record.read_text(encoding="utf-8"))
     trained["provenance"]["git"] = {}
     job = Job(
-        cell=launched.cell, settings=Settings.of_record(trained["settings"]), data_dir=tiny_data,
-        data=read_verified_meta(tiny_data), folder=RunFolder.of_logs(launched.logs),
+        cell=launched.cell, settings=Settings.from_recorded_values(trained["settings"]), data_dir=tiny_data,
+        data=read_verified_meta(tiny_data), folder=RunFolder.from_log_dir(launched.logs),
         workers_per_node=2, use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0,
         time_limit_s=None,
     )  # fmt: skip

@@ -101,7 +101,7 @@ def test_no_example_is_left_out(title):
 
 def test_options_need_no_torch(tmp_path):
     code = (
-        "import sys; from stratbench.strategies import strategy_class as s;"
+        "import sys; from stratbench.strategies import get_strategy_class as s;"
         "s('pairs').Options(), s('ps-clipped').Options(); print('torch' in sys.modules)"
     )
     done = subprocess.run(

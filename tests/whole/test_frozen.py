@@ -17,11 +17,11 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.pages.check_text import check_text
-from stratbench.strategies import strategy_class
+from stratbench.extensions.plan.pages.check_text import format_check_result
+from stratbench.strategies import get_strategy_class
 from stratbench.study.config.config import load_config
 from stratbench.workload import users_code
-from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.datasets import describe_data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -42,10 +42,12 @@ def code() -> Iterator[None]:
 
 
 def adapted(strategy: str) -> Settings:
-    spec = {"call": CALL, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.compute_fingerprint(
-        CALL, [CODE]
-    )
-    workers = min(2, strategy_class(strategy).max_workers or 2)
+    spec = {
+        "call": CALL,
+        "kwargs": {},
+        "wrap_classes": ["Block"],
+    } | users_code.compute_code_fingerprint(CALL, [CODE])
+    workers = min(2, get_strategy_class(strategy).max_workers or 2)
     return settings(
         strategy, model="adapted", own_model=spec, gpus=workers, epochs=2, global_batch=16,
         per_worker_batch=16 // workers,
@@ -87,7 +89,7 @@ def able() -> list[str]:
     """
     first: dict[str, str] = {}
     for name in IN_OUR_LOOP:
-        cls = strategy_class(name)
+        cls = get_strategy_class(name)
         if cls.family != "splits":
             first.setdefault(cls.family if cls.policy else name, name)
     return list(first.values())
@@ -103,7 +105,9 @@ def test_a_record_counts_what_is_frozen_and_what_is_trained(trained, strategy):
     assert (model["parameters"], model["trainable_parameters"]) == (ALL, TRAINED)
     forward, training = (compute[f"{name}_flops_per_sample"] for name in ("forward", "training"))
     assert forward < training < 2 * forward
-    planned = footprint.make_footprint(Request.of(s, describe("tiny", TINY), False, s.gpus))
+    planned = footprint.make_footprint(
+        Request.from_settings(s, describe_data_set("tiny", TINY), False, s.gpus)
+    )
     assert planned.model_states_bytes == found["memory"]["model_states"]
     assert planned.training_flops_per_sample == training
 
@@ -165,7 +169,7 @@ def test_the_check_says_how_many_are_frozen(tmp_path, monkeypatch, code):
             "studies": {"s": {"experiments": {"e": experiment}}},
         }
     )
-    text = check_text(check.check_study(config, study))
+    text = format_check_result(check.check_study(config, study))
     everything = ALL + 7 * 9  # ten classes
     assert f"{everything:,} parameters, {ALL - TRAINED:,} of them frozen; takes images" in text
     assert "none of 3 cells would end as unsupported" in text

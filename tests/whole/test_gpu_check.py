@@ -267,11 +267,11 @@ def test_the_energy_counter_is_held_against_power(part, counted_w, holds):
 )
 def test_memory_is_held_against_the_plan(part, monkeypatch, peak_mib, states_off, failing):
     memory, mib = part("memory"), 2**20
-    monkeypatch.setattr(memory, "data_bytes", lambda *of: 0)
+    monkeypatch.setattr(memory, "compute_data_bytes", lambda *of: 0)
     states = {"parameters_bytes": 100}
     plan = SimpleNamespace(
         model_states_bytes=states,
-        training_peak=lambda batch, resident_threads: SimpleNamespace(n_bytes=1000 * mib),
+        compute_training_peak=lambda batch, resident_threads: SimpleNamespace(n_bytes=1000 * mib),
     )
     found = {"model_states": {"parameters_bytes": 100 + states_off}, "steps": 1}
     found["resident_threads"], found["gpu_bytes"] = 132 * 2048, 80 * 1024 * mib
@@ -325,7 +325,7 @@ def test_a_batch_too_large_is_so_for_want_of_memory(part):
     """No tensor is too long for cuDNN, and what backward needs of them is more than any GPU has."""
     failures, subject = part("failures"), part("subject")
     with torch.device("meta"):
-        net = subject.models.build(failures.MODEL, 10, (3, 32, 32))
+        net = subject.models.build_model(failures.MODEL, 10, (3, 32, 32))
     sizes = []
     for module in net.modules():
         if isinstance(module, (torch.nn.Conv2d, torch.nn.BatchNorm2d)):

@@ -153,7 +153,7 @@ def test_an_extra_has_the_packages_of_its_requirements(installed):
 def test_an_installed_package_knows_its_files_and_no_foreign_checkout(installed, tmp_path):
     code = (
         "from stratbench.cell import installation as places; from stratbench.cell import record;"
-        "from stratbench.study.config.schema import schema;"
+        "from stratbench.study.config.schema import build_config_schema as schema;"
         "from stratbench.extensions.paper import published;"
         "assert record.load_schema() and schema() and len(published.read_published_tables());"
         "print(places.INSTALLED, places.read_build_revision())"

@@ -207,7 +207,7 @@ def test_a_plan_that_cannot_be_read_is_no_plan(tmp_path: Path, odd_file: bytes |
     place_file(tmp_path / "plan.json", odd_file)
     cell = fixture.expand()[0]
     plan = plan_file.PlanFile(tmp_path / "plan.json")
-    assert plan.host_mem_mib(cell) == 0
+    assert plan.get_host_mem_mib(cell) == 0
     assert plan.cells == {}
 
 
@@ -218,5 +218,5 @@ def test_a_plan_with_odd_figures_is_no_plan(tmp_path: Path, value: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(f'{{"gpu": null, "cells": {{"{cell.path}": {planned}}}}}')
     plan = plan_file.PlanFile(path)
-    assert plan.host_mem_mib(cell) == 0
+    assert plan.get_host_mem_mib(cell) == 0
     assert plan.cells == {}

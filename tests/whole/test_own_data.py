@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.train.inputs import check_data
+from stratbench.train.inputs import check_prepared_data
 from stratbench.workload import users_code
 from stratbench.workload.data import own_arrays, own_data, prepared
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 
 CODE = """
@@ -53,8 +53,8 @@ def my_data(tmp_path, monkeypatch, request) -> str:
 
 
 def prepared_from(folder: Path, spec: dict) -> tuple[dict, dict[str, np.ndarray]]:
-    prepare("mine", folder / "out", spec=spec)
-    return prepared.read(folder / "out")
+    prepare_data_set("mine", folder / "out", spec=spec)
+    return prepared.read_data_set(folder / "out")
 
 
 # --- call ----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
     assert arrays["train_inputs"].dtype == np.float32
     values = arrays["train_inputs"].astype(float)
     assert meta["std"] == pytest.approx(values.std((0, 2, 3)))
-    images, _ = DeviceData.load(tmp_path / "out").test_batch(0, 6)
+    images, _ = DeviceData.load(tmp_path / "out").make_test_batch(0, 6)
     whole = values.transpose(1, 0, 2, 3).reshape(3, -1)
     expected = (values[:6] - whole.mean(1)[:, None, None]) / whole.std(1)[:, None, None]
     assert images.numpy() == pytest.approx(expected, abs=1e-5)
@@ -97,14 +97,14 @@ def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkey
     y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     given = images(train_y=y, test_y=y)
     monkeypatch.setattr(own_data.OwnData, "_call_function", lambda _self: given)
-    monkeypatch.setattr(own_data.OwnData, "identity", lambda *_: {"kind": "call"})
+    monkeypatch.setattr(own_data.OwnData, "compute_identity", lambda *_: {"kind": "call"})
     meta, arrays = prepared_from(tmp_path, {"call": "my_data.values"})
     each = 3 if len(shape) == 2 else 1
     assert (meta["values"], meta["classes"]) == (True, each)
     assert (arrays["train_targets"] == y.reshape(6, each)).all()
     for dtype in (torch.float32, torch.float64):
         data = DeviceData.load(tmp_path / "out", dtype=dtype)
-        _, targets = data.batch(torch.arange(4))
+        _, targets = data.make_training_batch(torch.arange(4))
         assert (targets.dtype, list(targets.shape)) == (dtype, [4, each])
 
 
@@ -179,13 +179,15 @@ def test_what_a_call_may_not_return_is_told_in_one_sentence(what):
 
 def test_a_call_that_fails_and_a_constant_channel_are_told(tmp_path, my_data):
     with pytest.raises(DataError, match=r"called with \(n=3\), raised ValueError: no such file"):
-        prepare("mine", tmp_path / "out", spec={"call": f"{my_data}.fails", "kwargs": {"n": 3}})
+        prepare_data_set(
+            "mine", tmp_path / "out", spec={"call": f"{my_data}.fails", "kwargs": {"n": 3}}
+        )
     with pytest.raises(DataError, match=f"{my_data} has no 'none'"):
-        prepare("mine", tmp_path / "out", spec={"call": f"{my_data}.none"})
+        prepare_data_set("mine", tmp_path / "out", spec={"call": f"{my_data}.none"})
     flat = "def flat():\n    x = images()\n    x['train_x'][..., 1] = 7\n    return x\n"
     (tmp_path / f"{my_data}_flat.py").write_text(CODE + flat)
     with pytest.raises(DataError, match="channel 1 has the same value in all training images"):
-        prepare("mine", tmp_path / "out", spec={"call": f"{my_data}_flat.flat"})
+        prepare_data_set("mine", tmp_path / "out", spec={"call": f"{my_data}_flat.flat"})
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
@@ -230,15 +232,17 @@ def test_without_a_test_folder_each_class_is_divided_by_the_seed(tmp_path):
     assert np.bincount(arrays["train_targets"]).tolist() == [9, 9]
     kept = {a.tobytes() for split in ("train", "test") for a in arrays[f"{split}_inputs"]}
     assert len(kept) == 24
-    again = prepare("mine", tmp_path / "again", spec=spec)
-    other = prepare("mine", tmp_path / "other", spec=spec | {"seed": 1})
+    again = prepare_data_set("mine", tmp_path / "again", spec=spec)
+    other = prepare_data_set("mine", tmp_path / "other", spec=spec | {"seed": 1})
     assert again["sha256"] == meta["sha256"] != other["sha256"]
 
 
 def test_odd_image_folders_are_told_with_the_place(tmp_path):
     def told(sentence: str) -> None:
         with pytest.raises(DataError) as error:
-            prepare("mine", tmp_path / "out", spec={"images": str(tmp_path / "p"), "size": 8})
+            prepare_data_set(
+                "mine", tmp_path / "out", spec={"images": str(tmp_path / "p"), "size": 8}
+            )
         assert sentence in str(error.value)
 
     (tmp_path / "p/a").mkdir(parents=True)
@@ -286,7 +290,7 @@ def test_a_tokenizer_gives_the_tokens_where_its_package_is(tmp_path, monkeypatch
             "sequence": 4}  # fmt: skip
     monkeypatch.setattr(own_data.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="needs the package `tokenizers`"):
-        prepare("mine", tmp_path / "out", spec=spec)
+        prepare_data_set("mine", tmp_path / "out", spec=spec)
 
     class Tokenizer:
         def __init__(self, words: list[str]) -> None:
@@ -313,19 +317,19 @@ def test_a_tokenizer_gives_the_tokens_where_its_package_is(tmp_path, monkeypatch
     assert (meta["train_samples"], meta["test_samples"]) == (107 // 4, 11 // 4)
     (tmp_path / "tokenizer.json").write_text("no JSON")
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer file"):
-        prepare("mine", tmp_path / "out", spec=spec)
+        prepare_data_set("mine", tmp_path / "out", spec=spec)
 
 
 def test_odd_texts_are_told_with_the_place(tmp_path):
     path = tmp_path / "t.txt"
     path.write_bytes(b"caf\xe9")
     with pytest.raises(DataError, match=r"t.txt is not UTF-8 text \(at byte 3\)"):
-        prepare("mine", tmp_path / "out", spec={"text": str(path)})
+        prepare_data_set("mine", tmp_path / "out", spec={"text": str(path)})
     path.write_text("short")
     with pytest.raises(
         DataError, match="the training text has 5 tokens, but a sample with sequence = 64 needs 65"
     ):
-        prepare("mine", tmp_path / "out", spec={"text": str(path), "test_share": 0.01})
+        prepare_data_set("mine", tmp_path / "out", spec={"text": str(path), "test_share": 0.01})
 
 
 # --- once, and again where something changed -----------------------------------------------------
@@ -338,7 +342,7 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
 
     def identity(place: str = "p") -> str:
         said = own_data.read_own_data("mine", {"images": str(tmp_path / place)})
-        return said.identity(known=known)["sha256"]
+        return said.compute_identity(known=known)["sha256"]
 
     first = identity()
     with monkeypatch.context() as patched:
@@ -358,15 +362,15 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
 def test_a_change_between_start_and_preparing_is_told(tmp_path):
     (tmp_path / "t.txt").write_text("to be or not to be " * 20)
     spec = {"text": str(tmp_path / "t.txt"), "sequence": 4}
-    identity = own_data.read_own_data("mine", spec).identity()
-    environment = own_data.format_places_for_jobs({"mine": spec})
+    identity = own_data.read_own_data("mine", spec).compute_identity()
+    environment = own_data.format_data_paths_for_jobs({"mine": spec})
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(own_data.PLACES_VARIABLE, environment)
-        meta = prepare("mine", tmp_path / "out", spec=identity)
+        meta = prepare_data_set("mine", tmp_path / "out", spec=identity)
         assert meta["spec"] == identity
         (tmp_path / "t.txt").write_text("or not " * 20)
         with pytest.raises(DataError, match="its files have changed since the run was started"):
-            prepare("mine", tmp_path / "out", spec=identity)
+            prepare_data_set("mine", tmp_path / "out", spec=identity)
 
 
 # --- the config ----------------------------------------------------------------------------------
@@ -427,22 +431,22 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     config, study = study_of(tmp_path, spec, global_batch=64)
     [cell] = study.cells
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
-        subject_of(config, study, cell)
+        make_subject(config, study, cell)
     identity = study.settings(cell).data_spec
     assert identity == study.data_specs()["mine"]
-    prepare("mine", tmp_path / "results/data/mine", spec=identity)
+    prepare_data_set("mine", tmp_path / "results/data/mine", spec=identity)
     # A run that had begun before is told by its launcher.
     with pytest.raises(DataError, match="would take 64 samples, but mine has 12 to train on"):
-        check_data(tmp_path / "results/data/mine", study.settings(cell))
+        check_prepared_data(tmp_path / "results/data/mine", study.settings(cell))
     with pytest.raises(
         ConfigError, match="would take 64 samples, but the training set of mine has 12"
     ):
         study_of(tmp_path, spec, global_batch=64)
     config, study = study_of(tmp_path, spec)
-    assert subject_of(config, study, cell).data.shape == (3, 17, 16)
+    assert make_subject(config, study, cell).data.shape == (3, 17, 16)
     # Changed code is other data.
     (tmp_path / f"{my_data}.py").write_text(CODE + "\n# changed\n")
     _, changed = study_of(tmp_path, spec)
-    assert not changed.dataset("mine").is_read
+    assert not changed.get_dataset("mine").has_known_metadata
     with pytest.raises(DataError, match="holds other data than the cell is to be trained on: spec"):
-        check_data(tmp_path / "results/data/mine", changed.settings(cell))
+        check_prepared_data(tmp_path / "results/data/mine", changed.settings(cell))

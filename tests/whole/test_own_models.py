@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.settings import Settings
-from stratbench.extensions.plan.check import try_footprint
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.check import try_to_make_footprint
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.flops import count_flops
@@ -125,9 +125,9 @@ def trained_as(
     call: str, classes: int = 10, shape: tuple[int, ...] = (1, 8, 8), **spec
 ) -> nn.Module:
     said = {"call": call, "kwargs": {}, "wrap_classes": None} | spec
-    model = models.named_model("mine", said)
+    model = models.make_model_metadata("mine", said)
     net = models.build_for_training(model, classes, shape, 0, CPU, torch.float32)
-    groups = models.wrap_groups(model, net)
+    groups = models.list_wrap_groups(model, net)
     models.take_model_trial(model, net, classes, shape, groups, TASK, torch.float32)
     return net
 
@@ -154,12 +154,12 @@ def test_placeholders_stand_anywhere_in_kwargs():
 
 def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
     for call in ("torchvision.models.resnet18", "torchvision.models:resnet18"):
-        model = models.named_model("r", {"call": call, "kwargs": {}, "wrap_classes": None})
-        assert models.input_shape(model, (1, 8, 8)) == (3, 32, 32)
+        model = models.make_model_metadata("r", {"call": call, "kwargs": {}, "wrap_classes": None})
+        assert models.compute_input_shape(model, (1, 8, 8)) == (3, 32, 32)
     net = models.build_for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
     with pytest.raises(ValueError, match="r takes images, but the data set has texts"):
-        models.input_shape(model, (64,))
+        models.compute_input_shape(model, (64,))
 
 
 def test_a_scan_finds_torchvisions_classification_networks_and_imports_nothing():
@@ -187,15 +187,15 @@ OF_TORCHVISION = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TORCHVISION)
 def test_a_network_of_torchvision_works_by_its_name_alone(name):
-    model = models.named_model(name, models.get_specification(name, {}))
-    shape = models.input_shape(model, (1, 28, 28))
+    model = models.make_model_metadata(name, models.get_model_specification(name, {}))
+    shape = models.compute_input_shape(model, (1, 28, 28))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        net = models.build_without_memory(model, 10, shape).train()
-        groups = models.wrap_groups(model, net)
+        net = models.build_fake_model(model, 10, shape).train()
+        groups = models.list_wrap_groups(model, net)
         found = models.take_model_trial(model, net, 10, shape, groups, TASK, torch.float32)
-    assert found.uncalled == found.late == ()
+    assert found.parameters_read_before_call == found.parameters_read_after_calls == ()
     # Of some, all outputs but one are for training at other sizes.
-    assert found.unused == (), found.unused
+    assert found.parameters_without_gradient == (), found.parameters_without_gradient
     assert groups
     parameters = [p for _, ms in groups for m in ms for p in m.parameters()]
     assert len(parameters) == len(set(parameters))
@@ -254,7 +254,7 @@ def test_an_error_of_the_users_code_is_the_plans_sentence(tmp_path, monkeypatch,
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": f"{name}.Net"}, tmp_path)
-    sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
+    sentence = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
     assert sentence.startswith(f"model 'mine' ({name}.Net): importing {name} raised "), sentence
 
 
@@ -272,7 +272,7 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": "asking.Net"}, tmp_path)
-    sentence = try_footprint(subject_of(config, study, study.cells[0]).request)
+    sentence = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
     assert sentence == "its forward reads values of tensors, and a prediction has none"
 
 
@@ -340,7 +340,7 @@ def test_a_buffer_that_forward_only_reads_is_not_said_to_be_written():
             return super().forward(x * self.scale)
 
     found = take_trial("it", Scaled(), torch.zeros(2, 3), torch.tensor([0, 1]), [2, 2])
-    assert found.written == ()
+    assert found.written_buffers == ()
 
 
 # --- code ----------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_the_settings_follow_the_content_of_the_code_and_not_its_place(tmp_path)
     texts = [first_settings(spec, folder).as_json() for folder in folders]
     assert texts[0] == texts[1]
     assert str(tmp_path) not in texts[0]
-    files = users_code.find_sources("pack.net.Net", folders)
+    files = users_code.find_source_files("pack.net.Net", folders)
     assert list(files) == ["pack/__init__.py", "pack/net.py", "shared.py"]
     for name, changes in (("other.py", False), ("shared.py", True)):
         (folders[1] / name).write_text("# changed\n")
@@ -368,15 +368,15 @@ def test_the_settings_follow_the_content_of_the_code_and_not_its_place(tmp_path)
 def test_code_that_changes_after_the_start_of_a_run_is_not_trained(nets, tmp_path):
     call = f"{nets}.Named"
     spec = first_settings({"call": call}, tmp_path).own_model
-    users_code.check_unchanged("mine", spec)
+    users_code.check_code_unchanged("mine", spec)
     (tmp_path / f"{nets}.py").write_text(NETS + "\n")
     with pytest.raises(ModelError, match="its code has changed"):
-        users_code.check_unchanged("mine", spec)
+        users_code.check_code_unchanged("mine", spec)
 
 
 def test_an_installed_package_counts_by_its_version():
     _, study = study_of({"call": "torchvision.models.alexnet"})
-    found = study.own_model("mine")
+    found = study.get_own_model("mine")
     assert found["sha256"] is None
     assert found["version"] == metadata.version("torchvision")
 
@@ -386,7 +386,7 @@ def test_built_in_models_have_no_such_setting_and_others_keep_theirs_through_jso
     s = first_settings({"call": "a.B"}, tmp_path, models=["mine"])
     assert Settings.from_json(s.as_json()) == s
     _, study = study_of({"call": "a.B"}, tmp_path)
-    kept = study.as_trained() | {"own_code": study.own_code()}
+    kept = study.build_training_config() | {"own_code": study.describe_own_code()}
     assert Study(kept, "s").settings(study.cells[0]) == study.settings(study.cells[0])
 
 
@@ -395,10 +395,10 @@ def test_built_in_models_have_no_such_setting_and_others_keep_theirs_through_jso
 
 def test_a_network_that_reads_values_while_it_is_built_is_planned_all_the_same(nets, tmp_path):
     config, study = study_of({"call": f"{nets}.Depths"}, tmp_path)
-    footprint = try_footprint(subject_of(config, study, study.cells[0]).request)
+    footprint = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
     assert footprint.model_states_bytes["parameters_bytes"] == 4 * 650
     model = models.get_model(study.settings(study.cells[0]))
-    build = lambda: models.build_without_memory(model, 10, (1, 8, 8))  # noqa: E731
+    build = lambda: models.build_fake_model(model, 10, (1, 8, 8))  # noqa: E731
     assert count_flops(build, (1, 8, 8))["forward_flops_per_sample"] == 2 * 64 * 10
 
 
@@ -486,7 +486,7 @@ def test_a_call_that_cannot_be_imported_is_seen_before_a_job_starts(tmp_path, ca
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = users_code.fault_of_code(call, [tmp_path])
+    found = users_code.unimportable_code_reason(call, [tmp_path])
     assert found is None if fault is None else found.startswith(fault)
 
 
@@ -503,7 +503,7 @@ def test_each_broken_model_and_task_of_the_cells_is_named_once(tmp_path, monkeyp
         "studies": {"s": {"experiments": {"e": block}}},
     }
     _, study = load_config(config)
-    assert study.faults_of_code(study.cells) == [
+    assert study.list_import_errors(study.cells) == [
         "task (gone:Task): there is no gone.py and no package gone; name its folder in `code`, or install it",
         "model 'other' (nets.Other): nets.py has no 'Other'; it has Mine",
     ]
@@ -516,13 +516,13 @@ def test_an_upgrade_of_what_a_users_file_imports_is_another_code(tmp_path, monke
         "import json, torch, yaml, my_parts\nfrom jsonschema import validate\nimport no_such_thing\n"
     )
     (tmp_path / "my_parts.py").write_text("def f():\n    from jinja2 import Template\n")
-    found = users_code.compute_fingerprint("my_net.Net", [tmp_path])
+    found = users_code.compute_code_fingerprint("my_net.Net", [tmp_path])
     names = {"jinja2": "jinja2", "jsonschema": "jsonschema", "yaml": "PyYAML"}
     assert found["version"] == ", ".join(f"{n} {metadata.version(d)}" for n, d in names.items())
     users_code._find_version.cache_clear()
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda d: "9" if d == "jinja2" else real(d))
-    upgraded = users_code.compute_fingerprint("my_net.Net", [tmp_path])
+    upgraded = users_code.compute_code_fingerprint("my_net.Net", [tmp_path])
     users_code._find_version.cache_clear()
     assert upgraded["version"] == found["version"].replace(real("jinja2"), "9")
     assert upgraded["sha256"] == found["sha256"]
@@ -543,7 +543,7 @@ def test_a_file_with_the_name_of_an_installed_module_is_told(tmp_path, call, tol
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("class Net: ...")
     (tmp_path / "my_net.py").write_text("import jinja2\nclass Net: ...")
-    found = users_code.fault_of_code(call, [tmp_path])
+    found = users_code.unimportable_code_reason(call, [tmp_path])
     assert found is None if told is None else found.startswith(told)
     with nullcontext() if told is None else pytest.raises(ConfigError, match=f"call = .*: {told}"):
         study_of({"call": call}, tmp_path)

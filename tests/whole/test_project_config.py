@@ -45,7 +45,7 @@ def test_a_config_of_text_alone_is_the_same_config():
         "gradient_as_bucket_view": False,
     }
     given["datasets"] |= {"mine": {"source": "synthetic", "size": 8}}
-    assert validation.validate(as_text(given)) == validation.validate(given)
+    assert validation.validate_config(as_text(given)) == validation.validate_config(given)
 
 
 def test_a_config_is_read_without_torch():
@@ -88,5 +88,8 @@ def test_the_demo_fits_on_small_nodes():
         asked = resources.build_job_request(
             cell, settings, configuration["cluster"], study.time_limit_s(cell)
         )
-        assert nodes.too_large_reason(cell, settings, asked, nodes.parse_sinfo(SMALL_NODES)) is None
+        assert (
+            nodes.job_too_large_reason(cell, settings, asked, nodes.parse_sinfo(SMALL_NODES))
+            is None
+        )
         assert asked.cpus <= 5

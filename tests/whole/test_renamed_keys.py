@@ -36,4 +36,4 @@ def test_a_message_names_the_key_of_today(path, mapping, old):
         block = block.setdefault(key, {})
     block.update(mapping)
     with pytest.raises(messages.ConfigError, match=f"Did you mean '{messages.RENAMED[old]}'"):
-        validation.validate(config)
+        validation.validate_config(config)

@@ -23,8 +23,12 @@ import command_tables  # noqa: E402
 import config_tables  # noqa: E402
 import record_tables  # noqa: E402
 from stratbench.cell.record import SCHEMA_PATH  # noqa: E402
-from stratbench.strategies import REGISTRY, strategy_class  # noqa: E402
-from stratbench.study.config.schema import check_structure, schema, typed  # noqa: E402
+from stratbench.strategies import REGISTRY, get_strategy_class  # noqa: E402
+from stratbench.study.config.schema import (  # noqa: E402
+    build_config_schema,
+    check_structure,
+    parse_texts_by_schema,
+)
 
 
 def pins(path: str) -> set[str]:
@@ -178,7 +182,7 @@ def test_every_key_of_a_block_is_in_its_example():
 
 def test_the_example_of_every_key_is_valid():
     raw = yaml.safe_load(config_tables.EXAMPLES.read_text(encoding="utf-8"))
-    check_structure(typed(raw, schema()))
+    check_structure(parse_texts_by_schema(raw, build_config_schema()))
 
 
 def test_every_strategy_is_on_one_page_and_its_example_is_valid():
@@ -190,7 +194,7 @@ def test_every_strategy_is_on_one_page_and_its_example_is_valid():
         for name, variant in example["variants"].items():
             options = {key: value for key, value in variant.items() if key != "strategy"}
             assert variant["strategy"] in names, name
-            strategy_class(variant["strategy"]).Options(**options)
+            get_strategy_class(variant["strategy"]).Options(**options)
 
 
 def test_every_field_of_the_record_has_a_row():
@@ -236,7 +240,7 @@ def test_the_conda_environment_has_the_pins_of_the_requirements():
 def test_what_a_strategy_needs_has_its_pin():
     """By the distribution's name, in the way that its message names it."""
     for name in REGISTRY:
-        for pin in strategy_class(name).needs:
+        for pin in get_strategy_class(name).needs:
             distribution = pin.partition("==")[0]
             assert pin in pins(f"envs/requirements-{distribution}.txt")
 
@@ -356,9 +360,9 @@ def test_a_text_file_opened_by_locale_is_found(code, lines):
 def test_the_page_of_policies_has_each_strategys_own_rule():
     page = (ROOT / "docs/parameter-server-policies.md").read_text(encoding="utf-8")
     table = page.partition("## Learning rate")[0]
-    served = [name for name in REGISTRY if strategy_class(name).kind == "server"]
+    served = [name for name in REGISTRY if get_strategy_class(name).kind == "server"]
     assert len(served) >= 10
     for name in served:
-        rule = strategy_class(name).rule.replace("|", "\\|")
+        rule = get_strategy_class(name).rule.replace("|", "\\|")
         assert rule
         assert f"| `{name}` | {rule} |" in table

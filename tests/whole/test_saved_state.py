@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launching import IN_OUR_LOOP, each_strategy, settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.servers.ps.server import serve
-from stratbench.extensions.servers.strategy import server_configs
-from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.extensions.servers.ps.server import run_server
+from stratbench.extensions.servers.strategy import make_server_configs
+from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.saved import SavedState
 from stratbench.strategies.single import Single
@@ -69,7 +69,7 @@ def trained(
 ) -> list[Any]:
     """Losses, weights, buffers and report after STEPS steps of one worker, warmed up before or not."""
     s = settings_of(name, precision)
-    made = cls or strategy_class(name)
+    made = cls or get_strategy_class(name)
     strategy = made(made.Options(**s.options))
     model = network(precision)
     if strategy.kind == "server":
@@ -83,13 +83,13 @@ def trained(
         saved = strategy.save()
         for scale in (-3, 1e30 if precision == "fp16" else 5, 2):
             strategy.step(scale * x[:BATCH], y[:BATCH])
-        with strategy.evaluating() as evaluated, torch.no_grad():
+        with strategy.open_evaluation_model() as evaluated, torch.no_grad():
             evaluated(x[:4])
         strategy.restore(saved)
     losses = []
     if strategy.kind == "server":
-        losses = [strategy.step(x[where], y[where]) for _, where in strategy.tickets()]
-        strategy.load_epoch(0)
+        losses = [strategy.step(x[where], y[where]) for _, where in strategy.iter_tickets()]
+        strategy.load_snapshot(0)
     else:
         losses = [strategy.step(x[i], y[i]) for i in strategy.batches(torch.arange(len(x)), 0)]
     report = strategy.report()
@@ -100,10 +100,10 @@ def trained(
 
 def serve_on_thread(s, folder: Path) -> None:
     run_folder = RunFolder(folder)
-    write_secret(run_folder.secret, new_secret())
-    [config] = server_configs(s, STEPS * BATCH, run_folder, None)
-    arguments = (config, load_secret(run_folder.secret))
-    threading.Thread(target=serve, args=arguments, daemon=True).start()
+    write_secret(run_folder.secret_path, make_secret())
+    [config] = make_server_configs(s, STEPS * BATCH, run_folder, None)
+    arguments = (config, load_secret(run_folder.secret_path))
+    threading.Thread(target=run_server, args=arguments, daemon=True).start()
 
 
 def equal(one: list[Any], other: list[Any]) -> bool:

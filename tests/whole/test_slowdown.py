@@ -18,16 +18,16 @@ from launching import IN_OUR_LOOP, each_strategy, settings
 from stratbench.cell.extensions import import_attribute
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.extensions.servers.strategy import server_configs
-from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import slowdown, strategy_class
+from stratbench.extensions.servers.strategy import make_server_configs
+from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
+from stratbench.strategies import get_strategy_class, slowdown
 from stratbench.strategies.base import Worker
 from stratbench.strategies.slowdown import Slowdown
 from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.train.beside.profile import record_profile
+from stratbench.train.beside.profile import record_profiler_trace
 from stratbench.workload.data.device_data import DeviceData
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,23 +73,23 @@ def slowed(name: str, **changes: Any) -> Settings:
 def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.Result:
     """What a worker process does, on its own; then a few steps as for a profile."""
     folder = RunFolder(path)
-    cls = strategy_class(s.strategy)
+    cls = get_strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
     server = None
     if strategy.kind == "server":
-        secret = new_secret()
-        write_secret(folder.secret, secret)
-        [config] = server_configs(s, data.train_samples, folder, None)
+        secret = make_secret()
+        write_secret(folder.secret_path, secret)
+        [config] = make_server_configs(s, data.train_samples, folder, None)
         server = Served(config, secret)
-    slow = Slowdown.of(s, 0, model, SHAPE, 3, CPU)
+    slow = Slowdown.from_settings(s, 0, model, SHAPE, 3, CPU)
     worker = Worker(s, 0, 1, 1, CPU, folder, [], slow.wait)
     strategy.setup(model, worker)
-    log = PhaseLog(folder.phases(0), 0, 0.0)
+    log = PhaseLog(folder.get_phase_log_path(0), 0, 0.0)
     run = import_attribute(strategy.loop) if strategy.loop else loop.train
     result = run(
         strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)
     )
-    record_profile(strategy, data, worker, None)
+    record_profiler_trace(strategy, data, worker, None)
     strategy.close()
     if server is not None:
         server.result()
@@ -116,7 +116,7 @@ def test_a_slowed_worker_is_as_slow_as_the_study_says(
     monkeypatch.setattr(slowdown, "time", now)
     s = slowed(name)
     result = train(s, network(first, 8), DeviceData.load(tiny_data), tmp_path)
-    samples = strategy_class(name).samples_per_step(s)
+    samples = get_strategy_class(name).samples_per_step(s)
     assert samples == (4 if name == SPLITS else 16)
     assert set(first.batches) == {samples}
     assert result.samples == samples * result.steps == 64
@@ -130,7 +130,11 @@ def test_a_slowed_worker_is_as_slow_as_the_study_says(
 def test_no_garbage_is_left_for_a_served_workers_clock(tmp_path, tiny_data, monkeypatch):
     """Orders are drawn and garbage is collected before the first ticket is timed."""
     did: list[str] = []
-    for owner, name in ((DeviceData, "tables"), (loop.gc, "freeze"), (loop.StepClock, "begin")):
+    for owner, name in (
+        (DeviceData, "draw_epoch_tables"),
+        (loop.gc, "freeze"),
+        (loop.StepClock, "begin_epoch"),
+    ):
         real = getattr(owner, name)
 
         def noted(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
@@ -140,7 +144,11 @@ def test_no_garbage_is_left_for_a_served_workers_clock(tmp_path, tiny_data, monk
         monkeypatch.setattr(owner, name, noted)
     s = settings("ps-async", gpus=1, per_worker_batch=16)
     train(s, network(nn.Identity(), 8), DeviceData.load(tiny_data), tmp_path)
-    assert did[: did.index("begin") + 1][-3:] == ["tables", "freeze", "begin"]
+    assert did[: did.index("begin_epoch") + 1][-3:] == [
+        "draw_epoch_tables",
+        "freeze",
+        "begin_epoch",
+    ]
 
 
 def test_a_step_in_parts_is_slowed_by_the_whole_of_it(monkeypatch):
@@ -175,7 +183,7 @@ def test_a_factor_adds_what_is_missing(naps):
     for _ in range(4):
         slow.wait()
     assert naps == pytest.approx([0.2] * 4)
-    assert slow.summary()["mean_factor"] == 3.0
+    assert slow.summarize_delays()["mean_factor"] == 3.0
 
 
 def test_nobody_is_slowed_without_a_factor(naps):
@@ -202,7 +210,7 @@ def test_the_step_is_measured_without_a_trace():
     before = [p.detach().clone() for p in model.parameters()]
     s = settings("single", gpus=2, slowdown={"workers": [1], "factor": 2})
     shape = (1, 16, 16)
-    assert Slowdown.of(s, 0, model, shape, 3, torch.device("cpu")).compute_s == 0
-    assert Slowdown.of(s, 1, model, shape, 3, torch.device("cpu")).compute_s > 0
+    assert Slowdown.from_settings(s, 0, model, shape, 3, torch.device("cpu")).compute_s == 0
+    assert Slowdown.from_settings(s, 1, model, shape, 3, torch.device("cpu")).compute_s > 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())

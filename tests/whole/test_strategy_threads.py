@@ -6,7 +6,7 @@ import pytest
 
 from launching import settings
 from stratbench.cell.coordinates import Cell
-from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class
 from stratbench.study.resources import build_job_request
 from stratbench.train import gpu_locks
 
@@ -26,7 +26,7 @@ def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gp
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     asked, threads = set(), set()
     for name in REGISTRY:
-        cls = strategy_class(name)
+        cls = get_strategy_class(name)
         if cls.max_workers == 1:
             continue
         for given in ({}, {"server_placement": "colocated"}) if cls.kind == "server" else ({},):
@@ -39,6 +39,6 @@ def test_workers_have_equal_threads_under_every_strategy(monkeypatch, request_gp
                 gpu_locks, "list_usable_cores", lambda cores=cores: set(range(cores))
             )
             asked.add(request.cpus)
-            threads.add(gpu_locks.threads_of(s, 4, request.cpus, request.server_cpus))
+            threads.add(gpu_locks.count_threads_per_worker(s, 4, request.cpus, request.server_cpus))
     assert len(asked) > 1
     assert threads == {(8 if request_gpus else 1) if in_job else 16}

@@ -25,7 +25,7 @@ from stratbench.analysis.records.columns import COLUMNS, read_cells, read_epochs
 from stratbench.analysis.records.measures import list_measures
 from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
-from stratbench.analysis.tables.summary import summarise
+from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.cell import record
 from stratbench.extensions.audit import audit
 from stratbench.extensions.servers.ps.store import EpochLog
@@ -42,7 +42,7 @@ NO_CELLS = pd.DataFrame(columns=list(COLUMNS))
 
 def unusable(found: dict) -> list[str]:
     """What the audit finds in a record that no busy machine explains."""
-    listed = audit.audit(NO_CELLS, [found])
+    listed = audit.audit_cells(NO_CELLS, [found])
     return [f["figures"] for f in listed if f["severity"] == "unusable"]
 
 
@@ -240,7 +240,7 @@ def own_tasks(tmp_path, monkeypatch, request) -> str:
 
 def checked(call: str) -> tasks.Task:
     task = tasks.create_own_task(call)
-    task_trial.check_task(task, tasks.OwnTask(call), 10, [2])
+    task_trial.check_task_outputs(task, tasks.OwnTask(call), 10, [2])
     return task
 
 
@@ -295,7 +295,7 @@ def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
 def test_a_loss_that_is_no_mean_over_its_parts_is_known(own_tasks, name, kind):
     task = tasks.create_own_task(f"{own_tasks}:{name}")
     for classes in (10, 7, 12):
-        assert task_trial.check_task(task, tasks.OwnTask(name), classes, [2]) == kind
+        assert task_trial.check_task_outputs(task, tasks.OwnTask(name), classes, [2]) == kind
     facts = tasks.describe_task(task, name, 10, (1, 8, 8), None, tasks.LossKind(*kind))
     assert (facts["loss_weighs"], facts["loss_adds_up"]) == kind
 
@@ -321,11 +321,11 @@ def test_a_task_of_long_texts_is_tried_on_a_few_positions(own_tasks, name, posit
     s = settings("single", own_task={"call": f"{own_tasks}:{name}"})
     with _Sizes() as sizes:
         if fails is None:
-            _, kind = task_trial.try_task(s, (300,), 4000, values=False)
+            _, kind = task_trial.run_task_trial(s, (300,), 4000, values=False)
             assert kind == (name == "LongTexts", True)
         else:
             with pytest.raises(ModelError, match=fails):
-                task_trial.try_task(s, (300,), 4000, values=False)
+                task_trial.run_task_trial(s, (300,), 4000, values=False)
     assert sizes.most <= max(2 * positions * 4000, task_trial.TRIED_NUMBERS)
 
 
@@ -342,7 +342,7 @@ def test_the_kind_of_a_loss_of_texts_and_of_values_is_known(own_tasks):
         (Padded(), [2, 5], (False, False)),
         (tasks.create_own_task(f"{own_tasks}:Regression"), [2, 3], (False, True)),
     ):
-        assert task_trial.check_task(task, tasks.OwnTask("x"), 12, targets) == kind
+        assert task_trial.check_task_outputs(task, tasks.OwnTask("x"), 12, targets) == kind
 
 
 @pytest.mark.parametrize("parts", [[6], [1, 2, 3], [2, 2, 2]])
@@ -386,7 +386,7 @@ def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
         call = f"{own_tasks}:{name}"
         task = tasks.create_own_task(call)
         assert tasks.compute_output_shape(task, [2, 3], 3) == shape
-        task_trial.check_task(task, tasks.OwnTask(call), 3, [2, 3])
+        task_trial.check_task_outputs(task, tasks.OwnTask(call), 3, [2, 3])
         sums = tasks.compute_batch_sums(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
         found = tasks.compute_evaluation(sums.tolist())
         assert found.score == 1.0
@@ -415,7 +415,7 @@ def test_data_and_a_task_that_do_not_go_together_are_told_in_one_sentence(own_ta
 def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
     own_tasks, tmp_path, start_cell, warm
 ):
-    code = users_code.compute_fingerprint(f"{own_tasks}:Top3", [tmp_path])
+    code = users_code.compute_code_fingerprint(f"{own_tasks}:Top3", [tmp_path])
     s = settings("ddp", own_task={"call": f"{own_tasks}:Top3"} | code)
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = launched.finish()
@@ -434,7 +434,7 @@ def test_cells_by_a_sum_and_its_weight_agree_whatever_trains_them(
     own_tasks, tmp_path, start_cell, warm
 ):
     call = f"{own_tasks}:WithoutOne"
-    spec = {"call": call} | users_code.compute_fingerprint(call, [tmp_path])
+    spec = {"call": call} | users_code.compute_code_fingerprint(call, [tmp_path])
     ends = []
     for strategy, gpus in (("single", 1), ("ddp", 2), ("ps-sync", 2)):
         s = settings(
@@ -498,7 +498,7 @@ def test_a_built_in_task_by_name_is_the_data_sets_own_and_retrains_nothing(tmp_p
         told.append(study.settings(study.cells[0]).own_task)
     assert told[:2] == [None, None]
     assert told[2]["call"] == "my_tasks:Mine"
-    kept = study.as_trained() | {"own_code": study.own_code()}
+    kept = study.build_training_config() | {"own_code": study.describe_own_code()}
     (tmp_path / "my_tasks.py").write_text("class Mine: changed = 1\n")
     _, changed = study_of({"call": "x.y"}, tmp_path, models=["vgg-compact"], task="my_tasks:Mine")
     assert changed.settings(changed.cells[0]).own_task["sha256"] != told[2]["sha256"]
@@ -513,12 +513,12 @@ def test_a_plan_of_steps_ends_within_its_last_epoch():
     plan = TicketPlan(3, 4, 2, steps=9)
     assert len(plan) == 18
     assert [plan.count_epoch_tickets(epoch) for epoch in range(3)] == [8, 8, 2]
-    assert plan.ticket(17)[1:] == (2, 0, 1)
+    assert plan.get_ticket(17)[1:] == (2, 0, 1)
     log = EpochLog(plan, None)
     store = type("Store", (), {"shards": {}, "buffers": None})
     for number in range(18):
-        log.count(number, float(number), store)
-    assert log.complete
+        log.count_ticket(number, float(number), store)
+    assert log.is_complete
     assert [end["end_s"] for end in log.ends] == [7.0, 15.0, 17.0]
     with pytest.raises(ValueError, match="do not end in the last"):
         TicketPlan(3, 4, 2, steps=8)
@@ -596,8 +596,8 @@ def study(tmp_path_factory) -> tuple[Path, pd.DataFrame, list[dict]]:
 @pytest.mark.slow
 def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     folder, cells, records = study
-    assert [f for f in audit.audit(cells, records) if f["severity"] != "note"] == []
-    summary = summarise(cells)
+    assert [f for f in audit.audit_cells(cells, records) if f["severity"] != "note"] == []
+    summary = build_summary_table(cells)
     by = dict(list(cells.groupby("experiment", sort=False)))
     measure = {n: list_measures(rows) for n, rows in by.items()}
     assert measure["images"]["score"].heading == "Test accuracy after the last epoch (%)"
@@ -640,7 +640,8 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
         plt.close(figure.figure)
     assert report.format_training_length(by["steps"]) == "2340 steps, no score"
     told = {
-        line["experiment"]: line["score"] for line in report.iter_cell_lines(cells, folder, folder)
+        line["experiment"]: line["score"]
+        for line in report.iter_cell_table_rows(cells, folder, folder)
     }
     assert told["images"].endswith(" %")
     assert told["text"].endswith(" nats/token")
@@ -690,7 +691,7 @@ def test_cells_of_steps_are_decided_by_time_alone_and_it_is_said():
     ]
     found = decided(rows)
     assert found.choice.strategy == "ps-async"
-    assert (found.short.score, found.short.score_note) == (
+    assert (found.short_answer.score, found.short_answer.score_note) == (
         "not measured",
         "equal scores are assumed",
     )
@@ -707,5 +708,5 @@ def test_a_loss_no_better_than_guessing_is_below_the_floor(study):
     bad = (cells["experiment"] == "text") & (cells["strategy"] == "ps-async") & (cells["gpus"] == 2)
     cells.loc[bad, "score_final"] = 4.0
     (found,) = RULE["score-below-floor"].check(audit.AuditData(cells))
-    assert found.where["strategy"] == "ps-async"
-    assert found.figures.startswith("4.000 nats/token; single on 1 reaches 1.6")
+    assert found.coordinates["strategy"] == "ps-async"
+    assert found.values_text.startswith("4.000 nats/token; single on 1 reaches 1.6")

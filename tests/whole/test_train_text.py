@@ -12,9 +12,9 @@ import pytest
 import invariants
 from launching import LaunchedCell, settings
 from stratbench.cell import record
-from stratbench.extensions.audit.scores import find_loss_below_least
+from stratbench.extensions.audit.scores import find_losses_below_minimum
 from stratbench.workload.data import prepared
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 VOCABULARY, LENGTH = 8, 16
 
@@ -26,7 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "source": "markov-text", "train_samples": 512, "test_samples": 24, "vocabulary": VOCABULARY,
         "sequence": LENGTH,
     }  # fmt: skip
-    prepare("text", folder, spec=spec)
+    prepare_data_set("text", folder, spec=spec)
     return folder
 
 
@@ -57,13 +57,13 @@ def test_a_transformer_learns_a_text(
     assert last["score"] == pytest.approx(last["test_loss"], rel=1e-9) == rec["score"]["final"]
     assert 0 < last["score_error"] < 0.2
     evidence = SimpleNamespace(records=[rec], timelines={})
-    assert list(find_loss_below_least.check(evidence)) == []
+    assert list(find_losses_below_minimum.check(evidence)) == []
     last["score"] += 0.01
     assert any("its test loss" in sentence for sentence in invariants.broken(rec))
     last["test_loss"] = least - 2 * last["score_error"]  # chance explains it
-    assert list(find_loss_below_least.check(evidence)) == []
+    assert list(find_losses_below_minimum.check(evidence)) == []
     last["test_loss"] = least - 4 * last["score_error"]
-    assert [found.figures for found in find_loss_below_least.check(evidence)]
+    assert [found.values_text for found in find_losses_below_minimum.check(evidence)]
     # Two for each weight that a token is multiplied with, at least.
     flops = rec["compute"]["forward_flops_per_sample"]
     assert flops > 2 * LENGTH * 4 * 12 * 128**2

@@ -27,8 +27,8 @@ from stratbench.extensions.plan import servers
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
 from stratbench.extensions.servers.ps.tickets import TicketPlan
-from stratbench.extensions.servers.strategy import class_of_policy, server_configs
-from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
+from stratbench.extensions.servers.strategy import get_strategy_of_policy, make_server_configs
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.base import Collective, Traits
 from virtual_clock import Timing, WorkerLost, simulate
 
@@ -109,10 +109,12 @@ def test_a_new_strategy_is_judged_by_what_it_says_and_carefully_where_it_is_sile
 
 
 def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered):
-    request = Request(settings("silent", options={}), (3, 32, 32), 10, local_world=4, eval_batch=64)
-    assert not request.served
+    request = Request(
+        settings("silent", options={}), (3, 32, 32), 10, workers_per_node=4, eval_batch=64
+    )
+    assert not request.is_served
     assert not request.may_reshard
-    assert not strategy_class("silent").alike_on_any_count
+    assert not get_strategy_class("silent").alike_on_any_count
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -229,7 +231,7 @@ def test_a_loss_that_does_not_add_up_trains_alike_in_equal_parts_only(
     assert usual.equals_ddp
 
 
-class Renamed(class_of_policy("ps-ssp")):
+class Renamed(get_strategy_of_policy("ps-ssp")):
     """A policy's strategy under a name of its own."""
 
 
@@ -237,7 +239,7 @@ def test_a_policy_goes_by_its_own_name_and_not_by_the_strategys(monkeypatch):
     monkeypatch.setitem(REGISTRY, "my-servers", f"{__name__}:Renamed")
     given = get_option_defaults("my-servers") | {"staleness_bound": 5}
     s = settings("my-servers", options=given, gpus=2, per_worker_batch=8)
-    [config] = server_configs(s, 64, RunFolder(Path()), None)
+    [config] = make_server_configs(s, 64, RunFolder(Path()), None)
     assert config.policy == "ps-ssp"
     assert config.policy_options == {"staleness_bound": 5, "lr_scale": "1/N"}
     sizes = {"weights": 100, "buffers": 8}

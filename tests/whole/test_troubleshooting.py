@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stratbench.cell.text.help_page import PAGE, help_address
+from stratbench.cell.text.help_page import PAGE, format_help_address
 
 ROOT = Path(__file__).parents[2]
 #: Sections of the page whose headings are no messages of stratbench.
@@ -29,14 +29,15 @@ def headings() -> list[str]:
 
 @cache
 def texts_and_addresses() -> tuple[str, tuple[str, ...]]:
-    """Return the code's string constants, and the headings that `help_address` is called with."""
+    """Return the code's string constants, and the headings that `format_help_address` is called with."""
     texts, addresses = [], []
     for path in (ROOT / "workflow/stratbench").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         called = [
             node.args[0]
             for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "help_address"
+            if isinstance(node, ast.Call)
+            and getattr(node.func, "id", None) == "format_help_address"
         ]
         addresses += [ast.literal_eval(argument) for argument in called]
         texts += [
@@ -60,4 +61,4 @@ def test_every_address_in_a_message_is_of_an_entry():
 
 
 def test_an_address_is_the_anchor_of_its_heading():
-    assert help_address("SLURM's time, for now") == f"[{PAGE}#slurms-time-for-now]"
+    assert format_help_address("SLURM's time, for now") == f"[{PAGE}#slurms-time-for-now]"

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import versions as ends
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.study import versions
 
 ROOT = Path(__file__).parents[2]
@@ -28,19 +28,19 @@ def test_an_older_package_is_named_with_what_is_needed(monkeypatch: pytest.Monke
     needed = ["torch>=2.12", "snakemake>=9.18", "numpy>=2.4.5", "tqdm>=4.67"]
     assert versions.describe_old_packages(needed) == [
         "torch 2.8.0+cpu is too old: stratbench needs torch>=2.12; pip install 'torch>=2.12' "
-        + help_address("is too old")
+        + format_help_address("is too old")
     ]
 
 
 def test_what_is_pinned_is_not_too_old() -> None:
-    needed = versions.requirements()
+    needed = versions.list_required_packages()
     assert {Requirement(r).name for r in needed} >= {"torch", "snakemake", "pandas"}
     assert versions.describe_old_packages(needed) == []
 
 
 def test_a_copy_of_the_workflow_alone_is_not_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(versions, "ROOT", tmp_path)
-    assert versions.requirements() == []
+    assert versions.list_required_packages() == []
 
 
 def test_floors_are_the_same_in_all_places() -> None:

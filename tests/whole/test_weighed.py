@@ -23,13 +23,13 @@ from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.elastic.split import WeightedTask
-from stratbench.extensions.servers.figures import mean_loss
-from stratbench.extensions.servers.loop import summed
+from stratbench.extensions.servers.figures import compute_mean_loss
+from stratbench.extensions.servers.loop import sum_losses
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
 from stratbench.extensions.servers.ps import server
 from stratbench.extensions.servers.ps.server_run import ServerRun
-from stratbench.extensions.servers.strategy import server_configs
-from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
+from stratbench.extensions.servers.strategy import make_server_configs
+from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
 from stratbench.strategies import get_option_defaults, make_strategy
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.ddp import DDP
@@ -71,7 +71,7 @@ TASKS = {"ignoring": Ignoring, "by class": ByClass}
 class OwnMean(DDP):
     """A mutant: the mean of the workers' means."""
 
-    def mean_weight(self, own):
+    def average_batch_weight(self, own):
         return own
 
 
@@ -86,8 +86,8 @@ class LastPart(DDP):
 class EveryoneCounts(DDP):
     """A mutant: workers are taken for as many copies of the network more."""
 
-    def mean_weight(self, own):
-        return super().mean_weight(own) / 2
+    def average_batch_weight(self, own):
+        return super().average_batch_weight(own) / 2
 
 
 class Unweighed(SyncPolicy):
@@ -160,7 +160,7 @@ def set_up(strategy: Strategy, s: Settings, task: str, folder: RunFolder, rank: 
     model = network()
     worker = Worker(
         s, rank, s.gpus, s.gpus, torch.device("cpu"), folder,
-        models.wrap_groups("gpt-compact", model), task=TASKS[task](), weighs=True,
+        models.list_wrap_groups("gpt-compact", model), task=TASKS[task](), has_weighted_loss=True,
         mesh=strategy.mesh(s.gpus), total_steps=STEPS, input_shape=(POSITIONS,),
     )  # fmt: skip
     strategy.setup(model, worker)
@@ -185,7 +185,7 @@ def trajectory(
     strategy.restore(saved)
     batches = islice(strategy.batches(torch.arange(len(x)), 0), STEPS)
     losses = torch.stack([strategy.step(x[i], y[i]) for i in batches])
-    if not worker.mesh.speaks(rank):
+    if not worker.mesh.reports_for_replica(rank):
         losses.zero_()
     if world > 1:
         dist.all_reduce(losses)
@@ -207,13 +207,13 @@ def served(
     dist.broadcast_object_list(where)
     folder = RunFolder(Path(where[0]))
     if rank == 0:
-        write_secret(folder.secret, new_secret())
+        write_secret(folder.secret_path, make_secret())
         with pytest.MonkeyPatch.context() as patch:
             if mutant is not None:
                 make = lambda policy, weights, hyper, options: mutant(weights, hyper)  # noqa: E731
-                patch.setattr(server.serve, "__defaults__", (make, ServerRun))
-            (config,) = server_configs(s, STEPS * BATCH, folder, None)
-            server_thread = Served(config, load_secret(folder.secret))
+                patch.setattr(server.run_server, "__defaults__", (make, ServerRun))
+            (config,) = make_server_configs(s, STEPS * BATCH, folder, None)
+            server_thread = Served(config, load_secret(folder.secret_path))
             return worked(strategy, s, task, folder, rank, server_thread)
     return worked(strategy, s, task, folder, rank)
 
@@ -230,17 +230,17 @@ def worked(
     set_up(strategy, s, task, folder, rank)
     x, y = samples()
     losses: dict[str, list[torch.Tensor]] = {}
-    for _, where in strategy.tickets():
+    for _, where in strategy.iter_tickets():
         step = str(where.start // BATCH)
         losses.setdefault(step, []).append(strategy.step(x[where], y[where]))
-    strategy.load_epoch(0)
+    strategy.load_snapshot(0)
     told: list[Any] = [None] * s.gpus
-    dist.all_gather_object(told, {n: summed(each) for n, each in losses.items()})
+    dist.all_gather_object(told, {n: sum_losses(each) for n, each in losses.items()})
     weights = {n: p.detach().clone() for n, p in strategy.model.named_parameters()}
     strategy.close()
     if server_thread is not None:
         assert server_thread.result()["status"] == "ok"
-    return {"loss": torch.tensor(mean_loss(told), dtype=torch.float64), "weights": weights}
+    return {"loss": torch.tensor(compute_mean_loss(told), dtype=torch.float64), "weights": weights}
 
 
 def unequal_shares(rank: int, world: int) -> dict[str, Any]:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from stratbench.cell.text.words import format_count, format_names, join_with_and, worker_noun
+from stratbench.cell.text.words import (
+    choose_noun_for_workers,
+    format_count,
+    format_names,
+    join_with_and,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,7 @@ def test_a_count_and_its_noun_agree(count, noun, words):
     ],
 )
 def test_workers_are_called_by_what_they_run_on(kinds, noun):
-    assert worker_noun(kinds) == noun
+    assert choose_noun_for_workers(kinds) == noun
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,10 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.remarks import iter_remarks
-from stratbench.extensions.servers.ps.server import serve
-from stratbench.extensions.servers.strategy import server_configs
-from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import acceptance, get_option_defaults, make_strategy, strategy_class
+from stratbench.extensions.servers.ps.server import run_server
+from stratbench.extensions.servers.strategy import make_server_configs
+from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
+from stratbench.strategies import acceptance, get_option_defaults, get_strategy_class, make_strategy
 from stratbench.strategies.base import Strategy
 from stratbench.strategies.sharding.zero import ZeRO1
 from stratbench.telemetry.clock import Phases
@@ -120,21 +120,21 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
     if strategy.kind == "server" and rank == 0:
         served = serving(s, run_folder)
     elif strategy.kind == "server":
-        while not run_folder.secret.exists():
+        while not run_folder.secret_path.exists():
             time.sleep(0.001)
     device, found = torch.device("cpu"), {}
     buckets = mock.patch.object(dist, "_compute_bucket_assignment_by_size", a_bucket_each)
     with served, buckets if s.strategy == "zero1" else contextlib.nullcontext():
         try:
-            ready = worker.set_up(
+            ready = worker.set_up_model(
                 s, strategy, data, device, rank,
-                rank=rank, world_size=s.gpus, local_world=s.gpus, folder=run_folder,
+                rank=rank, world_size=s.gpus, local_world_size=s.gpus, folder=run_folder,
                 mesh=strategy.mesh(s.gpus),
             )  # fmt: skip
         except users_code.ModelError as e:
             return {"unsupported": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
-            return {"failed": users_code.format_error(e)}
+            return {"failed": users_code.format_user_error(e)}
         log = PhaseLog(folder / f"phases{rank}", rank, time.monotonic())
         taking = import_attribute(strategy.loop) if strategy.loop else loop.train
         try:
@@ -142,15 +142,19 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
                 strategy, data, ready.worker, Phases(device, log), log, MemoryMeter(device),
                 loop.Progress(None),
             )  # fmt: skip
-            found["zeros"] = acceptance.changes_without_gradient(strategy, ready.built.trial, s)
+            found["zeros"] = acceptance.updates_parameters_without_gradient(
+                strategy, ready.built.trial, s
+            )
             found["dropout"] = ready.built.facts["dropout"]
-            found["losses"] = [(e["train_loss"], e["test_loss"]) for e in result.progress.per_epoch]
+            found["losses"] = [
+                (e["train_loss"], e["test_loss"]) for e in result.progress.epoch_results
+            ]
             steps = [result.losses[e].values() for e in sorted(result.losses)]
             found["own"] = [tuple(map(sum, zip(*each, strict=True))) for each in steps]
         except users_code.ModelError as e:
             return {"unsupported": str(e)}
         except Exception as e:  # whatever a network makes of a strategy
-            return {"failed": users_code.format_error(e)}
+            return {"failed": users_code.format_user_error(e)}
         finally:
             if strategy.kind != "server" or found:
                 strategy.close()
@@ -160,11 +164,11 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def serving(s: Settings, folder: RunFolder) -> Iterator[None]:
     """A server on a thread of this process, until the block ends."""
-    secret = new_secret()
-    write_secret(folder.secret, secret)
-    (config,) = server_configs(s, SAMPLES, folder, None)
+    secret = make_secret()
+    write_secret(folder.secret_path, secret)
+    (config,) = make_server_configs(s, SAMPLES, folder, None)
     pool = ThreadPoolExecutor(1)
-    future = pool.submit(serve, config, secret)
+    future = pool.submit(run_server, config, secret)
     pool.shutdown(wait=False)
     yield
     if not future.done():
@@ -222,7 +226,7 @@ def trained(cells: list[Cell], folder: Path) -> dict[str, dict[str, Any]]:
 def plain(name: str, way: str) -> list[tuple[float, float]]:
     """What the plain loop makes of a network, on as many workers."""
     strategy, _, workers = WAYS[way]
-    return trained_plainly(name, workers, "mean" in strategy_class(strategy).evaluated_on)
+    return trained_plainly(name, workers, "mean" in get_strategy_class(strategy).evaluated_on)
 
 
 @cache
@@ -230,11 +234,14 @@ def trained_plainly(name: str, workers: int, mean: bool) -> list[tuple[float, fl
     """The losses that several ways are held to; `mean`: evaluated with the mean of the copies' buffers."""
     data = data_of()
     epochs = (
-        [data.batch(i) for i in data.tables(SEED, epoch, False).order.split(BATCH)]
+        [
+            data.make_training_batch(i)
+            for i in data.draw_epoch_tables(SEED, epoch, False).order.split(BATCH)
+        ]
         for epoch in range(EPOCHS)
     )
     make = partial(zoo.NETWORKS[name], CLASSES)
-    return zoo.train_plainly(make, SEED, workers, epochs, data.test_batch(0, 6), HYPER, mean)
+    return zoo.train_plainly(make, SEED, workers, epochs, data.make_test_batch(0, 6), HYPER, mean)
 
 
 # --- mutants --------------------------------------------------------------------------------------
@@ -244,9 +251,9 @@ def new_parameters() -> contextlib.AbstractContextManager:
     """Parameters and buffers are replaced by others."""
 
     def place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        models.replace_tensors(model, lambda t: t.detach().to(dtype))
+        models.replace_model_tensors(model, lambda t: t.detach().to(dtype))
 
-    return mock.patch.object(models, "place_tensors", place)
+    return mock.patch.object(models, "move_model_tensors", place)
 
 
 def torch_alone() -> contextlib.AbstractContextManager:
@@ -256,12 +263,12 @@ def torch_alone() -> contextlib.AbstractContextManager:
 
 def early_sends() -> contextlib.AbstractContextManager:
     """`zero1` takes the first part of a gradient for the whole."""
-    return mock.patch.object(ZeRO1, "adds_again", False)
+    return mock.patch.object(ZeRO1, "accumulates_repeatedly", False)
 
 
 def nothing_frozen() -> contextlib.AbstractContextManager:
     """Frozen parameters that forward changes are not brought back."""
-    return mock.patch.object(Strategy, "frozen_written", return_value=[])
+    return mock.patch.object(Strategy, "list_changed_frozen_parameters", return_value=[])
 
 
 def attributes_left() -> contextlib.AbstractContextManager:
@@ -423,11 +430,11 @@ def test_the_check_says_of_each_network_what_a_run_does(name, monkeypatch):
     }
     network = check.check_network(requests["single"])
     for way, request in requests.items():
-        said = network.fault or check.rehearse(request, network).refusal
+        said = network.fault or check.rehearse_strategy(request, network).refusal_reason
         reason = REFUSED.get(name, {}).get(way)
         assert (said is None) == (reason is None), (way, said)
         assert reason is None or reason in said
-    assert network.fault or network.dropout == (name in DRAWS)
+    assert network.fault or network.has_dropout == (name in DRAWS)
 
 
 class Loose(zoo.Base):
@@ -453,7 +460,7 @@ class Loose(zoo.Base):
 def test_what_is_worth_knowing_is_remarked(kind, said):
     model = kind(CLASSES)
     x, y = samples(2, 0)
-    with generators.restoring_generators():
+    with generators.restore_random_generators():
         found = trial.take_trial("it", model, x, y, [2, CLASSES], (), CLASSES)
     remarks = list(iter_remarks(model, found))
     assert len(remarks) == len(said)
@@ -487,10 +494,10 @@ def test_fake_tensors_pass_again_only_where_numbers_of_python_or_numpy_are_drawn
         drawn.append(draw())
         return drawn[-1]
 
-    with generators.restoring_generators(), FakeTensorMode(allow_non_fake_inputs=True):
+    with generators.restore_random_generators(), FakeTensorMode(allow_non_fake_inputs=True):
         model = Skips(CLASSES, drawing)
         with Changes(model) as changes:
-            found = trial.modules_by_chance(model, torch.zeros(2, 1, 4, 4), changes)
+            found = trial.find_randomly_called_modules(model, torch.zeros(2, 1, 4, 4), changes)
     assert found == names
     assert len(drawn) == passes
 

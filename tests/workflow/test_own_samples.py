@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stratbench.workload.data.device_data import DeviceData
-from stratbench.workload.generators import seed_generators
+from stratbench.workload.generators import seed_random_generators
 from stratbench.workload.tasks import IGNORED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -70,16 +70,16 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def trained_plainly(network: torch.nn.Module, data: DeviceData, settings: dict) -> list[float]:
     """The training losses of each epoch, in one process."""
-    seed_generators(settings["seed"])
+    seed_random_generators(settings["seed"])
     optimizer = torch.optim.SGD(
         network.parameters(), lr=settings["lr"], momentum=settings["momentum"]
     )
     losses = []
     for epoch in range(settings["epochs"]):
-        batches = data.tables(settings["seed"], epoch, False).order.split(8)
+        batches = data.draw_epoch_tables(settings["seed"], epoch, False).order.split(8)
         each = []
         for indices in batches[: data.train_samples // 8]:
-            x, y = data.batch(indices)
+            x, y = data.make_training_batch(indices)
             loss = loss_of(network(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -92,7 +92,7 @@ def trained_plainly(network: torch.nn.Module, data: DeviceData, settings: dict) 
 def network_of(name: str, meta: dict, seed: int) -> torch.nn.Module:
     """What a user writes: seeds, and the class with the numbers that the data have."""
     made = getattr(importlib.import_module("my_networks"), name)
-    seed_generators(seed)
+    seed_random_generators(seed)
     sizes = {
         "Listener": {"num_classes": meta["classes"]},
         "Reader": {"vocab_size": 256, "num_classes": meta["classes"]},

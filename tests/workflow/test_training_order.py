@@ -8,7 +8,7 @@ import pytest
 from tiny_study import Workflow, tiny_config
 
 from stratbench.cell.coordinates import Cell
-from stratbench.study.order import priority
+from stratbench.study.order import compute_job_priority
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -30,4 +30,4 @@ def test_snakemake_trains_repeat_after_repeat_in_another_order_each(tmp_path, wa
         for strategy, model, gpus, repeat in begun
     ]
     assert [cell.repeat for cell in cells] == [0, 0, 0, 1, 1, 1]
-    assert cells == sorted(cells, key=priority, reverse=True)
+    assert cells == sorted(cells, key=compute_job_priority, reverse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tutorial import ROOT, Follower, expected_output, read_steps
 
-from stratbench.analysis.decision.short import KINDS, ShortAnswer, format_lead
+from stratbench.analysis.decision.short import KINDS, ShortAnswer, format_summary_line
 from stratbench.analysis.report.brief import iter_answer_lines
 
 
@@ -47,7 +47,7 @@ def test_what_a_command_prints_otherwise_is_a_failure(tmp_path: Path):
 def test_pages_hold_for_every_outcome_of_a_study(tmp_path: Path, page: str, kind: str, notes: int):
     """Two short repeats may be significant or not, and may have any number of findings."""
     short = ShortAnswer("ddp", 2, "Fastest.", kind, "1.75 s")
-    decided = {"lead": format_lead([("small", short)]), "answers": []}
+    decided = {"lead": format_summary_line([("small", short)]), "answers": []}
     (tmp_path / "answers.json").write_text(json.dumps(decided), encoding="utf-8")
     findings = ["warning"] * notes + ["note"] * notes
     (tmp_path / "audit.csv").write_text("\n".join(["severity", *findings]) + "\n", encoding="utf-8")

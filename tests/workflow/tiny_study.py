@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1800
 #: Appended to the copy's log of phases: a held worker waits at the start of an epoch.
 WAIT_WHILE_HELD = """
-_write = PhaseLog.write
+_write = PhaseLog.write_phase_event
 
 
 def _write_and_wait(self, phase, event, at_s=None):
@@ -35,7 +35,7 @@ def _write_and_wait(self, phase, event, at_s=None):
         time.sleep(0.05)
 
 
-PhaseLog.write = _write_and_wait
+PhaseLog.write_phase_event = _write_and_wait
 """
 
 
@@ -166,7 +166,9 @@ class Workflow:
         For where the server that a run starts is not what is tested.
         """
         self.change_code(
-            "workflow/rules/train.smk", "        forkserver.share_until_exit()\n", "        pass\n"
+            "workflow/rules/train.smk",
+            "        forkserver.share_fork_server_until_exit()\n",
+            "        pass\n",
         )
         self.variables[FOLDER_VARIABLE] = warm[FOLDER_VARIABLE]
 

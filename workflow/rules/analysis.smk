@@ -1,6 +1,6 @@
 # Analysis: the records of a study merged into tables, figures and a report, each in one process.
 from stratbench.analysis.report import brief
-from stratbench.cell.text.words import folded
+from stratbench.cell.text.words import wrap_lines
 
 TABLES = f"{RESULTS}/{{study}}/tables"
 FIGURES = f"{RESULTS}/{{study}}/plots"
@@ -12,7 +12,8 @@ report: "../report/workflow.rst"
 onsuccess:
     if internals.get_jobs(workflow, rules.write_report):
         print(
-            folded(brief.iter_answer_lines(Path(RESULTS, STUDY.name))), flush=True
+            wrap_lines(brief.iter_answer_lines(Path(RESULTS, STUDY.name))),
+            flush=True,
         )
     for end in AFTER_JOBS:
         end()
@@ -22,7 +23,7 @@ onerror:
     if failed := list(
         reasons.iter_failure_summary(failed_jobs(), RESULTS, BEGUN_S)
     ):
-        print(folded(failed), file=sys.stderr, flush=True)
+        print(wrap_lines(failed), file=sys.stderr, flush=True)
 
 
 # The command line of each stage, once for all rules. `study`: results/<study>; `out`: the folder of what

@@ -14,7 +14,7 @@ from stratbench.cell.extensions import load_extensions
 from stratbench.cell.installation import INSTALLED
 from stratbench.cell.settings import Settings
 from stratbench.study import job_values, reasons
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study import resume
 from stratbench.study import snakemake_internals as internals
@@ -24,7 +24,7 @@ from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.schema import collect_constraints
 from stratbench.study.slurm import live_jobs
-from stratbench.workload.data.prepared import name_meta_file
+from stratbench.workload.data.prepared import format_meta_file_name
 
 
 @dataclass
@@ -68,7 +68,7 @@ VALUES = f"{job_values.OF_JOB} "
 TO_LOG = " > {log:q} 2>&1 || {{ cat {log:q} >&2; exit 1; }}"
 
 RESULTS = CONFIG["results"]
-if internals.has_prefix(workflow, RESULTS):
+if internals.changes_path_by_prefix(workflow, RESULTS):
     raise WorkflowError(
         "stratbench cannot be used as a module with `prefix:`; set `results` in its config instead"
     )
@@ -115,7 +115,7 @@ wildcard_constraints:
 
 def cell_of(wildcards):
     """The cell that a training job's wildcards name."""
-    return or_workflow_error(JOBS.cell_of, wildcards)
+    return or_workflow_error(JOBS.find_cell, wildcards)
 
 
 def setting_parameters():
@@ -126,14 +126,14 @@ def setting_parameters():
     """
 
     def parameter(key):
-        return lambda w: JOBS.settings_of(cell_of(w)).as_parameter(key)
+        return lambda w: JOBS.resolve_settings(cell_of(w)).format_setting(key)
 
     return {field.name: parameter(field.name) for field in fields(Settings)}
 
 
 def skipped(wildcards):
     """Why cells are not trained, for `collect`."""
-    return json.dumps(JOBS.skipped)
+    return json.dumps(JOBS.skip_reasons)
 
 
 def targets(wildcards):
@@ -143,9 +143,10 @@ def targets(wildcards):
 
 def as_trained(wildcards, input):
     """The study whose settings records must have, for `collect`; no reason to run again: new records are."""
-    resolved = {"own_code": STUDY.own_code(), "data_specs": STUDY.data_specs()}
+    resolved = {"own_code": STUDY.describe_own_code(), "data_specs": STUDY.data_specs()}
     return json.dumps(
-        STUDY.as_trained() | {key: own for key, own in resolved.items() if own},
+        STUDY.build_training_config()
+        | {key: own for key, own in resolved.items() if own},
         sort_keys=True,
     )
 
@@ -172,14 +173,16 @@ def data_spec(dataset):
 
 def prepared_data(dataset):
     """The file that is there once the data set, as the config has it, is prepared."""
-    return f"{RESULTS}/data/{dataset}/{name_meta_file(data_spec(dataset))}"
+    return f"{RESULTS}/data/{dataset}/{format_meta_file_name(data_spec(dataset))}"
 
 
 def data_of_cell(wildcards):
     """The data that a cell is trained on. A record of other data is made anew."""
     cell = cell_of(wildcards)
-    settings = JOBS.settings_of(cell)
-    resume.replace_results_of_other_data(workflow, cell.record_path(RESULTS), settings)
+    settings = JOBS.resolve_settings(cell)
+    resume.retrain_results_of_changed_data(
+        workflow, cell.record_path(RESULTS), settings
+    )
     return prepared_data(cell.dataset)
 
 
@@ -195,10 +198,10 @@ def missing_needs(cells):
     """Why some cells cannot be trained by this Python; nothing where their jobs have another."""
     if IN_CONDA:
         return []
-    settings = [(c.strategy, JOBS.settings_of(c)) for c in cells]
-    used = [(name, strategy_class(s.strategy), s.options) for name, s in settings]
-    lacking = [*iter_missing_requirements(used), *STUDY.faults_of_code(cells)]
-    elsewhere = not internals.is_local(workflow)
+    settings = [(c.strategy, JOBS.resolve_settings(c)) for c in cells]
+    used = [(name, get_strategy_class(s.strategy), s.options) for name, s in settings]
+    lacking = [*iter_missing_requirements(used), *STUDY.list_import_errors(cells)]
+    elsewhere = not internals.runs_jobs_locally(workflow)
     return lacking or [
         fault
         for check in START_CHECKS
@@ -251,7 +254,7 @@ def in_one_process(names, stages):
 
 def failed_jobs():
     """Yield what each failed job trained, and its log."""
-    for job in internals.iter_failed(workflow):
+    for job in internals.iter_failed_jobs(workflow):
         for rule, trained_by in TRAINED_BY.items():
-            if internals.is_of_rule(job, getattr(rules, rule)):
+            if internals.is_job_of_rule(job, getattr(rules, rule)):
                 yield trained_by(job.wildcards), Path(job.log[0])

@@ -7,10 +7,14 @@ def worker_job_of(cell, resources):
     Worker jobs have the partition, account and the like of the cell's own job. Only in a job that SLURM runs is
     Snakemake not the main process.
     """
-    if "elastic" not in JOBS.settings_of(cell).more or internals.is_main(workflow):
+    if "elastic" not in JOBS.resolve_settings(
+        cell
+    ).more or internals.is_planning_process(workflow):
         return ""
-    asked = JOBS.request_of(cell).worker
-    return WorkerJob.of(asked, resources, CLUSTER["worker_partition"]).as_json()
+    asked = JOBS.build_job_request(cell).worker
+    return WorkerJob.from_request(
+        asked, resources, CLUSTER["worker_partition"]
+    ).as_json()
 
 
 WORKER_JOBS.append(worker_job_of)

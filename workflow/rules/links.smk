@@ -5,8 +5,10 @@ from stratbench.study.slurm.nodes import read_cluster_nodes
 
 # What the measurement asks a scheduler for; of one node where there is no SLURM.
 links_request = cache(
-    lambda: links_jobs.links_request(
-        STUDY, CLUSTER, read_cluster_nodes() if internals.is_on_slurm(workflow) else []
+    lambda: links_jobs.make_links_request(
+        STUDY,
+        CLUSTER,
+        read_cluster_nodes() if internals.submits_jobs_to_slurm(workflow) else [],
     )
 )
 for stage in ("projection", "report"):
@@ -34,7 +36,7 @@ rule links_measured:
         runtime=lambda w: links_request().runtime_min,
         gpu_slots=1,
     params:
-        arguments=lambda w: links_jobs.links_arguments(STUDY, CLUSTER),
+        arguments=lambda w: links_jobs.make_links_arguments(STUDY, CLUSTER),
         folder=lambda w: f"{RESULTS}/{STUDY.name}/links",
     message:
         f"measure the network links for the study {STUDY.name} on {{resources.nodes}} nodes; log: {{log}}"

@@ -17,8 +17,10 @@ if PACKAGE_ROOT not in sys.path:
     sys.path.insert(0, PACKAGE_ROOT)
 
 from stratbench.study import snakemake_internals as internals
-from stratbench.study.versions import describe_old_packages, requirements
+from stratbench.study.versions import describe_old_packages, list_required_packages
 
 # Not in each job again: it costs 0.1 s.
-if internals.is_main(workflow) and (old := describe_old_packages(requirements())):
+if internals.is_planning_process(workflow) and (
+    old := describe_old_packages(list_required_packages())
+):
     raise WorkflowError("\n".join(old))

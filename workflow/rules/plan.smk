@@ -1,8 +1,8 @@
-from stratbench.extensions.plan.device_rates import named_gpus
-from stratbench.extensions.plan.start_check import faults_of_networks
+from stratbench.extensions.plan.device_rates import list_configured_gpus
+from stratbench.extensions.plan.start_check import find_network_faults
 
-or_workflow_error(named_gpus, CLUSTER)
-START_CHECKS.append(faults_of_networks)
+or_workflow_error(list_configured_gpus, CLUSTER)
+START_CHECKS.append(find_network_faults)
 ADDED["report"].inputs.append(lambda: f"{RESULTS}/{STUDY.name}/prediction.csv")
 
 
@@ -11,7 +11,7 @@ ADDED["report"].inputs.append(lambda: f"{RESULTS}/{STUDY.name}/prediction.csv")
 rule plan:
     input:
         # Nothing is known of these before they were read.
-        [prepared_data(name) for name in STUDY.own_data()],
+        [prepared_data(name) for name in STUDY.list_own_data_sets()],
     log:
         f"{RESULTS}/{STUDY.name}/logs/plan.log",
     localrule: True
@@ -69,7 +69,7 @@ rule compare_with_prediction:
         cluster=lambda w: json.dumps(CLUSTER, sort_keys=True),
         config=lambda w, input: json.dumps(
             {key: CONFIG[key] for key in ("results", "datasets", "cluster")}
-            | STUDY.as_trained(),
+            | STUDY.build_training_config(),
             sort_keys=True,
         ),
     message:

@@ -13,16 +13,16 @@ onstart:
     for begin in BEFORE_JOBS:
         begin()
     training = internals.get_jobs(workflow, rules.train_cell)
-    planned = [job for job in training if internals.is_planned(workflow, job)]
+    planned = [job for job in training if internals.is_planned_job(workflow, job)]
     cells = sorted((cell_of(job.wildcards), job) for job in planned)
     trained = [cell for cell, _ in cells]
     submissions = [
         Submission(
             job,
             cell,
-            JOBS.settings_of(cell),
-            JOBS.request_of(cell),
-            JOBS.longest_s(cell),
+            JOBS.resolve_settings(cell),
+            JOBS.build_job_request(cell),
+            JOBS.estimate_max_time_s(cell),
         )
         for cell, job in cells
     ]
@@ -30,23 +30,23 @@ onstart:
         for job, of_job, request in further():
             planned.append(job)
             trained += of_job
-            settings = JOBS.settings_of(of_job[0])
+            settings = JOBS.resolve_settings(of_job[0])
             submissions.append(Submission(job, of_job[0], settings, request))
     if lacking := missing_needs(trained):
         raise WorkflowError("\n".join(lacking))
-    if internals.is_on_slurm(workflow) and (
+    if internals.submits_jobs_to_slurm(workflow) and (
         unheld := check_and_follow_submissions(workflow, submissions)
     ):
         raise WorkflowError("\n".join(unheld))
-    if not internals.is_local(workflow):
+    if not internals.runs_jobs_locally(workflow):
         # Snakemake does not know its SLURM jobs again after it was killed.
         live_jobs.wait_for_earlier_jobs(workflow, planned)
-    resume.note_finished_jobs(workflow, training)
-    order.start_by_priority(workflow)
+    resume.report_finished_jobs(workflow, training)
+    order.start_jobs_by_priority(workflow)
     job_values.save_config_for_jobs(workflow)
-    job_values.write_values(internals.iter_planned(workflow))
-    if internals.is_local(workflow) and submissions:
-        forkserver.share_until_exit()
+    job_values.write_values(internals.iter_planned_jobs(workflow))
+    if internals.runs_jobs_locally(workflow) and submissions:
+        forkserver.share_fork_server_until_exit()
 
 
 # Training: one job a cell. Oom, timeout and divergence are results; anything else fails the job.
@@ -61,27 +61,29 @@ rule train_cell:
     log:
         f"{RESULTS}/{LOGS}.log",
     # Repeat after repeat, shuffled within; no reason to train again.
-    priority: lambda w: order.priority(cell_of(w))
+    priority: lambda w: order.compute_job_priority(cell_of(w))
     conda:
         ENV
     resources:
         # Not parameters: asking for other nodes or more time does not retrain what has finished.
-        nodes=lambda w: JOBS.request_of(cell_of(w)).nodes,
-        gres=lambda w: JOBS.request_of(cell_of(w)).gres,
+        nodes=lambda w: JOBS.build_job_request(cell_of(w)).nodes,
+        gres=lambda w: JOBS.build_job_request(cell_of(w)).gres,
         # One task a node, which the launcher starts itself: SLURM's plugin must neither derive tasks
         # from GPUs nor wrap the job in an srun of its own, which it does where `mpi` is not set.
-        tasks=lambda w: JOBS.request_of(cell_of(w)).nodes,
+        tasks=lambda w: JOBS.build_job_request(cell_of(w)).nodes,
         tasks_per_gpu=0,
-        mpi=lambda w: "srun" if JOBS.request_of(cell_of(w)).nodes > 1 else "",
-        cpus_per_task=lambda w: JOBS.request_of(cell_of(w)).cpus,
-        server_cpus=lambda w: JOBS.request_of(cell_of(w)).server_cpus,
-        mem_mb=lambda w: JOBS.request_of(cell_of(w)).mem_mib,
-        runtime=lambda w: JOBS.request_of(cell_of(w)).runtime_min,
+        mpi=lambda w: "srun" if JOBS.build_job_request(cell_of(w)).nodes > 1 else "",
+        cpus_per_task=lambda w: JOBS.build_job_request(cell_of(w)).cpus,
+        server_cpus=lambda w: JOBS.build_job_request(cell_of(w)).server_cpus,
+        mem_mb=lambda w: JOBS.build_job_request(cell_of(w)).mem_mib,
+        runtime=lambda w: JOBS.build_job_request(cell_of(w)).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
         # Workers that are jobs of their own, at most so many at a time, which this job submits; and in words.
-        worker_jobs=lambda w: JOBS.request_of(cell_of(w)).workers,
+        worker_jobs=lambda w: JOBS.build_job_request(cell_of(w)).workers,
         as_jobs=lambda w: (
-            " (jobs of their own)" if JOBS.request_of(cell_of(w)).workers else ""
+            " (jobs of their own)"
+            if JOBS.build_job_request(cell_of(w)).workers
+            else ""
         ),
         # The record says how many repeats were planned; more of them retrain none.
         repeats=lambda w: STUDY.experiments[w.experiment].expand_arguments["repeats"],
@@ -90,7 +92,7 @@ rule train_cell:
         **setting_parameters(),
         cell=lambda w: json.dumps(cell_of(w).as_dict()),
         # What depends on `input` is no reason to run again: the parameters above are, one by one.
-        settings=lambda w, input: JOBS.settings_of(cell_of(w)).as_json(),
+        settings=lambda w, input: JOBS.resolve_settings(cell_of(w)).as_json(),
         data=lambda w, input: str(Path(input.data).parent),
         worker_job=lambda w, resources: "".join(
             ask(cell_of(w), resources) for ask in WORKER_JOBS

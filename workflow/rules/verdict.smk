@@ -33,9 +33,11 @@ rule run_block:
         gpu_slots=1,
     params:
         # Other settings than those of a block that is there make it stale: it is measured again.
-        trained=lambda w: json.dumps(ROUND.trained(get_block_plan(w)), sort_keys=True),
+        trained=lambda w: json.dumps(
+            ROUND.get_settings_in_common(get_block_plan(w)), sort_keys=True
+        ),
         block=lambda w, input: json.dumps(get_block_plan(w).as_dict()),
-        settings=lambda w, input: json.dumps(ROUND.settings_of(get_block_plan(w))),
+        settings=lambda w, input: json.dumps(ROUND.get_cell_settings(get_block_plan(w))),
         data=lambda w, input: str(Path(input.data).parent),
         out=lambda w, output: str(Path(output.block).parent),
         logs=lambda w: str(get_block_plan(w).log_dir(RESULTS)),
@@ -55,7 +57,7 @@ rule run_block:
 # One round, and what it decided. It has no output, so that it always runs.
 rule verdict:
     input:
-        lambda w: or_workflow_error(ROUND.files),
+        lambda w: or_workflow_error(ROUND.list_files),
     log:
         f"{RESULTS}/{STUDY.name}/logs/verdict.log",
     localrule: True

@@ -5,7 +5,11 @@ from stratbench.extensions.verdict.verdict_round import Round
 BLOCK = f"{RESULTS}/{{study}}/blocks/{BLOCK_PATTERN}"
 NEXT_ROUND = [sys.executable, *"-m stratbench.extensions.verdict.paired next".split()]
 ROUND = Round(
-    STUDY_CONFIG, STUDY, JOBS, NEXT_ROUND, is_job=not internals.is_main(workflow)
+    STUDY_CONFIG,
+    STUDY,
+    JOBS,
+    NEXT_ROUND,
+    is_job=not internals.is_planning_process(workflow),
 )
 
 
@@ -16,14 +20,14 @@ def get_block_plan(wildcards):
 
 def block_request(wildcards):
     """What the block asks a scheduler for."""
-    return ROUND.request_of(get_block_plan(wildcards))
+    return ROUND.make_block_request(get_block_plan(wildcards))
 
 
 def data_of_block(wildcards):
     """The data that all cells of a block are trained on. A block of other data is made anew."""
     plan = get_block_plan(wildcards)
-    settings = JOBS.settings_of(plan.cell(plan.order[0]))
-    resume.replace_results_of_other_data(
+    settings = JOBS.resolve_settings(plan.cell(plan.order[0]))
+    resume.retrain_results_of_changed_data(
         workflow, plan.folder(RESULTS) / BLOCK_FILE, settings
     )
     return prepared_data(plan.dataset)
@@ -38,9 +42,9 @@ def verdict_path():
 def block_jobs():
     """Yield each planned block's job, its cells, and what it asks a scheduler for."""
     for job in internals.get_jobs(workflow, rules.run_block):
-        if internals.is_planned(workflow, job):
+        if internals.is_planned_job(workflow, job):
             plan = get_block_plan(job.wildcards)
-            yield job, list(map(plan.cell, plan.order)), ROUND.request_of(plan)
+            yield job, list(map(plan.cell, plan.order)), ROUND.make_block_request(plan)
 
 
 def begin_round():
@@ -56,7 +60,7 @@ def end_round():
         and CONFIG["verdict"]["rounds"] == "all"
     ):
         if not ROUND.content["done"] and or_workflow_error(ROUND.is_followed_by_round):
-            internals.restart(workflow)
+            internals.restart_snakemake(workflow)
 
 
 TRAINED_BY["run_block"] = get_block_plan

@@ -1,4 +1,4 @@
-"""stratbench: measures distributed-training strategies for deep learning against each other."""
+"""stratbench, a benchmark that compares distributed-training strategies for deep learning."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import `estimate` on first access, since it needs PyTorch and most commands do not."""
+    """Import the function `estimate` on first access, since PyTorch is slow to import."""
     if name == "estimate":
         from stratbench.extensions.plan.one_model.estimate import estimate
 

@@ -15,7 +15,7 @@ from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import AUDIT_COLUMNS, read_audit
 from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.tables import tables
-from stratbench.analysis.tables.summary import summarise
+from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit import audit
 from stratbench.extensions.audit.across_cells.machines import find_groups_across_nodes
@@ -30,7 +30,7 @@ def findings(root, change=None, device="cuda", cells=None):
     study_dir = fixture.write_study(root, cells, device=device, change=change)
     collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
     rows = read_cells(study_dir / "cells.csv")
-    return audit.audit(rows, audit.read_records(rows, study_dir))
+    return audit.audit_cells(rows, audit.read_records(rows, study_dir))
 
 
 def only(spoil, strategy="ddp", gpus=None):
@@ -265,7 +265,7 @@ def test_out_of_memory_on_more_gpus_than_it_fits_is_doubted(tmp_path):
     cells = fixture.expand(strategies=("fsdp",), models=MODELS)
     study_dir = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 4): "oom"})
     collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
-    (found,) = audit.audit(read_cells(study_dir / "cells.csv"))
+    (found,) = audit.audit_cells(read_cells(study_dir / "cells.csv"))
     assert (found["rule"], found["gpus"]) == ("oom-with-more-workers", 4)
     assert found["figures"] == "out of memory on 4, but not on 2"
 
@@ -275,7 +275,7 @@ def test_out_of_memory_on_more_gpus_than_it_fits_is_doubted(tmp_path):
 
     study_dir = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 4): "oom"}, change=weak)
     collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
-    assert audit.audit(read_cells(study_dir / "cells.csv")) == []
+    assert audit.audit_cells(read_cells(study_dir / "cells.csv")) == []
 
 
 def test_cells_without_a_result_trip_nothing(tmp_path):
@@ -283,7 +283,7 @@ def test_cells_without_a_result_trip_nothing(tmp_path):
     statuses = {(c.strategy, c.model, c.gpus): "oom" for c in cells}
     study_dir = fixture.write_study(tmp_path, cells, statuses)
     collect.collect_records(cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv")
-    assert audit.audit(read_cells(study_dir / "cells.csv")) == []
+    assert audit.audit_cells(read_cells(study_dir / "cells.csv")) == []
 
 
 def test_the_bandwidth_that_a_record_counted_is_judged(tmp_path):
@@ -307,7 +307,7 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
         audit.main(["--cells", str(study_dir / "cells.csv"), "--out", str(tmp_path / "a.csv")]) == 0
     )
     rows = read_cells(study_dir / "cells.csv")
-    summary = summarise(rows, read_audit(tmp_path / "a.csv"))
+    summary = build_summary_table(rows, read_audit(tmp_path / "a.csv"))
     flagged = summary[summary["flags"] != ""]
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
         ("ddp", 2, "score")
@@ -348,7 +348,7 @@ def test_a_finding_on_a_comparison_marks_all_its_cells_and_one_on_the_study_none
             blank | {"rule": "c", "severity": "note", "affects": "all", "model": "vgg16"},
         ]
     )
-    summary = summarise(rows, found)
+    summary = build_summary_table(rows, found)
     marked = summary[summary["flags"] != ""]
     assert set(marked["flags"]) == {"unusable: a"}
     assert set(marked["model"]) == {"vgg16"}

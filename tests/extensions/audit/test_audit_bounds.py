@@ -32,7 +32,7 @@ def told(rule: str, *records: Record) -> str:
     """All that the rule says of the records."""
     cells = pd.DataFrame([planted.row(record) for record in records], columns=list(COLUMNS))
     found = RULE[rule].check(AuditData(cells, list(records)))
-    return "; ".join(f.figures for f in found)
+    return "; ".join(f.values_text for f in found)
 
 
 # ---------------------------------------------------------------- repeats

@@ -533,7 +533,9 @@ def test_a_worker_may_wait_for_a_core_on_a_busy_machine(lost_ms, believed):
     for own in record["workers"]:
         own |= {"steps": 4, "train_time_s": (4 * 2.8 + lost_ms) / 1e3}
     record["time"]["step_ms"] |= {"mean": 2.8, "count": 4 * len(record["workers"])}
-    found = [f.figures for f in RULE["unlike-itself"].check(planted.study({DDP: record}, "cuda"))]
+    found = [
+        f.values_text for f in RULE["unlike-itself"].check(planted.study({DDP: record}, "cuda"))
+    ]
     assert ("the sum of all steps" not in "".join(found)) == believed
 
 
@@ -549,7 +551,9 @@ def test_a_counter_that_has_not_moved_in_a_short_training_is_believed():
     record = copy.deepcopy(sound("cuda")[DDP])
     faster(1000)(record)
     record["energy"] = {"train_joules": 0.0, "joules_per_sample": 0.0}
-    found = [f.figures for f in RULE["unlike-itself"].check(planted.study({DDP: record}, "cuda"))]
+    found = [
+        f.values_text for f in RULE["unlike-itself"].check(planted.study({DDP: record}, "cuda"))
+    ]
     assert not any("power limits" in figures for figures in found)
 
 
@@ -607,7 +611,7 @@ def test_workers_may_have_other_threads_where_there_are_more_of_them():
     study = planted.study(records, "cpu")
     assert len({record["cell"]["gpus"] for record in records.values()}) > 1
     for rule in ("mixed-environments", "mixed-cores"):
-        assert [f.figures for f in RULE[rule].check(study)] == []
+        assert [f.values_text for f in RULE[rule].check(study)] == []
 
 
 def test_a_strategy_that_does_not_say_how_it_communicates_is_not_held_to_it():
@@ -631,7 +635,7 @@ def test_an_elastic_cell_with_fewer_workers_than_were_asked_for_is_doubtful(plac
     if place is ASYNC:
         record["elastic"]["servers"]["most_at_a_time"] = most
     rule = RULE["fewer-workers-than-asked"]
-    said = [found.figures for found in rule.check(planted.study({place: record}, "cuda"))]
+    said = [found.values_text for found in rule.check(planted.study({place: record}, "cuda"))]
     assert said == ([] if most == 2 else ["at most 1 of 2 workers trained at the same time"])
 
 
@@ -658,4 +662,4 @@ RULE = {rule.id: rule for rule in RULES}
 def named(fault: Fault) -> bool:
     """Whether the rule of the fault finds it, and its figures say what it is."""
     study = planted.study(fault.planted(), fault.device)
-    return any(fault.says in found.figures for found in RULE[fault.rule].check(study))
+    return any(fault.says in found.values_text for found in RULE[fault.rule].check(study))

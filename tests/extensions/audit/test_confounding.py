@@ -22,7 +22,7 @@ from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit.audit import RULES
 from stratbench.extensions.audit.rule import AuditData
-from stratbench.study.order import priority
+from stratbench.study.order import compute_job_priority
 
 Record = dict[str, Any]
 OURS = {"slow-host", "confounded-order", "not-in-turns", "confounded-host", "times-follow-time"}
@@ -65,7 +65,7 @@ def study(
 def findings(evidence: AuditData) -> dict[str, set[str]]:
     """The strategies found, by rule; a whole experiment is an empty name."""
     return {
-        rule.id: {found.where.get("strategy", "") for found in rule.check(evidence)}
+        rule.id: {found.coordinates.get("strategy", "") for found in rule.check(evidence)}
         for rule in RULES
         if rule.id in OURS and any(rule.check(evidence))
     }
@@ -76,7 +76,7 @@ def cells(repeats: int = 3, strategies: Iterable[str] = STRATEGIES, gpus=(2,)) -
 
 
 def in_turns(found: Sequence[Cell]) -> list[Cell]:
-    return sorted(found, key=priority, reverse=True)
+    return sorted(found, key=compute_job_priority, reverse=True)
 
 
 def by_strategy(found: Sequence[Cell]) -> list[Cell]:
@@ -103,7 +103,7 @@ def test_a_strategy_that_was_added_later_is_doubted_and_no_other(repeats):
     order = first + in_turns(cells(repeats, STRATEGIES[-1:]))
     assert findings(study(order)) == {"confounded-order": {STRATEGIES[-1]}}
     (found,) = next(rule for rule in RULES if rule.id == "confounded-order").check(study(order))
-    assert found.figures.startswith("trained after ddp on 2, fsdp on 2, ")
+    assert found.values_text.startswith("trained after ddp on 2, fsdp on 2, ")
 
 
 def test_a_strategy_added_with_one_more_repeat_of_all_is_noted():
@@ -171,7 +171,7 @@ def test_one_of_three_nodes_that_is_slower_is_named(slow):
     )
     assert findings(evidence)["slow-host"] == {""}
     (found,) = next(rule for rule in RULES if rule.id == "slow-host").check(evidence)
-    assert found.figures.startswith("n1: +")
+    assert found.values_text.startswith("n1: +")
 
 
 # ---- honest

@@ -24,7 +24,7 @@ from planted import (
 import invariants
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.record import RecordError
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.telemetry.machine.hardware import find_datasheet
 
 Record = dict[str, Any]
@@ -97,7 +97,7 @@ def as_pipeline(record: Record) -> None:
 
 def on_known_gpus(record: Record) -> None:
     """A cell on GPUs with a datasheet, whose NVML tells all that it can."""
-    peak = find_datasheet(KNOWN_GPU).tflops("fp32") * 1e12
+    peak = find_datasheet(KNOWN_GPU).get_peak_tflops("fp32") * 1e12
     for worker in record["workers"]:
         worker["provenance"]["gpu"]["name"] = KNOWN_GPU
         own = worker["memory"]
@@ -255,10 +255,10 @@ def test_constructed_records_of_every_strategy_and_end_keep_them(device):
             assert invariants.broken(fixture.make_record(cell, device=device)) == []
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if strategy_class(n).kind == "server"])
+@pytest.mark.parametrize("name", [n for n in REGISTRY if get_strategy_class(n).kind == "server"])
 def test_a_push_has_the_learning_rate_that_its_policy_gives_it(name):
     record = fixture.make_record(Cell("s", "main", name, "resnet50", "cifar10", 2, 0))
-    options = strategy_class(name).Options(**record["strategy"]["options"])
+    options = get_strategy_class(name).Options(**record["strategy"]["options"])
     for factor in (1, 2):
         rate = factor * record["settings"]["lr"] * options.lr_factor(2)
         record["strategy"]["details"]["push_lr"] = rate

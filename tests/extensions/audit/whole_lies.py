@@ -78,7 +78,7 @@ def findings(study: Study) -> list[dict[str, Any]]:
             timelines[make_cell_key(record["cell"])] = parsed(study.samples[place])
         rows.append(row)
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
-    found = audit.audit(frame, list(study.records.values()), timelines=timelines)
+    found = audit.audit_cells(frame, list(study.records.values()), timelines=timelines)
     return [finding for finding in found if finding["severity"] != "note"]
 
 

@@ -54,7 +54,7 @@ def kept(
     keepers = []
 
     def make_keeper(phases: Phases) -> CheckpointWriter:
-        job = SimpleNamespace(attempts=[{"next_step": from_step}] if from_step else ())
+        job = SimpleNamespace(earlier_attempts=[{"next_step": from_step}] if from_step else ())
         keepers.append(CheckpointWriter(job, strategy, data, worker, phases))
         return keepers[0]
 
@@ -76,10 +76,10 @@ def test_a_training_that_dies_in_any_step_goes_on_bit_for_bit(data, tmp_path, di
     assert all(map(torch.equal, weights, others))
     entries = [
         [{key: e[key] for key in ("epoch", "train_loss", "test_loss", "score")} for e in epochs]
-        for epochs in (whole.progress.per_epoch, again.progress.per_epoch)
+        for epochs in (whole.progress.epoch_results, again.progress.epoch_results)
     ]
     assert entries[0] == entries[1]
     assert (again.steps, len(again.clock.step_ms), len(again.clock.epoch_times_s)) == (12, 12, 3)
     assert counted == count == 3
-    ends_s = [entry["train_time_s"] for entry in again.progress.per_epoch]
+    ends_s = [entry["train_time_s"] for entry in again.progress.epoch_results]
     assert ends_s == pytest.approx(list(accumulate(again.clock.epoch_times_s)))

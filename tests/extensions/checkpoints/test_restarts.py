@@ -23,7 +23,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.checkpoints import attempts, checkpoints
 from stratbench.extensions.checkpoints.keeping import CheckpointWriter
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.strategies.base import Worker
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import get_optimizer_state
@@ -31,7 +31,7 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.job import Job
 
 pytestmark = pytest.mark.timeout(600)
-ABLE = [name for name in IN_OUR_LOOP if strategy_class(name).begins_anew is None]
+ABLE = [name for name in IN_OUR_LOOP if get_strategy_class(name).begins_anew is None]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def made(name: str, precision: str) -> Any:
     """A strategy that is set up, with one worker."""
     s = replace(settings_of(name, precision), schedule="cosine", max_grad_norm=0.5)
-    strategy = strategy_class(name)(strategy_class(name).Options(**s.options))
+    strategy = get_strategy_class(name)(get_strategy_class(name).Options(**s.options))
     model = network(precision)
     worker = Worker(s, 0, 1, 1, CPU, RunFolder(Path()), [("linear", [model[4]])], total_steps=STEPS)
     strategy.setup(model, worker)
@@ -76,11 +76,13 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(
         whole.step(x[i], y[i])
     for i in batches[:3]:
         first.step(x[i], y[i])
-    checkpoints.write_checkpoint(tmp_path, 3, first.state_tensors(), {"counts": first.counts()})
+    checkpoints.write_checkpoint(
+        tmp_path, 3, first.state_tensors(), {"counts": first.export_counts()}
+    )
     second.step(3 * x[:BATCH], y[:BATCH])  # whatever it held is written over
     second.reset()
-    checkpoints.read_into(tmp_path, 3, second.state_tensors())
-    second.go_on(checkpoints.read_facts(tmp_path, 3)["counts"])
+    checkpoints.read_checkpoint_into(tmp_path, 3, second.state_tensors())
+    second.load_counts(checkpoints.read_checkpoint_facts(tmp_path, 3)["counts"])
     for i in batches[3:]:
         second.step(x[i], y[i])
     assert equal(held(second), held(whole))
@@ -110,7 +112,7 @@ def test_that_test_sees_what_is_forgotten(forgotten: str, tmp_path: Path) -> Non
     for t, old in zip(lost, before, strict=True):
         t.detach().copy_(old)
     if forgotten != "counts":
-        second.go_on(first.counts())
+        second.load_counts(first.export_counts())
     for _ in range(STEPS - 3):
         second.step(x, y)
     assert not equal(held(second), held(whole))
@@ -118,16 +120,16 @@ def test_that_test_sees_what_is_forgotten(forgotten: str, tmp_path: Path) -> Non
 
 def test_a_clock_goes_on_with_an_epoch() -> None:
     one = StepClock(CPU)
-    one.begin()
-    one.tick()
+    one.begin_epoch()
+    one.mark_step_end()
     one.end()
-    history = one.history()
-    one.begin()
+    history = one.export_history()
+    one.begin_epoch()
     one.end()
     other = StepClock(CPU)
     other.load_history(history)
-    other.begin(goes_on=True)
-    other.tick()
+    other.begin_epoch(goes_on=True)
+    other.mark_step_end()
     other.end()
     assert len(other.step_ms) == 2
     assert len(other.epoch_times_s) == len(other.epoch_starts_s) == 1
@@ -156,37 +158,42 @@ def keep(job: Job, rank: int, *steps: int) -> None:
 
 
 def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> None:
-    job = attempts.begin(job_in(tmp_path), None)
-    assert job.attempts == ()
-    begun = job.attempts or attempts.find_last_write(job.folder)
+    job = attempts.begin_attempt(job_in(tmp_path), None)
+    assert job.earlier_attempts == ()
+    begun = job.earlier_attempts or attempts.find_last_write_time_s(job.folder)
     assert begun is None  # nothing was written to the run folder yet
     keep(job, 0, 3, 6, 9)
     keep(job, 1, 3, 6)
     attempts.delete_older_checkpoints(job.folder, 0, 2)
-    assert checkpoints.list_steps(attempts.get_checkpoint_folder(job.folder, 0)) == {6, 9}
+    assert checkpoints.list_checkpoint_steps(attempts.get_checkpoint_folder(job.folder, 0)) == {
+        6,
+        9,
+    }
     left = attempts.get_checkpoint_folder(job.folder, 1) / ".0123456789abcdef.checkpoint-9.bin"
     left.write_bytes(b"half of it")
-    job.folder.log("rank0").write_text("alive")
-    ended_s = attempts.find_last_write(job.folder)
-    again = attempts.begin(job_in(tmp_path), ended_s)
-    assert again.attempts[-1]["next_step"] == 6
+    job.folder.get_log_path("rank0").write_text("alive")
+    ended_s = attempts.find_last_write_time_s(job.folder)
+    again = attempts.begin_attempt(job_in(tmp_path), ended_s)
+    assert again.earlier_attempts[-1]["next_step"] == 6
     # Two attempts of a GPU's may differ in the last bits: all go on with one's.
     folders = [attempts.get_checkpoint_folder(job.folder, rank) for rank in (0, 1)]
-    assert list(map(checkpoints.list_steps, folders)) == [{6}, {3, 6}]
+    assert list(map(checkpoints.list_checkpoint_steps, folders)) == [{6}, {3, 6}]
     assert not left.exists()
-    assert again.attempts[0]["ran_s"] >= again.attempts[0]["repeated_s"] >= 0
-    third = attempts.begin(job_in(tmp_path), ended_s)
-    assert len(third.attempts) == 2
+    assert again.earlier_attempts[0]["ran_s"] >= again.earlier_attempts[0]["repeated_s"] >= 0
+    third = attempts.begin_attempt(job_in(tmp_path), ended_s)
+    assert len(third.earlier_attempts) == 2
 
 
 @pytest.mark.parametrize("change", [{"lr": 0.5}, {"seed": 8}])
 def test_nobody_goes_on_with_another_training(change: dict[str, Any], tmp_path: Path) -> None:
-    job = attempts.begin(job_in(tmp_path), None)
+    job = attempts.begin_attempt(job_in(tmp_path), None)
     keep(job, 0, 3)
     keep(job, 1, 3)
-    job.folder.log("rank0").write_text("alive")
-    other = attempts.begin(job_in(tmp_path, **change), attempts.find_last_write(job.folder))
-    assert other.attempts == ()
+    job.folder.get_log_path("rank0").write_text("alive")
+    other = attempts.begin_attempt(
+        job_in(tmp_path, **change), attempts.find_last_write_time_s(job.folder)
+    )
+    assert other.earlier_attempts == ()
     assert attempts.find_common_step(job.folder, 2) is None
 
 
@@ -234,7 +241,7 @@ def test_a_cell_killed_at_random_trains_what_it_would_have(
     assert record["restarts"]["count"] == 2
     assert record["restarts"]["from_steps"][1] >= record["restarts"]["from_steps"][0] > 0
     assert record["batch"]["updates_applied"] == 20 * 4
-    assert not launched.folder.kept.exists()
+    assert not launched.folder.saved_state_dir.exists()
     assert found_in(record) == {"keeps-checkpoints"}
     undisturbed = start_cell(replace(s, more={}), env=warm)
     assert undisturbed.finish()[0] == 0
@@ -264,20 +271,20 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
     phases = Phases(CPU, log)
 
     def keeper_after(*before: dict[str, int]) -> CheckpointWriter:
-        job = SimpleNamespace(attempts=before)
+        job = SimpleNamespace(earlier_attempts=before)
         return CheckpointWriter(job, strategy, None, strategy.worker, phases)
 
     keeper = keeper_after()
-    keeper.begin(clock, [])
+    keeper.restore_start(clock, [])
     folder = attempts.get_checkpoint_folder(strategy.worker.folder, 0)
     for step in (2, 4):
-        clock.begin()
-        clock.tick()
-        clock.tick()
+        clock.begin_epoch()
+        clock.mark_step_end()
+        clock.mark_step_end()
         clock.end()
-        keeper.between(step, [])
+        keeper.act_after_step(step, [])
     assert keeper.end("ok", chosen=True)["checkpoints"]["count"] == 2
-    assert checkpoints.list_steps(folder) == {4}
+    assert checkpoints.list_checkpoint_steps(folder) == {4}
     path = checkpoints.get_checkpoint_path(folder, 4)
     held = path.read_bytes()
     if part == "tensors":
@@ -287,8 +294,8 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
     assert held != path.read_bytes()
     path.write_bytes(held)
     with pytest.raises(checkpoints.DamagedCheckpoint, match="changed after"):
-        keeper_after({"next_step": 4}).begin(clock, [])
-    assert checkpoints.list_steps(folder) == set()
+        keeper_after({"next_step": 4}).restore_start(clock, [])
+    assert checkpoints.list_checkpoint_steps(folder) == set()
 
 
 def test_a_device_that_went_on_after_its_group_broke_leaves_no_checkpoint(tmp_path: Path) -> None:
@@ -298,7 +305,7 @@ def test_a_device_that_went_on_after_its_group_broke_leaves_no_checkpoint(tmp_pa
         event = mock.Mock()
         writer._write(step, event, [torch.zeros(1)], None)
         event.synchronize.assert_called_once()
-    assert checkpoints.list_steps(tmp_path) == {2}
+    assert checkpoints.list_checkpoint_steps(tmp_path) == {2}
 
 
 def test_what_a_killed_writer_left_goes_with_the_last_checkpoint(tmp_path: Path) -> None:
@@ -326,4 +333,4 @@ def test_a_checkpoint_that_the_disk_does_not_keep_is_none(
     writer.start_write(6, [torch.zeros(1)])
     with pytest.raises(OSError, match="Input/output error"):
         writer.wait_for_write()
-    assert checkpoints.list_steps(tmp_path) == {3}
+    assert checkpoints.list_checkpoint_steps(tmp_path) == {3}

@@ -20,14 +20,14 @@ from launching import LIMITS_S, LaunchedCell, assert_gone, settings, until
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.extensions.commands.files import files_of_command
-from stratbench.extensions.commands.process import find_meeting_place
+from stratbench.extensions.commands.files import find_files_in_arguments
+from stratbench.extensions.commands.process import find_rendezvous_address
 from stratbench.extensions.commands.reading import ReportError, read_report
 from stratbench.extensions.plan.check import check_study
-from stratbench.extensions.plan.duration import estimate_from_records
-from stratbench.extensions.plan.pages.check_text import check_text
+from stratbench.extensions.plan.duration import estimate_time_from_records
+from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.extensions.plan.schedule import make_plan
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
@@ -35,7 +35,7 @@ from stratbench.telemetry.sampler import CellProcesses
 from stratbench.workload.users_code import hash_named_files
 
 pytestmark = pytest.mark.timeout(300)
-Command = strategy_class("command")
+Command = get_strategy_class("command")
 
 #: A trainer that only reports: two epochs of four steps on the batch of the cell, for both of its workers.
 TRAINER = """
@@ -95,7 +95,7 @@ time.sleep(600)
 def of_command(command: list[str], **changes) -> Settings:
     """Settings of a cell that `command` trains, as a study resolves them."""
     options = get_option_defaults("command") | {"command": command}
-    files = Command.files(options)
+    files = Command.list_user_files(options)
     options["sha256"] = hash_named_files(files) if files else None
     return settings("command", options=options, **changes)
 
@@ -134,7 +134,9 @@ def test_a_command_becomes_a_record(start_cell, trainer):
     assert 0 < outside["cpu_time_s"] < found["time"]["total_s"]
     assert [e["score"] for e in found["score"]["per_epoch"]] == [0.5, 0.5]
     assert found["score"]["per_epoch"][0]["train_loss"] == 0.5
-    assert launched.folder.phases(0).read_text().count('"train"') == 4  # both epochs' start and end
+    assert (
+        launched.folder.get_phase_log_path(0).read_text().count('"train"') == 4
+    )  # both epochs' start and end
 
 
 @pytest.mark.slow
@@ -296,7 +298,7 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path):
     path = written(tmp_path / "r", START, step(11.0))
     with path.open("a") as file:
         file.write('{"event": "step", "t": 12')
-    assert read_report(path).samples == [8]
+    assert read_report(path).samples_per_step == [8]
 
 
 @pytest.mark.parametrize(
@@ -391,9 +393,9 @@ def test_the_files_of_a_command_are_its_script_and_what_lies_beside_it(tmp_path,
     ):
         Path(name).write_text(text)
     Path("data.bin").write_bytes(b"\0\1")
-    found = files_of_command(["python", "train.py", "c.yaml", "data.bin", "{seed}"])
+    found = find_files_in_arguments(["python", "train.py", "c.yaml", "data.bin", "{seed}"])
     assert list(found) == ["c.yaml", "net.py", "train.py"]
-    assert list(files_of_command(["python", "-m", "train"])) == ["net.py", "train.py"]
+    assert list(find_files_in_arguments(["python", "-m", "train"])) == ["net.py", "train.py"]
     before = hash_named_files(found)
     Path("net.py").write_text("x = 1")
     assert hash_named_files(found) != before
@@ -406,8 +408,8 @@ def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
     with psutil.Popen([sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()"],
                       stdin=-1, stdout=-1) as child:  # fmt: skip
         child.stdout.readline()
-        watched.refresh()
-        alone, together = watched.sample()
+        watched.read_new_processes()
+        alone, together = watched.sample_processes()
         child.stdin.close()
     assert alone["id"] == "rank0"
     assert together["rss_bytes"] >= alone["rss_bytes"] + (1 << 20)
@@ -415,10 +417,10 @@ def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
 
 def test_processes_of_all_nodes_meet_where_node_0_says(tmp_path):
     job = SimpleNamespace(n_nodes=2, folder=RunFolder(tmp_path))
-    host, port = find_meeting_place(job, 0)
+    host, port = find_rendezvous_address(job, 0)
     assert host == os.uname().nodename
-    assert find_meeting_place(job, 1) == (host, port)
-    alone = find_meeting_place(SimpleNamespace(n_nodes=1, folder=RunFolder(tmp_path)), 0)
+    assert find_rendezvous_address(job, 1) == (host, port)
+    alone = find_rendezvous_address(SimpleNamespace(n_nodes=1, folder=RunFolder(tmp_path)), 0)
     assert alone[0] == "127.0.0.1"
 
 
@@ -441,8 +443,8 @@ PLANNED = {
 def test_plan_and_check_say_of_a_command_what_they_cannot_know(tmp_path):
     config, study = load_config(PLANNED | {"results": str(tmp_path)})
     checked = check_study(config, study)
-    assert checked.refused == {}
-    assert "mine: is a command of yours, which is not tried" in check_text(checked)
+    assert checked.refusal_reasons_by_cell == {}
+    assert "mine: is a command of yours, which is not tried" in format_check_result(checked)
     (planned,) = make_plan(config, checked, {}).cells
     assert (planned.state, planned.footprint) == ("to do", None)
     assert "memory and traffic of a command are unknown" in planned.reason
@@ -452,10 +454,10 @@ def test_plan_and_check_say_of_a_command_what_they_cannot_know(tmp_path):
         "time": {"train_time_s": 10.0},
         "program": {},
     }
-    span = estimate_from_records(planned.cell, [found])
+    span = estimate_time_from_records(planned.cell, [found])
     assert (span.low_s, span.high_s) == (9.0, 11.0)
     # Of others it says nothing.
-    assert estimate_from_records(replace(planned.cell, strategy="ddp"), [found]) is None
+    assert estimate_time_from_records(replace(planned.cell, strategy="ddp"), [found]) is None
 
 
 @pytest.mark.parametrize(

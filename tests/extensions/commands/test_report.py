@@ -46,8 +46,8 @@ def test_what_is_reported_is_read_again(told):
     report.score(0.5, test_loss=1.0, error=0.1)
     report.step(4)
     found = told()
-    assert (found.facts["parameters"], found.facts["workers"]) == (7, 1)
-    assert found.samples == [8, 4]
+    assert (found.reported_facts["parameters"], found.reported_facts["workers"]) == (7, 1)
+    assert found.samples_per_step == [8, 4]
     assert (found.scores[0].score, found.scores[0].train_loss) == (0.5, 2.0)
 
 
@@ -86,7 +86,7 @@ def test_the_library_is_small_and_needs_nothing_but_python(tmp_path):
     )
     environment = {VARIABLE: str(tmp_path / "r"), "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-S", "-c", program], env=environment, check=True)
-    assert read_report(tmp_path / "r").samples == [8]
+    assert read_report(tmp_path / "r").samples_per_step == [8]
     lines = source.read_text().split("class Report")[1].splitlines()
     code = [x for x in lines if x.strip() and not x.strip().startswith(('"""', "#"))]
     assert len(code) < 50
@@ -130,8 +130,8 @@ def test_lightning_reports_steps_of_the_optimizer_and_scores(told, callback):
     made.on_validation_start(trainer, NETWORK)
     made.on_validation_end(trainer, NETWORK)
     found = told()
-    assert found.facts["parameters"] == 10
-    assert found.samples == [32, 32]
+    assert found.reported_facts["parameters"] == 10
+    assert found.samples_per_step == [32, 32]
     assert (found.scores[0].score, found.scores[0].train_loss) == (0.75, 1.5)
 
 
@@ -148,7 +148,7 @@ def test_transformers_reports_steps_and_the_scores_of_evaluations(told, callback
     control.should_evaluate = False
     made.on_step_end(args, None, control)
     found = told()
-    assert found.samples == [16, 16, 16]
+    assert found.samples_per_step == [16, 16, 16]
     assert found.scores[0].score == 2.5
 
 
@@ -156,4 +156,4 @@ def test_a_report_is_json_a_line(told, tmp_path):
     Report(parameters=1).step(8, float("nan"))
     lines = (tmp_path / "report.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["start", "step"]
-    assert told().first_nonfinite == "the training loss"
+    assert told().first_nonfinite_value_name == "the training loss"

@@ -12,7 +12,7 @@ from stratbench.analysis.decision.candidates import build_candidates
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.analysis.records.measures import format_status
-from stratbench.extensions.audit.audit import audit
+from stratbench.extensions.audit.audit import audit_cells
 from stratbench.extensions.commands.same_work import (
     INCOMPARABLE,
     iter_command_notices,
@@ -93,9 +93,9 @@ def test_other_work_stands_with_its_reason_and_is_not_ranked(change, words):
     assert format_status(mine["status"], None) == "other work"
     frame = pd.DataFrame(table, columns=list(COLUMNS))
     found = {c.strategy: c for c in build_candidates(frame, [], Constraints()) if c.gpus == 2}
-    assert found["mine"].kind == "other work"
-    assert words in found["mine"].reason
-    assert found["ddp"].kind != "other work"
+    assert found["mine"].exclusion_kind == "other work"
+    assert words in found["mine"].exclusion_reason
+    assert found["ddp"].exclusion_kind != "other work"
 
 
 def test_a_command_alone_is_compared_with_nothing():
@@ -122,12 +122,12 @@ def test_no_rule_of_our_own_loop_judges_a_command():
     """An honest one beside an honest study has no finding more than the study."""
     sound = dict(planted.sound("cuda"))
     frame = pd.DataFrame([planted.sound_row("cuda", p) for p in sound], columns=list(COLUMNS))
-    without = audit(frame, list(sound.values()))
+    without = audit_cells(frame, list(sound.values()))
     record = copy.deepcopy(sound[DDP])
     planted.by_command(record)
     record["cell"]["strategy"] = "mine"
     both = pd.concat([frame, pd.DataFrame([planted.row(record)], columns=list(COLUMNS))])
-    assert audit(both, [*sound.values(), record]) == without
+    assert audit_cells(both, [*sound.values(), record]) == without
 
 
 def test_the_report_says_whose_word_a_commands_figures_are():

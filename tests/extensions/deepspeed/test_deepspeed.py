@@ -36,13 +36,13 @@ from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import fake, footprint
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.strategies import get_option_defaults, needs
 from stratbench.strategies.base import Collective, Worker
 from stratbench.strategies.ddp import DDP
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.validation import validate
+from stratbench.study.config.validation import validate_config
 from stratbench.workload import tasks
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT, Block
@@ -107,7 +107,7 @@ class Unclipped(DeepSpeed):
 class Constant(DeepSpeed):
     """A mutant: the engine does not see the schedule."""
 
-    def before_update(self) -> None: ...
+    def prepare_update(self) -> None: ...
 
 
 class WarmedUp(DeepSpeed):
@@ -171,7 +171,7 @@ def set_up(
         model,
         Worker(
             replace(s, **changed), rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
-            task=task, weighs=kind == "padded", total_steps=2 * STEPS,
+            task=task, has_weighted_loss=kind == "padded", total_steps=2 * STEPS,
         ),
     )  # fmt: skip
     return strategy
@@ -218,7 +218,7 @@ def trajectory(
 
 
 def evaluated(strategy: Collective, x: Tensor) -> Tensor:
-    with strategy.evaluating() as model, torch.no_grad():
+    with strategy.open_evaluation_model() as model, torch.no_grad():
         model(x[:4])
         return model(x[4:8])
 
@@ -230,7 +230,7 @@ def statistics(stage: int, rank: int, world: int) -> dict[str, Tensor]:
     for i in islice(strategy.batches(torch.arange(len(x)), 0), STEPS):
         strategy.step(x[i], y[i])
     found = {"before": gathered(strategy, world)}
-    with strategy.evaluating():
+    with strategy.open_evaluation_model():
         found["in"] = gathered(strategy, world)
     return found | {"after": gathered(strategy, world)}
 
@@ -246,14 +246,14 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     """Of real steps, as the plan has them of fake ones: bytes at the peak and between, and what is sent."""
     request = request_for(stage, model, world)
     net = models.build_for_training(model, 10, request.input_shape, 0, CPU, torch.float32)
-    strategy = fake.strategy_on_fakes(request)
+    strategy = fake.make_strategy_on_fakes(request)
     s = replace(request.settings, per_worker_batch=8)
     worker = Worker(
-        s, rank, world, world, CPU, RunFolder(Path()), models.wrap_groups(model, net),
+        s, rank, world, world, CPU, RunFolder(Path()), models.list_wrap_groups(model, net),
         task=tasks.get_task(s, request.input_shape, False),
     )  # fmt: skip
     strategy.setup(net, worker)
-    batch = request.example_batch(8)
+    batch = request.make_example_batch(8)
     saved = strategy.save()
     for _ in range(3):
         strategy.step(*batch)
@@ -261,16 +261,16 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     strategy.restore(saved)
     for _ in range(2):
         strategy.step(*batch)
-        fake.evaluate(strategy, request)
+        fake.evaluate_on_fakes(strategy, request)
     del saved, batch
     trace = OperatorTrace(on_cpu=True)
-    fake._tag_states(trace, strategy, net)
+    fake._tag_model_states(trace, strategy, net)
     with trace:
-        trace.begin("forward")
-        strategy.step(*request.example_batch(8))
-        trace.begin("evaluate")
+        trace.begin_phase("forward")
+        strategy.step(*request.make_example_batch(8))
+        trace.begin_phase("evaluate")
     first, last = (phase.first for phase in trace.phases[1:])
-    live = trace.live_bytes(first, last)
+    live = trace.list_live_bytes(first, last)
     states = strategy.model_states()
     return {"peak": max(live), "between": live[0], "sent": sent, "states": states}
 
@@ -425,13 +425,13 @@ class TestAStage:
         real = found[2][f"as it runs {stage} {model}"]
         made = footprint.make_footprint(request_for(stage, model, 2))
         between = sum(made.between_steps_bytes.values())
-        print(stage, model, "peak", made.training_peak(8).n_bytes, real["peak"], "between", between,
+        print(stage, model, "peak", made.compute_training_peak(8).n_bytes, real["peak"], "between", between,
               real["between"])  # fmt: skip
         assert made.model_states_bytes == real["states"]
-        assert wire_bytes(made.collectives, 2, on_gloo=False) == pytest.approx(
+        assert compute_wire_bytes(made.collectives, 2, on_gloo=False) == pytest.approx(
             real["sent"], rel=1e-3
         )
-        assert (between, made.training_peak(8).n_bytes) == (real["between"], real["peak"])
+        assert (between, made.compute_training_peak(8).n_bytes) == (real["between"], real["peak"])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -450,7 +450,7 @@ def findings(made: dict[str, Any]) -> list[str]:
     """Why the audit calls a record unusable; that the machine is busy, it may say besides."""
     evidence = AuditData(pd.DataFrame(columns=list(COLUMNS)), [made])
     return [
-        f"{rule.id}: {found.figures}"
+        f"{rule.id}: {found.values_text}"
         for rule in RULES
         if rule.severity == "unusable"
         for found in run_rule(rule, evidence)
@@ -530,9 +530,9 @@ def test_plan_and_check_say_what_is_missing_and_go_on(installed):
     requests = [request_for(2, "vgg-compact", 2), footprint_request("ddp")]
     for order in (requests, requests[::-1]):
         network = check.check_network(order[0])
-        found = {r.strategy: check.rehearse(r, network).refusal for r in order}
+        found = {r.strategy: check.rehearse_strategy(r, network).refusal_reason for r in order}
         assert found == {"deepspeed": sentence("deepspeed", installed), "ddp": None}
-    assert check.try_footprint(requests[0]) == sentence("deepspeed", installed)
+    assert check.try_to_make_footprint(requests[0]) == sentence("deepspeed", installed)
 
 
 @pytest.mark.skipif(not LACKING, reason="DeepSpeed is here")
@@ -553,7 +553,9 @@ def refused(**keys: Any) -> str:
     }  # fmt: skip
     study = {"variants": {"two": {"strategy": "deepspeed", **keys.pop("options", {})}}}
     with pytest.raises(ConfigError) as error:
-        validate({"study": "s", "studies": {"s": study | {"experiments": {"e": block | keys}}}})
+        validate_config(
+            {"study": "s", "studies": {"s": study | {"experiments": {"e": block | keys}}}}
+        )
     return str(error.value)
 
 
@@ -620,12 +622,14 @@ def test_networks_that_it_would_train_wrongly_are_refused(kind, stage, says):
     trial = take_trial("network", model, x[:2], y[:2], (2, CLASSES), groups)
     strategy = DeepSpeed(DeepSpeed.Options(stage=stage))
     worker = Worker(settings("deepspeed"), 0, 2, 2, CPU, RunFolder(Path()), groups, trial=trial)
-    told = list(strategy.refusals_of_model(model, worker))
+    told = list(strategy.iter_model_refusals(model, worker))
     assert (says is None and told == []) or (says and says in told[0]), told
 
 
 def test_the_study_engines_has_every_stage_on_both_networks():
-    config = validate(yaml.safe_load((ROOT / "config.yaml").read_text()) | {"study": "engines"})
+    config = validate_config(
+        yaml.safe_load((ROOT / "config.yaml").read_text()) | {"study": "engines"}
+    )
     study = Study(config, "engines")
     met = {
         (s.model, s.gpus, s.options["stage"])

@@ -34,7 +34,7 @@ def job_of(tmp_path: Path, *incarnations: dict[str, Any]) -> Job:
     s = replace(job.settings, more={"elastic": {"elastic": True}}, epochs=2, global_batch=16)
     job = replace(job, settings=s, data={"train_samples": 64})
     for number, incarnation in enumerate(incarnations):
-        RunFiles(job.folder).write_launcher_facts(number, incarnation)
+        RunFiles(job.folder).write_incarnation(number, incarnation)
     return job
 
 
@@ -46,7 +46,7 @@ def test_a_training_goes_on_only_with_its_own_settings_and_data(tmp_path: Path) 
         job.folder.create()
         job.folder.write_job(job.to_json())
         state.touch()
-        launch.prepare(job.folder, job.cell, s, data)
+        launch.prepare_run_folder(job.folder, job.cell, s, data)
         return state.exists()
 
     assert is_kept()
@@ -72,7 +72,7 @@ def test_the_time_of_members_that_were_all_lost_counts(cell: Cell, tmp_path: Pat
     until(lambda: cell.epochs)
     cell.coordinator.history.generations[-1].reported_unix_s -= 60
     first._connection.close()
-    until(lambda: cell.coordinator.history.lost)
+    until(lambda: cell.coordinator.history.lost_members)
     cell.checkpoint = 6, []
     second = cell.member(1)
     assert second.wait_for_message()["step"] == 6
@@ -80,7 +80,7 @@ def test_the_time_of_members_that_were_all_lost_counts(cell: Cell, tmp_path: Pat
     stop(second, 8, epochs={"1": [2.0, 2, 1, 0.5]})
     until(lambda: len(cell.coordinator.history.generations) == 3)
     job = job_of(tmp_path, cell.coordinator.get_history_values())
-    run = accounts.sum_members_run(job, entries(0.5, 0.4))
+    run = accounts.sum_member_runs(job, entries(0.5, 0.4))
     of_first, of_second = run["epoch_times_s"]
     assert of_first == 0.25
     assert 60.5 <= of_second <= 60.5 + time.time() - begun_unix_s
@@ -99,7 +99,7 @@ def test_the_time_of_all_that_ended_with_their_launcher_counts(cell: Cell, tmp_p
     incarnation = cell.coordinator.get_history_values()
     incarnation["written_unix_s"] += 60
     job = job_of(tmp_path, incarnation)
-    train_time_s = accounts.sum_members_run(job, entries(0.5))["train_time_s"]
+    train_time_s = accounts.sum_member_runs(job, entries(0.5))["train_time_s"]
     assert 60 <= train_time_s <= 60 + time.time() - begun_unix_s
 
 
@@ -110,13 +110,13 @@ def test_an_epoch_of_which_steps_were_lost_and_others_done_again_has_no_mean_los
     generation = {
         "number": 0, "members": [0, 1], "from_step": 0, "cause": "start", "began_unix_s": 1.0,
         "formed_unix_s": 0.0, "ended_unix_s": 2.0, "reported_unix_s": 2.0, "to_step": 2, "pause_s": None,
-        "from_checkpoint": False, "broken": True, "train_s": {"0": 1.0},
+        "from_checkpoint": False, "broken": True, "train_s_by_member": {"0": 1.0},
     }  # fmt: skip
     again = generation | {"number": 1, "from_step": 1, "to_step": 8, "from_checkpoint": True}
-    whole = {"loss": 8.0, "steps": 4.0, "train_s": 1.0, "pause_s": 0.0}
+    whole = {"loss_sum": 8.0, "reported_steps": 4.0, "train_s": 1.0, "pause_s": 0.0}
     incarnation = cell.coordinator.get_history_values()
-    incarnation |= {"generations": [generation, again], "epochs": {"0": whole, "1": whole}}
-    run = accounts.sum_members_run(job_of(tmp_path, incarnation), entries(0.5, 0.4))
+    incarnation |= {"generations": [generation, again], "totals_by_epoch": {"0": whole, "1": whole}}
+    run = accounts.sum_member_runs(job_of(tmp_path, incarnation), entries(0.5, 0.4))
     assert [e["train_loss"] for e in run["per_epoch"]] == [None, 2.0]
 
 

@@ -15,7 +15,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic import member
 from stratbench.extensions.elastic.coordinator import Coordinator
 from stratbench.extensions.elastic.member import Over, WorkerMembership, join_as_member
-from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
+from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 
 
@@ -26,8 +26,8 @@ class Cell:
         self.folder = RunFolder(folder)
         self.checkpoint: tuple[int, list[dict[str, Any]]] | None = None
         self.epochs: list[dict[str, Any]] = []
-        secret = new_secret()
-        write_secret(self.folder.secret, secret)
+        secret = make_secret()
+        write_secret(self.folder.secret_path, secret)
         listeners = Listeners("127.0.0.1")
         self.coordinator = Coordinator(
             secret,
@@ -40,7 +40,7 @@ class Cell:
             lambda score: score is not None and score >= 0.9,
         )
         self.coordinator.start()
-        listeners.publish(self.folder.rendezvous, 0)
+        listeners.publish(self.folder.rendezvous_path, 0)
         self.broken: list[int] = []
 
     def seat(self, number: int, leaving: threading.Event | None = None) -> WorkerMembership:
@@ -67,7 +67,7 @@ def stop(seat: WorkerMembership, step: int, **more: Any) -> None:
 
 def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cell) -> None:
     def full(entry: dict[str, Any]) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(cell.folder.progress))
+        raise OSError(errno.ENOSPC, "No space left on device", str(cell.folder.epochs_path))
 
     cell.coordinator._on_epoch = full
     one = cell.member(0)
@@ -116,7 +116,7 @@ def test_a_lost_member_breaks_its_generation_and_the_most_advanced_gives_the_sta
     stop(seats[0], 5, failed=True)
     form = seats[0].wait_for_message()
     assert (form["world"], form["step"], form["load"]) == (1, 5, False)
-    assert cell.coordinator.history.lost == [1]
+    assert cell.coordinator.history.lost_members == [1]
     assert cell.coordinator.history.generations[-2].broken
 
 
@@ -150,7 +150,7 @@ def test_a_pause_after_the_last_step_is_of_the_last_epoch(cell: Cell) -> None:
     first.send_message("through", step=8, epochs={})
     with pytest.raises(Over):
         first.wait_for_message()
-    assert {n: e.pause_s for n, e in cell.coordinator.history.epochs.items()} == {1: 0.5}
+    assert {n: e.pause_s for n, e in cell.coordinator.history.totals_by_epoch.items()} == {1: 0.5}
 
 
 def test_a_leaver_is_let_go_and_the_others_meet_again(cell: Cell) -> None:
@@ -159,7 +159,7 @@ def test_a_leaver_is_let_go_and_the_others_meet_again(cell: Cell) -> None:
     first.send_message("begun", pause_s=None)
     stop(first, 3, leaving=True)
     assert first.wait_for_message()["what"] == "leave"
-    assert cell.coordinator.history.left == [0]
+    assert cell.coordinator.history.left_members == [0]
     assert cell.member(1).wait_for_message()["world"] == 1
 
 
@@ -206,14 +206,14 @@ def test_strangers_and_surplus_workers_are_sent_away(
     stranger = Cell.__new__(Cell)
     stranger.folder = RunFolder(tmp_path / "other")
     stranger.folder.path.mkdir()
-    write_secret(stranger.folder.secret, new_secret())
-    Path(f"{stranger.folder.rendezvous}.0").write_text(
-        Path(f"{cell.folder.rendezvous}.0").read_text()
+    write_secret(stranger.folder.secret_path, make_secret())
+    Path(f"{stranger.folder.rendezvous_path}.0").write_text(
+        Path(f"{cell.folder.rendezvous_path}.0").read_text()
     )
     with pytest.raises(Over):
         join_as_member(stranger.folder, 9, lambda: None, threading.Event())
     until(lambda: any("secret" in reason for reason in cell.coordinator.refusals.first))
-    assert cell.coordinator.present == 2
+    assert cell.coordinator.num_present_members == 2
 
 
 def test_nobody_there_to_let_a_worker_in_is_no_error(

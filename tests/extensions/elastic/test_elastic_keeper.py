@@ -105,7 +105,7 @@ def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(
         until(lambda: backend.jobs)
         kept.cancel_lost_worker(0)
         kept.poll_soon()
-        backend.jobs["0"] = JobStatus("ended", "FAILED", failed=True)
+        backend.jobs["0"] = JobStatus("ended", "FAILED", has_failed=True)
         kept.poll_soon()
         until(lambda: kept.list_jobs()[0].failed)
         assert backend.cancelled == []
@@ -121,7 +121,7 @@ def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_
     kept._poll_live_jobs()
     kept._cancel_at_s.clear()
     kept.finish()
-    kept._record_end(0, JobStatus("ended"))
+    kept._record_job_end(0, JobStatus("ended"))
     assert kept._compute_wait_s(30.0) == 30.0
 
 
@@ -130,7 +130,7 @@ def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) ->
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.silent = True
-        backend.jobs["0"] = JobStatus("ended", "FAILED", failed=True)
+        backend.jobs["0"] = JobStatus("ended", "FAILED", has_failed=True)
         begun = backend.looks + 1  # one may be under way
         for n in range(3):
             kept.poll_soon()
@@ -148,14 +148,14 @@ def test_what_fails_again_and_again_is_given_up(
     monkeypatch.setattr(keeper, "MAX_PAUSE_S", 0.001)
     backend = Scripted()
     backend.submit = lambda number, slot: (  # each has failed when it is looked at
-        backend.jobs.update({str(number): JobStatus("ended", "exit code 1", failed=True)})
+        backend.jobs.update({str(number): JobStatus("ended", "exit code 1", has_failed=True)})
         or str(number)
     )
 
     def gave_up() -> bool:
         kept.poll_soon()
         try:
-            kept.check()
+            kept.check_can_start_jobs()
         except NoWorkersError as reason:
             return "exit code 1" in str(reason)
         return False
@@ -170,12 +170,12 @@ def test_a_cell_without_any_worker_job_fails_and_one_with_some_goes_on(tmp_path:
     with WorkerJobSupervisor(backend, 2, tmp_path / "none") as kept:
         until(lambda: kept._failure_reason)
         with pytest.raises(NoWorkersError, match="QOSMaxSubmitJobPerUserLimit"):
-            kept.check()
+            kept.check_can_start_jobs()
     backend = Scripted()
     with WorkerJobSupervisor(backend, 1, tmp_path / "some") as kept:
         until(lambda: backend.jobs)
         backend.full = True
-        kept.check()
+        kept.check_can_start_jobs()
 
 
 def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
@@ -194,10 +194,10 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
         backend.jobs["0"] = JobStatus("ended", "PREEMPTED")
         kept.poll_soon()
         until(lambda: len(refused) >= 2)
-        kept.check()
+        kept.check_can_start_jobs()
         backend.full = False
         until(lambda: len(backend.jobs) == 2)
-        kept.check()
+        kept.check_can_start_jobs()
     assert not {str(number) for number in refused} & set(backend.jobs)
 
 
@@ -233,7 +233,7 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
         "slurm_partition": "gpu", "slurm_account": "me", "qos": "low", "constraint": "a100",
         "slurm_extra": "--exclusive '--reservation=my one'",
     }  # fmt: skip
-    asked = WorkerJob.of(JobRequest(1, 1, 4, 2000, 90), resources, "scavenger")
+    asked = WorkerJob.from_request(JobRequest(1, 1, 4, 2000, 90), resources, "scavenger")
     assert WorkerJob.from_json(asked.as_json()) == asked
     folder = RunFolder(tmp_path / "100% mine; $(touch x)")
     jobs = SlurmJobs(asked, folder, "a/b c")
@@ -241,7 +241,7 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     args = (tmp_path / "args").read_text().splitlines()
     assert "--comment=worker 3 of a/b c" in args
     assert "--no-requeue" in args
-    assert f"--output={folder.log(format_worker_name(3))}".replace("%", "%%") in args
+    assert f"--output={folder.get_log_path(format_worker_name(3))}".replace("%", "%%") in args
     assert args[-10:] == [
         "--gres=gpu:1", "--cpus-per-task=4", "--mem=2000M", "--time=90", "--partition=scavenger",
         "--account=me", "--qos=low", "--constraint=a100", "--exclusive", "--reservation=my one",
@@ -250,11 +250,10 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     assert "SLURM_JOB_ID" not in seen
     assert "SLURM_CONF=/etc/here.conf" in seen
     script = (tmp_path / "script").read_text()
-    assert f"'{folder.job}' 3" in script
+    assert f"'{folder.job_path}' 3" in script
+    RunFiles(folder).end_marker_path.parent.mkdir(parents=True)
     # It waited in the queue beyond the end of the training: not even srun is needed.
-    end_mark = RunFiles(folder).end_mark
-    end_mark.parent.mkdir(parents=True)
-    end_mark.touch()
+    RunFiles(folder).end_marker_path.touch()
     assert (
         subprocess.run(["/bin/sh"], input=script, text=True, env={"PATH": "/bin"}).returncode == 0
     )
@@ -295,7 +294,7 @@ def test_a_submission_that_may_pass_is_tried_again_with_its_number(
     with WorkerJobSupervisor(backend, 2, tmp_path / "jobs") as kept:
         kept._postponed._pause_seconds = 0.05
         until(lambda: len(backend.jobs) == 2)
-        kept.check()
+        kept.check_can_start_jobs()
     assert backend.tried == [0, 0, 0, 0, 1]
     assert (
         capfd.readouterr().out.count(
@@ -315,7 +314,7 @@ def test_a_cell_is_given_up_when_sbatch_has_not_answered_for_ten_minutes(
     with kept:
         until(lambda: kept._failure_reason)
         with pytest.raises(NoWorkersError, match="no worker job is accepted: not now"):
-            kept.check()
+            kept.check_can_start_jobs()
     assert set(backend.tried) == {0}
 
 
@@ -349,7 +348,7 @@ def test_jobs_that_nobody_knows_are_not_submitted_again_without_an_end(tmp_path:
         with pytest.raises(
             NoWorkersError, match=r"SLURM knows none of the last 3 worker jobs .* job 2"
         ):
-            kept.check()
+            kept.check_can_start_jobs()
     assert len(backend.slots) == keeper.MAX_UNKNOWN
 
 
@@ -357,7 +356,9 @@ def test_memory_is_asked_for_as_the_profile_has_it() -> None:
     """Clusters may forbid it, or want it for each core."""
 
     def arguments(**resources: int) -> list[str]:
-        return WorkerJob.of(JobRequest(1, 1, 4, 2000, 90), resources, None).arguments
+        return WorkerJob.from_request(
+            JobRequest(1, 1, 4, 2000, 90), resources, None
+        ).sbatch_arguments
 
     assert [a for a in arguments(mem_mb=500) if "mem" in a] == ["--mem=2000M"]
     assert [a for a in arguments(mem_mb=0) if "mem" in a] == []
@@ -376,7 +377,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
             NoWorkersError,
             match=r"sbatch: No such file.*slurm_partition.*worker_partition to the partition of the workers$",
         ):
-            kept.check()
+            kept.check_can_start_jobs()
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     with pytest.raises(SubmissionRefused, match=r"^sbatch: Access denied \(on .* may not submit"):
@@ -388,10 +389,10 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
     checkpoints.write_checkpoint(tmp_path, 12, state)
     checkpoints.write_checkpoint(tmp_path, 40, [t + 1 for t in state])
     checkpoints.delete_checkpoints(tmp_path, 40)
-    assert max(checkpoints.list_steps(tmp_path)) == 40
+    assert max(checkpoints.list_checkpoint_steps(tmp_path)) == 40
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-40.bin"]
     read = [torch.zeros_like(t) for t in state]
-    checkpoints.read_into(tmp_path, 40, read)
+    checkpoints.read_checkpoint_into(tmp_path, 40, read)
     assert all(torch.equal(a, b + 1) for a, b in zip(read, state, strict=True))
     path = checkpoints.get_checkpoint_path(tmp_path, 40)
     whole = path.read_bytes()
@@ -399,11 +400,11 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
         path.write_bytes(damaged)
         before = [t.clone() for t in read]
         with pytest.raises(checkpoints.DamagedCheckpoint):
-            checkpoints.read_into(tmp_path, 40, read)
+            checkpoints.read_checkpoint_into(tmp_path, 40, read)
         assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
     path.write_bytes(whole)
     with pytest.raises(checkpoints.DamagedCheckpoint, match="other tensors"):
-        checkpoints.read_into(tmp_path, 40, state[:2])
+        checkpoints.read_checkpoint_into(tmp_path, 40, state[:2])
 
 
 def test_an_entry_says_all_of_a_job(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_cell_that_is_stopped_while_it_trains_says_so(start_cell, strategy):
     until(
         lambda: any(
             p.phase == "train" or (p.phase == "join" and math.isfinite(p.end_s))
-            for p in read_phases(launched.folder.phase_logs())
+            for p in read_phases(launched.folder.list_phase_log_paths())
         )
     )
     tree = [launched.process, *psutil.Process(launched.process.pid).children(recursive=True)]

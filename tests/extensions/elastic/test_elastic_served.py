@@ -34,7 +34,7 @@ SLOW |= {"slowdown": {"workers": [0, 1], "factor": 6}}
 
 def events(launched: LaunchedCell, kind: str) -> list[dict[str, Any]]:
     """What the servers noted of this kind, once the cell runs."""
-    return [e for e in read_journal(RunFiles(launched.folder).servers) if e["event"] == kind]
+    return [e for e in read_journal(RunFiles(launched.folder).servers_dir) if e["event"] == kind]
 
 
 def wait_for(launched: LaunchedCell, kind: str, count: int) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def said_of(found: dict[str, Any]) -> list[str]:
     """What the audit says of a record, for a failed test."""
     row = found["cell"] | build_record_row(found, Path("no timeline"))
     evidence = AuditData(pd.DataFrame([row], columns=list(COLUMNS)), [found])
-    return [f"{rule.id}: {each.figures}" for rule in RULES for each in rule.check(evidence)]
+    return [f"{rule.id}: {each.values_text}" for rule in RULES for each in rule.check(evidence)]
 
 
 def send(launched: LaunchedCell, number: int, signum: signal.Signals) -> None:
@@ -84,7 +84,7 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     first.process.send_signal(signal.SIGTERM)
     assert first.finish()[0] == 128 + signal.SIGTERM
     # As servers say that end with an error. It was theirs, and is mended.
-    write_end_mark(RunFiles(first.folder).servers, "No space left on device")
+    write_end_mark(RunFiles(first.folder).servers_dir, "No space left on device")
     again = start_cell(s, env=warm)
     code, output = again.finish()
     assert code == 0, output
@@ -97,8 +97,8 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     assert told["servers"]["tickets_done_twice"] == 0
     assert [told[k] for k in ("incarnations", "restarts", "leaves")] == [2, 1, 1]
     assert 4 <= told["joins"] <= len(told["jobs"])
-    assert not again.folder.secret.exists()
-    assert not list(RunFiles(again.folder).servers.glob("state*"))
+    assert not again.folder.secret_path.exists()
+    assert not list(RunFiles(again.folder).servers_dir.glob("state*"))
     assert found_in(found) == set(), said_of(found)
     for name, plant in PLANTED.items():
         copy = json.loads(json.dumps(found))
@@ -155,10 +155,10 @@ def test_a_cell_ends_at_its_target_and_a_late_worker_with_it(
         sys.executable,
         "-m",
         "stratbench.extensions.elastic.worker",
-        str(launched.folder.job),
+        str(launched.folder.job_path),
         "99",
     ]
     came = subprocess.run(late, env=os.environ | {"PYTHONPATH": str(WORKFLOW)}, timeout=300)
     assert came.returncode == 0
-    assert launched.folder.read_worker(99) is None
+    assert launched.folder.read_worker_result(99) is None
     assert found_in(found) == set(), said_of(found)

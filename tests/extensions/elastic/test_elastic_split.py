@@ -35,7 +35,7 @@ from stratbench.telemetry.clock import Phases
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
-from stratbench.train.worker import set_up
+from stratbench.train.worker import set_up_model
 from stratbench.workload.data.device_data import DeviceData
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def jobs(launched: LaunchedCell) -> dict[int, dict[str, Any]]:
     """The worker jobs by number, each as it was last seen."""
     with contextlib.suppress(FileNotFoundError):
-        lines = RunFiles(launched.folder).worker_jobs.read_text().split("\n")[:-1]
+        lines = RunFiles(launched.folder).worker_jobs_path.read_text().split("\n")[:-1]
         return {entry["number"]: entry for entry in map(json.loads, lines)}
     return {}
 
@@ -53,7 +53,7 @@ def jobs(launched: LaunchedCell) -> dict[int, dict[str, Any]]:
 def inside(launched: LaunchedCell) -> list[int]:
     """The numbers of the workers that run and have trained."""
     alive = [n for n, entry in jobs(launched).items() if entry["ended_unix_s"] is None]
-    phases = {n: launched.folder.phases(n) for n in alive}
+    phases = {n: launched.folder.get_phase_log_path(n) for n in alive}
     return [n for n, path in phases.items() if path.exists() and '"join"' in path.read_text()]
 
 
@@ -156,12 +156,20 @@ class Heard:
 def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[ElasticSynchronous, Heard]:
     """A member of a cell, in this process, set up as its worker's process does it."""
     s = settings("ddp", precision="fp64", weight_decay=1e-3, epochs=epochs)
-    phases = Phases("cpu", PhaseLog(RunFolder(folder).phases(0), 0, 0.0))
+    phases = Phases("cpu", PhaseLog(RunFolder(folder).get_phase_log_path(0), 0, 0.0))
     group, data = ElasticGroup(folder, CPU), DeviceData.load(data_dir, dtype=torch.float64)
     group.form_single_member()
     strategy = DDP(DDP.Options(**s.options))
-    me = set_up(
-        s, strategy, data, CPU, 0, rank=0, world_size=1, local_world=1, folder=RunFolder(folder)
+    me = set_up_model(
+        s,
+        strategy,
+        data,
+        CPU,
+        0,
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        folder=RunFolder(folder),
     ).worker
     loop.warm_up(strategy, data, me)
     heard = Heard()
@@ -173,7 +181,7 @@ def be_lost_while_meeting(folder: Path, data_dir: Path, rank: int) -> None:
     split, _ = member(folder, data_dir)
     for tensor in split.strategy.state_tensors():
         tensor.fill_(7)
-    split._group.form("once", rank, 2)
+    split._group.form_group("once", rank, 2)
     if rank == 0:
         split.strategy.wrap(split.strategy.model, split.worker)
     os._exit(0)
@@ -280,10 +288,10 @@ def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE, raising=False)
     split.run(MemoryMeter(CPU))
     folder = split.worker.folder
-    assert max(checkpoints.list_steps(folder.path)) == step
-    evaluated = checkpoints.read_facts(folder.path, step)["epochs"]
+    assert max(checkpoints.list_checkpoint_steps(folder.path)) == step
+    evaluated = checkpoints.read_checkpoint_facts(folder.path, step)["epochs"]
     assert [e["epoch"] for e in evaluated] == list(range(1, step // 4 + (unheard_of != "trained")))
-    told = RunFiles(folder).read_unreported_result(0)
+    told = RunFiles(folder).read_orphaned_result(0)
     assert (told["step"], told["generation"]) == (step, 0)
     (_, steps, world, seconds) = told["epochs"].get(str(step // 4 - 1), [0, 4, 1, 1.0])
     assert (steps, world) == (4, 1)
@@ -295,13 +303,13 @@ def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
 ) -> None:
     split, heard = alone
     folder = split.worker.folder
-    RunFiles(folder).end_mark.touch()
+    RunFiles(folder).end_marker_path.touch()
     gone = CoordinatorLost("the coordinator is gone")
     monkeypatch.setattr(heard, "send_message", mock.Mock(side_effect=[None, gone]))  # ready, begun
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE | {"step": 4})
     split.run(MemoryMeter(CPU))
     assert split._step == 4
-    assert not checkpoints.list_steps(folder.path)
+    assert not checkpoints.list_checkpoint_steps(folder.path)
 
 
 def test_a_damaged_checkpoint_is_deleted_and_the_members_meet_again(
@@ -346,7 +354,9 @@ def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a
     assert told["holds"] == (0 if on_a_device else 6)
     assert all(map(torch.equal, strategy.state_tensors(), before)) == on_a_device
     # Who leaves then may be the last: others were lost.
-    assert checkpoints.list_steps(split.worker.folder.path) == (set() if on_a_device else {6})
+    assert checkpoints.list_checkpoint_steps(split.worker.folder.path) == (
+        set() if on_a_device else {6}
+    )
 
 
 def longest(told: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +389,7 @@ def generations(launched: LaunchedCell) -> list[dict[str, Any]]:
     """Who has trained together so far."""
     return [
         g
-        for path in RunFiles(launched.folder).list_launcher_files()
+        for path in RunFiles(launched.folder).list_incarnation_paths()
         for g in json.loads(path.read_text())["generations"]
     ]
 
@@ -406,7 +416,7 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
     began = len(generations(launched))
     until(lambda: any(silent not in g["members"] for g in generations(launched)[began:]))
     until(lambda: together(launched, 2))  # another has come in its place
-    lost = json.loads(RunFiles(launched.folder).list_launcher_files()[-1].read_text())["lost"]
+    lost = json.loads(RunFiles(launched.folder).list_incarnation_paths()[-1].read_text())["lost"]
     assert silent in lost
     # All are asked to leave at once, as where all are preempted: the state is kept, and gone on with.
     here = generations(launched)[-1]["members"]

@@ -29,7 +29,12 @@ from stratbench.extensions.elastic.servers.channel import ReturningChannel, RunO
 from stratbench.extensions.elastic.servers.config import ElasticConfig, ElasticServerConfig
 from stratbench.extensions.elastic.servers.evaluations import parse_score
 from stratbench.extensions.elastic.servers.journal import has_state, read_end_mark, read_journal
-from stratbench.extensions.elastic.servers.saved_state import StateError, load_state, pack, unpack
+from stratbench.extensions.elastic.servers.saved_state import (
+    StateError,
+    load_state,
+    pack_tensors,
+    unpack_tensors,
+)
 from stratbench.extensions.servers.policies.policies import POLICIES as ALL_POLICIES
 from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.ps.client import Channel
@@ -40,7 +45,12 @@ from stratbench.extensions.servers.ps.tickets import CompactIntSet, intersect_se
 from stratbench.extensions.servers.wire.frames import Frame, Kind, ProtocolError
 from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
 from stratbench.extensions.servers.wire.link import Left
-from stratbench.extensions.servers.wire.transport import Closed, Connection, Silent, rendezvous_file
+from stratbench.extensions.servers.wire.transport import (
+    Closed,
+    Connection,
+    Silent,
+    get_rendezvous_path,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,7 +71,7 @@ def one_thread():
 def elastic(folder, **changed):
     """A run of up to PLACES workers, two epochs of ten steps."""
     own = {k: changed.pop(k) for k in list(changed) if k in ElasticConfig.__dataclass_fields__}
-    facts = {"workers": PLACES, "slices": PLACES, "epochs": 2, "steps_per_epoch": 10}
+    facts = {"workers": PLACES, "slices_per_step": PLACES, "epochs": 2, "steps_per_epoch": 10}
     facts |= {"snapshot_dir": str(folder / "snapshots")}
     as_gang = config(folder, **facts | changed)
     return ElasticServerConfig(
@@ -121,7 +131,7 @@ def history(folder, policy, n_servers, seed, numbers=12):
             come, numbers = come + 1, numbers + 1
     # Who came too late dials on, and would meet another test's server on the same port.
     for server in range(n_servers):
-        rendezvous_file(plan.rendezvous, server).write_text("[]")
+        get_rendezvous_path(plan.rendezvous, server).write_text("[]")
     until(lambda: all(hasattr(w, "channel") or not w.running for w in came))
     found = [s.result() for s in servers]
     check_run(plan, found)
@@ -129,7 +139,7 @@ def history(folder, policy, n_servers, seed, numbers=12):
 
 
 def check_run(plan, found):
-    n = plan.epochs * plan.steps_per_epoch * plan.slices
+    n = plan.epochs * plan.steps_per_epoch * plan.slices_per_step
     assert [(s["status"], s["error"]) for s in found] == [("ok", None)] * len(found)
     assert found[0]["tickets_settled"] == n
     assert sum(w["tickets"] for w in found[0]["workers"]) >= n
@@ -193,7 +203,7 @@ class ServerProcesses:
         self.plan, self.processes = replace(plan, stats_path=str(plan.rendezvous) + ".stats"), []
 
     def start(self, incarnation=1, resumes=False):
-        own = replace(self.plan.elastic, incarnation=incarnation, resumes=resumes)
+        own = replace(self.plan.elastic, incarnation=incarnation, resumes_saved_state=resumes)
         plans = [replace(self.plan, server=k, elastic=own) for k in range(self.plan.n_servers)]
         plans = [replace(p, stats_path=f"{p.stats_path}{p.server}") for p in plans]
         self.processes = [forking().Process(target=self.target, args=(p, SECRET)) for p in plans]
@@ -236,7 +246,7 @@ def processes():
 @pytest.mark.parametrize(("policy", "n_servers"), [("ps-ormo", 1), ("ps-backup", 2)])
 def test_another_incarnation_of_the_servers_goes_on(tmp_path, processes, policy, n_servers, signum):
     plan = elastic(
-        tmp_path, policy=policy, n_servers=n_servers, save_every_s=0.1, steps_per_epoch=60
+        tmp_path, policy=policy, n_servers=n_servers, save_interval_s=0.1, steps_per_epoch=60
     )
     servers = processes(plan)
     servers.start()
@@ -525,24 +535,24 @@ def test_the_first_epoch_that_reaches_the_target_ends_the_run(tmp_path, n_server
 
 
 def len_of(plan):
-    return plan.epochs * plan.steps_per_epoch * plan.slices
+    return plan.epochs * plan.steps_per_epoch * plan.slices_per_step
 
 
 def test_others_train_while_one_evaluates(tmp_path, monkeypatch):
     plan = elastic(tmp_path)
     hold, begun = threading.Event(), threading.Event()
-    score = Channel.score
+    score = Channel.send_evaluation
 
     def score_when_told(channel, figures):
         begun.set()
         assert hold.wait(PATIENCE_S)
         return score(channel, figures)
 
-    monkeypatch.setattr(Channel, "score", score_when_told)
+    monkeypatch.setattr(Channel, "send_evaluation", score_when_told)
     servers = serve_all(plan)
     workers = [Worked(plan, SECRET, n, before_push=slowly, incarnation=1) for n in range(3)]
     assert begun.wait(PATIENCE_S)
-    of_first_epoch = plan.steps_per_epoch * plan.slices
+    of_first_epoch = plan.steps_per_epoch * plan.slices_per_step
     until(lambda: sum(len(w.tickets) for w in workers) > of_first_epoch + 10, PATIENCE_S)
     hold.set()
     for worker in workers:
@@ -553,7 +563,7 @@ def test_others_train_while_one_evaluates(tmp_path, monkeypatch):
 @pytest.mark.parametrize("goes", ["leave", "_close_connections"])
 def test_what_a_worker_that_goes_was_to_evaluate_another_evaluates(tmp_path, monkeypatch, goes):
     plan = elastic(tmp_path)
-    score, gone = Channel.score, []
+    score, gone = Channel.send_evaluation, []
 
     def go_the_first_time(channel, figures):
         if gone:
@@ -562,7 +572,7 @@ def test_what_a_worker_that_goes_was_to_evaluate_another_evaluates(tmp_path, mon
         getattr(channel, goes)()
         raise Left("gone")
 
-    monkeypatch.setattr(Channel, "score", go_the_first_time)
+    monkeypatch.setattr(Channel, "send_evaluation", go_the_first_time)
     servers = serve_all(plan)
     workers = [Worked(plan, SECRET, n, before_push=slowly, incarnation=1) for n in range(3)]
     for number, worker in enumerate(workers):
@@ -619,9 +629,9 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
     act(part, range(10), reads)
     path = tmp_path / "state"
     with path.open("wb") as file:
-        packed = json.loads(json.dumps(pack(part.state(), file)))
+        packed = json.loads(json.dumps(pack_tensors(part.state(), file)))
     with path.open("rb") as file:
-        whole.load(unpack(packed, file))
+        whole.load(unpack_tensors(packed, file))
     drawn, reads_too = rng.get_state(), dict(reads)
     act(part, range(10, 20), reads)
     rng.set_state(drawn)
@@ -636,7 +646,7 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
-    plan = elastic(tmp_path, save_every_s=0.0, steps_per_epoch=40)
+    plan = elastic(tmp_path, save_interval_s=0.0, steps_per_epoch=40)
     servers = serve_all(plan)
     worker = Worked(plan, SECRET, 0, before_push=slowly, incarnation=1)
     folder = Path(plan.elastic.folder)
@@ -679,7 +689,7 @@ def test_a_shard_that_goes_on_takes_no_ticket_twice_and_nobody_is_there():
     after.load(before.state())
     weights = after.policy.weights.clone()
     assert torch.equal(weights, before.policy.weights)
-    assert sorted(after.taken) == [0, 1, 2, 3]
+    assert sorted(after.pushed_tickets) == [0, 1, 2, 3]
     released.clear()
     after.push(1, 3, torch.ones(50, dtype=torch.float64), alive)
     assert torch.equal(after.policy.weights, weights)

@@ -112,7 +112,7 @@ def test_a_worker_that_cannot_be_taken_in_is_told_why_and_holds_nobody_up(tmp_pa
         open_lane(member, *args)
 
     monkeypatch.setattr(Member, "open_lane", without_memory)
-    plan = config(tmp_path, workers=2, slices=2)
+    plan = config(tmp_path, workers=2, slices_per_step=2)
     server = Served(plan, SECRET)
     with pytest.raises(RunEnded, match="can't allocate memory"):
         Worked(plan, SECRET, 1).join()
@@ -168,22 +168,25 @@ def channel_over(*servers):
     return channel, said
 
 
-@pytest.mark.parametrize("waits", ["_await_reply", "rehearse"])
+@pytest.mark.parametrize("waits", ["_await_reply", "rehearse_exchange"])
 def test_a_worker_that_waits_for_weights_hears_that_the_training_is_over(waits):
     """It may be before its last ticket: who was to release the weights may be gone."""
     channel, _ = channel_over(0)
-    channel._incarnation, channel._push, found = 1, channel._expect_reply, []
+    channel._incarnation, channel._push_tensors, found = 1, channel._expect_reply, []
     channel._expect_reply()
     channel._take_ticket(Ticket(7, 0, 0, 0))
-    call = {"_await_reply": lambda: channel._await_reply(0.0), "rehearse": channel.rehearse}[waits]
+    call = {
+        "_await_reply": lambda: channel._await_reply(0.0),
+        "rehearse_exchange": channel.rehearse_exchange,
+    }[waits]
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
     time.sleep(0.1)
     assert found == []
-    channel._handle(channel._links[0], Frame(Kind.DONE))
+    channel._handle_frame(channel._links[0], Frame(Kind.DONE))
     thread.join(PATIENCE_S)
     assert found == [None]
-    channel.rehearse()  # nor is anything waited for that begins then
+    channel.rehearse_exchange()  # nor is anything waited for that begins then
 
 
 def test_a_server_hears_that_the_training_is_over_before_the_worker_says_goodbye():
@@ -193,7 +196,7 @@ def test_a_server_hears_that_the_training_is_over_before_the_worker_says_goodbye
     other = channel._links[1]
     other.to_send.put(lambda: hold.wait(PATIENCE_S))
     channel._start_thread(channel._send_queued, other)
-    channel._end()
+    channel._end_training()
     closing = threading.Thread(target=channel.close)
     closing.start()
     time.sleep(0.1)
@@ -211,13 +214,13 @@ GO = "go"
 
 def serve_and_save_late(plan: ServerConfig, secret: bytes) -> None:
     """A server process that saves its state slowly."""
-    wait = SnapshotWriter.wait
+    wait = SnapshotWriter.wait_for_snapshots
 
     def wait_late(writer: SnapshotWriter) -> None:
         until((Path(plan.rendezvous).parent / GO).exists, PATIENCE_S)
         wait(writer)
 
-    SnapshotWriter.wait = wait_late
+    SnapshotWriter.wait_for_snapshots = wait_late
     serve_run(plan, secret)
 
 
@@ -230,7 +233,7 @@ def test_an_epoch_that_ends_while_the_state_is_saved_is_evaluated_in_the_next_in
     epochs,
 ):
     """The one worker that there is cannot train on before it has evaluated."""
-    plan = elastic(tmp_path, save_every_s=0.1, epochs=epochs, steps_per_epoch=2)
+    plan = elastic(tmp_path, save_interval_s=0.1, epochs=epochs, steps_per_epoch=2)
     asked, hold = threading.Event(), threading.Event()
 
     def load_late(folder, epoch, wait_s):
@@ -269,7 +272,7 @@ def test_servers_that_end_while_they_save_end(tmp_path):
     shard = SimpleNamespace(state=lambda: {"floor": int(go.wait(PATIENCE_S)), "above": set()})
     layout = Layout(4, "float32", 0, "float32", "")
     run._store = SimpleNamespace(shards={0: shard}, buffers=None, layout=layout)
-    run._save()
+    run._save_state()
     closing = threading.Thread(target=run.close, daemon=True)
     closing.start()
     time.sleep(0.2)
@@ -284,10 +287,10 @@ def test_a_snapshot_that_fails_in_any_way_ends_the_run_and_is_waited_for_no_long
 
     told, weights = [], torch.zeros(4)
     policy = SimpleNamespace(weights=weights)
-    shard = SimpleNamespace(policy=policy, snapshot=lambda out: None, save_snapshots=fail)
+    shard = SimpleNamespace(policy=policy, request_snapshot=lambda out: None, save_snapshots=fail)
     writer = SnapshotWriter(tmp_path, 0, 1, told.append)
-    writer.take(0, 1.0, [shard], None)
-    waiting = threading.Thread(target=writer.wait, daemon=True)
+    writer.request_snapshot(0, 1.0, [shard], None)
+    waiting = threading.Thread(target=writer.wait_for_snapshots, daemon=True)
     waiting.start()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
@@ -299,24 +302,26 @@ def test_a_snapshot_that_fails_in_any_way_ends_the_run_and_is_waited_for_no_long
 def test_an_epoch_that_is_over_and_was_not_noted_ends_with_the_next_incarnation(settled):
     """A worker's last push may be in the shards when the state is saved, and not yet be counted."""
     ended, finished = [], []
-    writer = SimpleNamespace(take=lambda epoch, seconds, *_: ended.append((epoch, seconds)))
+    writer = SimpleNamespace(
+        request_snapshot=lambda epoch, seconds, *_: ended.append((epoch, seconds))
+    )
     shard = SimpleNamespace(finish=lambda: finished.append(True))
     store = SimpleNamespace(shards={0: shard}, buffers=None)
     epochs = EpochLog(TicketPlan(2, 2, 1), writer)
     epochs.resume(range(settled), [], 9.0, store)
     assert ended == [(0, 9.0), (1, 9.0)][: settled // 2]
     assert [e["epoch"] for e in epochs.ends] == [e for e, _ in ended]
-    assert bool(finished) == epochs.complete == (settled == 4)
+    assert bool(finished) == epochs.is_complete == (settled == 4)
 
 
 def test_a_line_of_the_journal_that_was_cut_off_is_gone_in_the_next_incarnation(tmp_path):
     journal = Journal(tmp_path, 1)
-    journal.note("incarnation", settled=0)
+    journal.append_event("incarnation", settled=0)
     journal.close()
     with (tmp_path / "journal.jsonl").open("ab") as file:
         file.write(b'{"incarnation": 1, "eve')
     journal = Journal(tmp_path, 2)
-    journal.note("incarnation", settled=3)
+    journal.append_event("incarnation", settled=3)
     journal.close()
     assert [e["incarnation"] for e in read_journal(tmp_path)] == [1, 2]
     assert read_last_incarnation(tmp_path) == 2
@@ -326,7 +331,7 @@ def test_what_the_disk_takes_only_half_of_is_written_to_its_end(tmp_path, monkey
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2 + 1]))
     journal = Journal(tmp_path, 1)
-    journal.note("incarnation", settled=0)
+    journal.append_event("incarnation", settled=0)
     journal.close()
     assert read_last_incarnation(tmp_path) == 1
 
@@ -336,9 +341,9 @@ def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
     journal = Journal(tmp_path, 1)
     for incarnation, settled, epochs in ((1, 0, (0, 1)), (2, 45, ()), (3, 90, ())):
         journal._incarnation = incarnation
-        journal.note("incarnation", settled=settled)
+        journal.append_event("incarnation", settled=settled)
         for epoch in epochs:
-            journal.note("score", epoch=epoch, settled=40 * (epoch + 1))
+            journal.append_event("score", epoch=epoch, settled=40 * (epoch + 1))
     journal.close()
     assert sorted(collect_scores(read_journal(tmp_path))) == [0]
 
@@ -359,9 +364,9 @@ def test_buffers_of_an_earlier_incarnation_count_only_until_somebody_pushes():
     for place in range(3):
         before.push(place, torch.full((2,), float(place)), ALIVE)
     after.load(before.state())
-    assert after.mean().tolist() == [1.0, 1.0]
+    assert after.compute_mean().tolist() == [1.0, 1.0]
     after.push(1, torch.full((2,), 7.0), ALIVE)
-    assert after.mean().tolist() == [7.0, 7.0]
+    assert after.compute_mean().tolist() == [7.0, 7.0]
 
 
 def test_a_state_that_cannot_be_saved_ends_the_run_with_the_reason(tmp_path):
@@ -369,8 +374,8 @@ def test_a_state_that_cannot_be_saved_ends_the_run_with_the_reason(tmp_path):
     policy.window = object()
     store = SimpleNamespace(shards={0: policy}, buffers=None, layout=None)
     saver = Saver(tmp_path, 0, told.append)
-    saver.begin(store, dict)
-    saver.wait()
+    saver.begin_save(store, dict)
+    saver.wait_for_save()
     assert len(told) == 1
     assert "a policy keeps a object, which cannot be saved" in told[0]
 
@@ -382,7 +387,9 @@ def test_a_state_that_cannot_be_saved_ends_the_run_with_the_reason(tmp_path):
 def test_what_a_worker_said_before_it_was_given_up_changes_nothing_after(tmp_path, idle):
     """Its reader may have waited for the lock meanwhile, and its place may be another's."""
     run = ElasticRun(elastic(tmp_path), SECRET, make_policy)
-    member = SimpleNamespace(alive=False, idle=idle, pulled=False, place=0, worker=0, tell=None)
+    member = SimpleNamespace(
+        alive=False, idle=idle, pulled=False, place=0, worker=0, queue_frame=None
+    )
     changed = []
     run._initialised = True
     run._store = SimpleNamespace(join=changed.append, leave=lambda *a, **k: changed.append(a))
@@ -399,11 +406,11 @@ def test_a_failure_while_a_lost_worker_is_struck_off_ends_the_run(tmp_path, monk
     def receive():
         raise Closed("the connection was closed")
 
-    monkeypatch.setattr(ServerRun, "_lose", lose)
+    monkeypatch.setattr(ServerRun, "_lose_member", lose)
     run = ServerRun(config(tmp_path), SECRET, make_policy)
     connection = SimpleNamespace(receive=receive)
     member = SimpleNamespace(
-        connection=connection, worker=0, sender=threading.Thread(), let_go=lambda: None
+        connection=connection, worker=0, sender=threading.Thread(), close_transport=lambda: None
     )
     member.sender.start()
     run._listen(member)

@@ -81,7 +81,7 @@ SPELLINGS = {
 
 
 def emitted(strategy: str, target: str, **changes: Any) -> str:
-    return table.emit(Choice(record_of(strategy, **changes)), target)
+    return table.format_file_for_target(Choice(record_of(strategy, **changes)), target)
 
 
 def each_file() -> list[Any]:
@@ -130,7 +130,7 @@ def test_an_option_or_setting_that_no_target_knows_is_named(strategy, target, op
     choice = Choice(record_of(strategy, options=options))
     choice.options["brand_new"] = 731
     choice._values["newer"] = 937
-    text = table.emit(choice, target)
+    text = table.format_file_for_target(choice, target)
     assert "731" in text or target == "variant"
     assert "newer = 937" in text
 
@@ -140,8 +140,8 @@ def test_a_strategy_that_no_engine_knows_is_refused_with_its_targets(strategy):
     choice = Choice(record_of(strategy, gpus=2))
     for target in table.TARGETS.keys() - {"variant"}:
         with pytest.raises(EmitError, match=r"choose variant$"):
-            table.emit(choice, target)
-    assert strategy in table.emit(choice, "variant")
+            table.format_file_for_target(choice, target)
+    assert strategy in table.format_file_for_target(choice, "variant")
 
 
 def test_workers_that_come_and_go_are_refused():
@@ -163,7 +163,7 @@ def test_the_variant_gives_the_cells_settings_again(strategy, optimizer):
         changes |= {"momentum": 0.0, "betas": [0.9, 0.99], "eps": 1e-7}
     record = record_of(strategy, options=options.get(strategy, {}), **changes)
     record["cell"]["strategy"] = "mine" if options.get(strategy) else strategy
-    blocks = yaml.safe_load(table.emit(Choice(record), "variant"))
+    blocks = yaml.safe_load(table.format_file_for_target(Choice(record), "variant"))
     study = load_config({"study": "s", "studies": {"s": blocks}})[1]
     [cell] = [c for c in study.cells if c.repeat == 0]
     wanted = Settings(**record["settings"])
@@ -210,8 +210,8 @@ def test_a_users_network_has_the_classes_that_it_names(wrap_classes, rule, class
     }
     record = record_of("fsdp", model="mine", own_model=own)
     record["model"]["own"] = {"sharding": rule}
-    assert Choice(record).block_classes == classes
-    fsdp = yaml.safe_load(table.emit(Choice(record), "accelerate"))["fsdp_config"]
+    assert Choice(record).block_class_names == classes
+    fsdp = yaml.safe_load(table.format_file_for_target(Choice(record), "accelerate"))["fsdp_config"]
     assert fsdp.get("fsdp_transformer_layer_cls_to_wrap", "") == ",".join(classes)
 
 
@@ -311,11 +311,11 @@ def test_settings_of_a_named_variant_stay_its_own():
         "optimizer_impl": "foreach",
     }
     record = record_of("ddp", **changes)
-    plain = yaml.safe_load(table.emit(Choice(record), "variant"))
+    plain = yaml.safe_load(table.format_file_for_target(Choice(record), "variant"))
     assert "variants" not in plain
     assert plain["experiments"]["chosen"].items() >= changes.items()
     record["cell"]["strategy"] = "less"
-    named = yaml.safe_load(table.emit(Choice(record), "variant"))
+    named = yaml.safe_load(table.format_file_for_target(Choice(record), "variant"))
     assert named["variants"]["less"] == {"strategy": "ddp", "settings": changes}
     assert not named["experiments"]["chosen"].keys() & changes.keys()
 
@@ -463,7 +463,7 @@ def test_the_page_shows_what_is_written():
     record["cell"] |= {"study": "model-parallel", "experiment": "text"}
     record["time"] = {"step_ms": {"p50": 109.9}}
     record["memory"] = {"peak_bytes": 2**30, "peak_over_base_bytes": 45 * 2**20}
-    assert table.emit(Choice(record), "accelerate") == shown
+    assert table.format_file_for_target(Choice(record), "accelerate") == shown
     for target, what in table.TARGETS.items():
         row = re.search(rf"^\| `{target}` \|.*", page, re.MULTILINE)
         assert row, what

@@ -14,7 +14,7 @@ import pytest
 from test_emit_trains import ADAMW, emit, losses_of_cell, run, trained
 
 from stratbench.workload.data import prepared
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 #: 86 million parameters in blocks, beside which what else a process holds changes little.
@@ -186,7 +186,7 @@ SCRIPTS = {
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "text"
-    prepare("text", folder, spec=TEXT)
+    prepare_data_set("text", folder, spec=TEXT)
     return folder
 
 

@@ -142,7 +142,7 @@ def trained(
 
 def emitted(strategy: str, target: str, options: dict[str, Any], **changes: Any) -> str:
     """The file of a cell that need not be trained."""
-    return table.emit(
+    return table.format_file_for_target(
         Choice(record_of(strategy, options=options, model="gpt-compact", **changes)), target
     )
 
@@ -151,7 +151,7 @@ def emit(launched: Any, target: str, folder: Path) -> Path:
     file = folder / {"accelerate": "accelerate.yaml", "deepspeed": "deepspeed.json"}.get(
         target, "train.py"
     )
-    file.write_text(table.emit(Choice(launched.read_record()), target))
+    file.write_text(table.format_file_for_target(Choice(launched.read_record()), target))
     return file
 
 

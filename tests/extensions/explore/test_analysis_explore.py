@@ -96,7 +96,7 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     assert page.count("</script>") == 2
     data = data_of(page)
     assert values_of(data, "status") == list(cells["status"])
-    assert values_of(data, "device_name") == explore.list_values(cells["device_name"])
+    assert values_of(data, "device_name") == explore.list_series_values(cells["device_name"])
     measured = cells["peak_memory_bytes"].to_numpy() / 2**20
     shown = [np.nan if v is None else v for v in values_of(data, "peak_memory_bytes")]
     np.testing.assert_allclose(shown, measured, rtol=1e-5)
@@ -112,7 +112,10 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     marked = explore.make_page_data(cells, [everywhere])["audit"]["cells"]
     assert list(marked) == list(np.flatnonzero(cells["status"] != "missing"))
     hue = FAMILIES["replicas"]
-    assert data["styles"]["ddp"] == [[hue.light[0], hue.dark[0]], f"{hue.shape} full"]
+    assert data["styles"]["ddp"] == [
+        [hue.light_theme_colours[0], hue.dark_theme_colours[0]],
+        f"{hue.shape} full",
+    ]
     assert set(cells["strategy"]) == set(data["styles"])
 
 
@@ -144,7 +147,7 @@ def many(study):
     cells = many_cells(study[1], 10_000).assign(set="a10g")
     cells.loc[5_000:, "set"] = "a100"
     findings = [{**FINDING, "set": "a100", "model": model} for model in cells["model"].unique()]
-    return cells, explore.render(explore.make_page_data(cells, findings), "many", [], None)
+    return cells, explore.render_page(explore.make_page_data(cells, findings), "many", [], None)
 
 
 @pytest.mark.slow
@@ -420,7 +423,7 @@ def test_no_choice_of_axes_and_filters_breaks_the_page(browser, study, tmp_path,
     cells.loc[cells.index[-1], "status"] = "missing"
     cells = cells.iloc[rows]
     path = tmp_path / "explore.html"
-    path.write_text(explore.render(explore.make_page_data(cells), "odd", [], None))
+    path.write_text(explore.render_page(explore.make_page_data(cells), "odd", [], None))
     browser.complaints.clear()
     open_page(browser, path)
     assert browser.run(EVERYTHING) > 5

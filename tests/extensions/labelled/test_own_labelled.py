@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from stratbench.extensions.plan.footprint.request import data_bytes
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.footprint.request import compute_data_bytes
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
 from stratbench.workload.data import own_data, prepared
-from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import DeviceData, make_example_batch
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 
 LETTERS = "to be or not to be, that is the question. " * 12
@@ -54,8 +54,8 @@ def rows_of(count: int) -> list[tuple[str, int]]:
 
 
 def read(folder: Path, spec: dict) -> tuple[dict, dict[str, np.ndarray]]:
-    prepare("mine", folder / "out", spec=spec)
-    return prepared.read(folder / "out")
+    prepare_data_set("mine", folder / "out", spec=spec)
+    return prepared.read_data_set(folder / "out")
 
 
 # --- waveforms ------------------------------------------------------------------------------------
@@ -98,13 +98,15 @@ def test_a_table_says_the_label_of_each_file(tmp_path):
     for files in (["speaker0/7.wav"], ["../out.wav"], ["speaker0/0.wav", "./speaker0/0.wav"]):
         table.write_text("\n".join(json.dumps({"file": file, "label": "no"}) for file in files))
         with pytest.raises(DataError, match=r"which is not a waveform \(\.wav\) in .* twice"):
-            prepare("mine", tmp_path / "other", spec=spec)
+            prepare_data_set("mine", tmp_path / "other", spec=spec)
 
 
 def test_odd_waveforms_are_told_with_the_file(tmp_path):
     def told(sentence: str) -> None:
         with pytest.raises(DataError) as error:
-            prepare("mine", tmp_path / "out", spec={"waveforms": str(tmp_path / "p"), "length": 12})
+            prepare_data_set(
+                "mine", tmp_path / "out", spec={"waveforms": str(tmp_path / "p"), "length": 12}
+            )
         assert sentence in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -153,7 +155,7 @@ def test_rows_become_bytes_of_one_length_with_the_numbers_of_their_labels(tmp_pa
     ]
     lines.append(json.dumps({"label": "no", "text": "c"}))
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
-    again = prepare(
+    again = prepare_data_set(
         "mine", tmp_path / "again", spec=spec | {"labelled_texts": str(tmp_path / "a.jsonl")}
     )
     assert again["sha256"] == meta["sha256"]
@@ -165,7 +167,7 @@ def test_each_class_is_divided_by_the_seed_where_no_test_set_is_given(tmp_path):
     assert [np.bincount(arrays[f"{split}_targets"]).tolist() for split in ("train", "test")] == [
         [15, 15], [5, 5],
     ]  # fmt: skip
-    other = prepare("mine", tmp_path / "other", spec=spec | {"seed": 1})
+    other = prepare_data_set("mine", tmp_path / "other", spec=spec | {"seed": 1})
     assert other["sha256"] != meta["sha256"]
 
 
@@ -189,7 +191,7 @@ def test_odd_tables_are_told_with_the_line(tmp_path, text, test, sentence):
         (tmp_path / "b.csv").write_text(test)
         spec["test"] = str(tmp_path / "b.csv")
     with pytest.raises(DataError) as error:
-        prepare("mine", tmp_path / "out", spec=spec)
+        prepare_data_set("mine", tmp_path / "out", spec=spec)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -208,7 +210,9 @@ def test_odd_tables_are_told_with_the_line(tmp_path, text, test, sentence):
 def test_odd_lines_of_json_are_told(tmp_path, line, sentence):
     (tmp_path / "a.jsonl").write_text(line)
     with pytest.raises(DataError, match=sentence):
-        prepare("mine", tmp_path / "out", spec={"labelled_texts": str(tmp_path / "a.jsonl")})
+        prepare_data_set(
+            "mine", tmp_path / "out", spec={"labelled_texts": str(tmp_path / "a.jsonl")}
+        )
 
 
 # --- hidden tokens --------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ def test_each_piece_of_a_text_has_hidden_tokens(tmp_path):
     text = "".join(alphabet[i] for i in np.where(hidden, y, x).ravel())
     assert LETTERS.startswith(text)
     assert len(text) == meta["train_samples"] * 20
-    other = prepare("mine", tmp_path / "other", spec=spec | {"seed": 1})
+    other = prepare_data_set("mine", tmp_path / "other", spec=spec | {"seed": 1})
     assert other["sha256"] != meta["sha256"]
 
 
@@ -281,13 +285,13 @@ def test_a_tokenizers_own_tokens_fill_up_and_hide(tmp_path, tokenizers, special)
     table = write_csv(tmp_path / "a.csv", [("to be or not to be", 1), ("to be", 0)])
     labelled = {"labelled_texts": table, "test": table, **tokenizer}
     with pytest.raises(DataError, match=r"vocabulary = 3: .*; set `vocabulary: (5|6)`"):
-        prepare("mine", tmp_path / "none", spec=labelled | {"vocabulary": 3})
+        prepare_data_set("mine", tmp_path / "none", spec=labelled | {"vocabulary": 3})
     meta, arrays = read(tmp_path, labelled | {"vocabulary": 6})
     assert arrays["train_inputs"].tolist() == [[0, 1, 2, 3, 0], [0, 1, 4, 4, 4]]
     assert meta["vocabulary"] == 6
     masked = {"masked_text": str(tmp_path / "t.txt"), **tokenizer}
-    found = prepare("mine", tmp_path / "masked", spec=masked)
-    inputs = prepared.read(tmp_path / "masked")[1]["train_inputs"]
+    found = prepare_data_set("mine", tmp_path / "masked", spec=masked)
+    inputs = prepared.read_data_set(tmp_path / "masked")[1]["train_inputs"]
     hides = 5 if special else 4
     assert (found["classes"], inputs.max()) == (hides + 1, hides)
 
@@ -311,10 +315,10 @@ def test_the_package_tokenizers_reads_labelled_and_masked_texts(tmp_path):
     _, arrays = read(tmp_path, spec)
     assert arrays["train_inputs"].tolist() == [[1, 3, 4, 5, 6], [1, 3, 4, 0, 0]]
     (tmp_path / "t.txt").write_text("to be or not to be " * 20)
-    meta = prepare(
+    meta = prepare_data_set(
         "mine", tmp_path / "masked", spec={"masked_text": str(tmp_path / "t.txt"), **tokenizer}
     )
-    inputs = prepared.read(tmp_path / "masked")[1]["train_inputs"]
+    inputs = prepared.read_data_set(tmp_path / "masked")[1]["train_inputs"]
     assert (meta["classes"], sorted(set(inputs.ravel().tolist()))) == (7, [2, 3, 4, 5, 6])
 
 
@@ -356,37 +360,44 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
     config, study = study_of(tmp_path, spec)
     [cell] = study.cells
     before = study.settings(cell)
-    facts = study.dataset("mine")
+    facts = study.get_dataset("mine")
     assert tasks.get_task_name(before, facts.shape) == task
-    assert not facts.is_read
+    assert not facts.has_known_metadata
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
-        subject_of(config, study, cell)
+        make_subject(config, study, cell)
     folder = tmp_path / "results/data/mine"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(own_data.PLACES_VARIABLE, own_data.format_places_for_jobs({"mine": spec}))
-        meta = prepare("mine", folder, spec=before.data_spec)
+        patched.setenv(
+            own_data.PLACES_VARIABLE, own_data.format_data_paths_for_jobs({"mine": spec})
+        )
+        meta = prepare_data_set("mine", folder, spec=before.data_spec)
     config, study = study_of(tmp_path, spec)
     assert study.settings(cell) == before
-    after = study.dataset("mine")
-    assert after == describe("mine", spec, meta)
+    after = study.get_dataset("mine")
+    assert after == describe_data_set("mine", spec, meta)
     assert (after.shape, after.task, after.vocabulary) == (
         facts.shape,
         facts.task,
         facts.vocabulary,
     )
-    assert subject_of(config, study, cell).data.shape == facts.shape
-    kept = study.as_trained() | {"data_specs": study.data_specs(), "own_code": study.own_code()}
+    assert make_subject(config, study, cell).data.shape == facts.shape
+    kept = study.build_training_config() | {
+        "data_specs": study.data_specs(),
+        "own_code": study.describe_own_code(),
+    }
     again = type(study)(json.loads(json.dumps(kept)), "s")
     assert again.settings(again.cells[0]) == before
     # A batch is as the example that is planned with, and the plan counts the arrays' bytes.
-    x, y = DeviceData.load(folder, dtype=torch.float64).batch(torch.tensor([3, 0]))
+    x, y = DeviceData.load(folder, dtype=torch.float64).make_training_batch(torch.tensor([3, 0]))
     shown = make_example_batch(
         2, after.shape, after.classes, torch.device("cpu"), torch.float64, torch.channels_last,
         False, after.vocabulary is not None,
     )  # fmt: skip
     assert [(t.shape, t.dtype) for t in shown] == [(t.shape, t.dtype) for t in (x, y)]
-    stored = sum(array.nbytes for array in prepared.read(folder)[1].values())
-    assert data_bytes(after, after.shape, augment=False) == stored + 8 * meta["train_samples"]
+    stored = sum(array.nbytes for array in prepared.read_data_set(folder)[1].values())
+    assert (
+        compute_data_bytes(after, after.shape, augment=False) == stored + 8 * meta["train_samples"]
+    )
 
 
 def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):

@@ -13,14 +13,14 @@ import torch
 
 from launching import settings
 from stratbench.extensions.labelled import generated
-from stratbench.extensions.plan.footprint.request import Request, data_bytes
+from stratbench.extensions.plan.footprint.request import Request, compute_data_bytes
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import DeviceData, choose_eval_batch, make_example_batch
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import own
 
@@ -42,35 +42,35 @@ TASK_OF = {
 @pytest.fixture(scope="module", params=SPECS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / request.param
-    prepare(request.param, folder, spec={"source": request.param, **SPECS[request.param]})
+    prepare_data_set(request.param, folder, spec={"source": request.param, **SPECS[request.param]})
     return folder
 
 
 def facts_of(source: str) -> Any:
-    return describe(source, {"source": source, **SPECS[source]})
+    return describe_data_set(source, {"source": source, **SPECS[source]})
 
 
 def test_batches_are_shaped_as_the_example_and_fill_the_bytes_that_the_plan_counts(made):
     facts = facts_of(made.name)
     data = DeviceData.load(made, dtype=torch.float64)
-    x, y = data.batch(torch.tensor([5, 0, 7]))
+    x, y = data.make_training_batch(torch.tensor([5, 0, 7]))
     labelled = facts.vocabulary is not None
     shown = make_example_batch(
         3, facts.shape, facts.classes, torch.device("cpu"), torch.float64,
         torch.channels_last, False, labelled,
     )  # fmt: skip
     assert [(t.shape, t.dtype) for t in shown] == [(t.shape, t.dtype) for t in (x, y)]
-    _, arrays = prepared.read(made)
+    _, arrays = prepared.read_data_set(made)
     stored = sum(array.nbytes for array in arrays.values())
-    assert data_bytes(facts, facts.shape, augment=False) == stored + 8 * 2000
-    test_x, _ = data.test_batch(0, min(40, choose_eval_batch(facts.shape)))
+    assert compute_data_bytes(facts, facts.shape, augment=False) == stored + 8 * 2000
+    test_x, _ = data.make_test_batch(0, min(40, choose_eval_batch(facts.shape)))
     assert test_x.shape[1:] == x.shape[1:]
 
 
 def test_a_hidden_token_is_asked_for_and_no_other(tmp_path):
     source = "masked-markov-text"
-    prepare("it", tmp_path / "it", spec={"source": source, **SPECS[source]})
-    meta, arrays = prepared.read(tmp_path / "it")
+    prepare_data_set("it", tmp_path / "it", spec={"source": source, **SPECS[source]})
+    meta, arrays = prepared.read_data_set(tmp_path / "it")
     x, y = arrays["train_inputs"].astype(int), arrays["train_targets"]
     hidden = x == 12
     assert (hidden == (y != tasks.IGNORED)).all()
@@ -97,13 +97,13 @@ def test_the_entropy_between_two_neighbours_is_that_of_all_triples():
     triples = chain.share[:, None, None] * step[:, :, None] * step[None]
     outer = triples.sum(1, keepdims=True)
     ratio = np.divide(triples, outer, where=triples > 0, out=np.ones_like(triples))
-    assert generated.compute_entropy_between(chain) == pytest.approx(
+    assert generated.compute_entropy_between_neighbours(chain) == pytest.approx(
         -(triples * np.log(ratio)).sum(), abs=1e-9
     )
 
 
 def test_labels_are_those_of_the_classes_but_for_the_share_that_is_noise(made):
-    meta, arrays = prepared.read(made)
+    meta, arrays = prepared.read_data_set(made)
     if made.name == "masked-markov-text":
         return
     y, classes = arrays["train_targets"], meta["classes"]
@@ -115,14 +115,14 @@ def test_labels_are_those_of_the_classes_but_for_the_share_that_is_noise(made):
 
 
 def test_the_loudest_pitch_of_a_tone_is_its_class(tmp_path):
-    prepare("it", tmp_path / "it", spec={"source": "tones", **SPECS["tones"]})
-    _, arrays = prepared.read(tmp_path / "it")
+    prepare_data_set("it", tmp_path / "it", spec={"source": "tones", **SPECS["tones"]})
+    _, arrays = prepared.read_data_set(tmp_path / "it")
     x = arrays["train_inputs"]
     step = (64 // 2 - 1) // 4
     loud = np.abs(np.fft.rfft(x)).sum(1)[:, step : 5 * step : step].argmax(1)
     assert (loud == np.arange(2000) % 4).mean() > 0.99
     data = DeviceData.load(tmp_path / "it", dtype=torch.float64)
-    inputs, _ = data.batch(torch.arange(2000))
+    inputs, _ = data.make_training_batch(torch.arange(2000))
     assert inputs.mean((0, 2)).abs().max() < 1e-6
     assert (inputs.std((0, 2)) - 1).abs().max() < 1e-4
 
@@ -165,12 +165,12 @@ def test_a_data_set_says_its_task_and_the_tokens_of_labelled_texts(source):
     assert tasks.get_task_name(s, data.shape) == TASK_OF[source]
     assert s.own_model.get("vocabulary") == data.vocabulary
     request = Request(s, data.shape, data.classes, 1, eval_batch=4)
-    x, y = request.example_batch(2)
+    x, y = request.make_example_batch(2)
     task = tasks.get_task(s, data.shape, values=False)
     outputs = torch.zeros(
         tasks.compute_output_shape(task, y.shape, data.classes), requires_grad=True
     )
-    loss, weight = tasks.loss_and_weight(task, outputs, y)
+    loss, weight = tasks.compute_loss_and_weight(task, outputs, y)
     assert float(loss.detach()) / (weight or 1) == pytest.approx(math.log(data.classes))
     facts = tasks.describe_task(task, "it", data.classes, data.shape, 0.5)
     assert facts["least_loss"] == 0.5
@@ -183,7 +183,10 @@ def test_a_data_set_says_its_task_and_the_tokens_of_labelled_texts(source):
 @pytest.mark.parametrize("source", SPECS)
 def test_a_study_read_from_what_was_trained_has_the_same_settings(source):
     study = study_on(source, {"call": "net.Net"})
-    kept = study.as_trained() | {"data_specs": study.data_specs(), "own_code": study.own_code()}
+    kept = study.build_training_config() | {
+        "data_specs": study.data_specs(),
+        "own_code": study.describe_own_code(),
+    }
     again = type(study)(json.loads(json.dumps(kept)), "s")
     assert again.settings(again.cells[0]) == study.settings(study.cells[0])
 
@@ -228,7 +231,7 @@ def test_what_does_not_go_together_is_told_in_a_sentence(source, entry, changes,
 )  # fmt: skip
 def test_a_value_that_nothing_can_be_made_of_is_told(spec, reason):
     with pytest.raises(DataError, match=reason):
-        describe("mine", spec)
+        describe_data_set("mine", spec)
 
 
 def test_a_setting_of_ours_names_no_task_where_the_shape_does():

@@ -24,7 +24,7 @@ from stratbench.extensions.links.collective_cost import (
     fit_links,
     served,
 )
-from stratbench.extensions.links.processes import run_all
+from stratbench.extensions.links.processes import run_in_processes
 from stratbench.extensions.links.section import TEMPLATE, make_section_values
 from stratbench.extensions.links.timing import KINDS, Sweep
 from stratbench.extensions.projection.links import Unmeasured, read_links
@@ -40,7 +40,7 @@ def made_up(
     algorithm = algorithm or ALGORITHMS[library][kind][0]
     return [
         CollectiveTime(
-            library, kind, at.workers, at.nodes, size, repeat, cost.seconds(TRUE) * noise
+            library, kind, at.workers, at.nodes, size, repeat, cost.compute_seconds(TRUE) * noise
         )
         for at in layouts
         for size in SIZES
@@ -65,7 +65,7 @@ def test_levels_are_told_apart():
     )
     found = {link.level: link for link in fit_links(times)}
     for level, true in TRUE.items():
-        assert found[level].alpha_s == pytest.approx(true.alpha_s, rel=1e-2)
+        assert found[level].alpha_s == pytest.approx(true.latency_s, rel=1e-2)
         assert found[level].bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-2)
 
 
@@ -75,7 +75,9 @@ RING, HIERARCHICAL, TREE = ALGORITHMS["nccl"]["all_reduce"]
 
 def fastest(*algorithms):
     """A library that takes the fastest of these for each tensor."""
-    return lambda *call: min((a(*call) for a in algorithms), key=lambda cost: cost.seconds(TRUE))
+    return lambda *call: min(
+        (a(*call) for a in algorithms), key=lambda cost: cost.compute_seconds(TRUE)
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers
     for at in (*layouts, LinkLayout(2 * last.workers, 2 * last.nodes if last.nodes > 1 else 1)):
         for size in SIZES:
             seconds, _ = read.time_collective(CollectiveCall("all_reduce", size), at)
-            true_s = algorithm("all_reduce", size, at).seconds(TRUE)
+            true_s = algorithm("all_reduce", size, at).compute_seconds(TRUE)
             assert seconds == pytest.approx(true_s, rel=0.01), (at, size)
 
 
@@ -114,7 +116,7 @@ def test_one_count_tells_ring_and_tree_not_apart_and_the_longer_is_said_beyond(a
         at = LinkLayout(workers)
         for size in SIZES:
             seconds, _ = read.time_collective(CollectiveCall("all_reduce", size), at)
-            true_s = algorithm("all_reduce", size, at).seconds(TRUE)
+            true_s = algorithm("all_reduce", size, at).compute_seconds(TRUE)
             assert 0.99 * true_s < seconds < most * true_s
 
 
@@ -153,7 +155,7 @@ def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
     ]
     assert section["rows"][0]["alpha"] == "20 µs"
     section["charts"][0]["name"] = "<b>"
-    html = pages.render(TEMPLATE.name, TEMPLATE.parent, values={"links": section})
+    html = pages.render_page(TEMPLATE.name, TEMPLATE.parent, values={"links": section})
     assert html.count("<figure>") == 2
     assert "<b>&lt;b&gt;</b>" in html
     assert "1.25 times as long" in html
@@ -172,7 +174,9 @@ def test_links_are_read_back_for_the_projection(tmp_path):
     links.write_links(tmp_path, made_up("all_reduce", [LinkLayout(2), LinkLayout(4)]), 1.25)
     read = read_links(tmp_path / "links.csv", "gloo")
     assert read.compute_slowdown == 1.25
-    expected = ALGORITHMS["gloo"]["all_reduce"][0]("all_reduce", 1e7, LinkLayout(16)).seconds(TRUE)
+    expected = ALGORITHMS["gloo"]["all_reduce"][0](
+        "all_reduce", 1e7, LinkLayout(16)
+    ).compute_seconds(TRUE)
     assert read.time_collective(CollectiveCall("all_reduce", 1e7), LinkLayout(16))[
         0
     ] == pytest.approx(expected, rel=1e-3)
@@ -219,7 +223,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_process_that_fails_ends_the_others(tmp_path):
     with pytest.raises(RuntimeError, match="ended with exit code"):
-        run_all([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
+        run_in_processes([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
 
 
 def _fails() -> None:

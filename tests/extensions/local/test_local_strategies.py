@@ -23,7 +23,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.local.diloco import DiLoCo
 from stratbench.extensions.local.gossip import Gossip
 from stratbench.extensions.local.local_sgd import LocalSGD
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Collective, Worker
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.network.gpt import GPT
@@ -167,7 +167,7 @@ def reference(name: str, world: int, workload: Callable) -> list[Tensor]:
     cls, options, given, _ = RUNS[name]
     options = get_option_defaults(settings_of(cls, options, given, world).strategy) | options
     model, x, y = workload()
-    alone = strategy_class("single")
+    alone = get_strategy_class("single")
     workers = [set_up(alone, {}, given, 0, 1, deepcopy(model)) for _ in range(world)]
     share = GLOBAL_BATCH // world
     period = options.get("period", options.get("inner_steps", 1))
@@ -190,7 +190,7 @@ def reference(name: str, world: int, workload: Callable) -> list[Tensor]:
             for worker in workers:
                 for p, *grads in zip(worker.parameters, *linked, strict=True):
                     p.grad = sum(grads) / world
-                worker.before_update()
+                worker.prepare_update()
                 worker.optimizer.step()
                 worker.optimizer.zero_grad()
                 worker.steps += 1
@@ -295,13 +295,13 @@ def run(
     strategy = set_up(cls, options, given, rank, world, model)
     saved = strategy.save()
     train(strategy, x.flip(0), y, 2)
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         evaluated(x[:4])
     strategy.restore(saved)
     with Wire(world) as wire:
         train(strategy, x, y)
     own, stats = flat(model), [b.clone() for b in statistics(model)]
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         mean = flat(evaluated)
         held = [b.clone() for b in statistics(evaluated)]
     kept = sum(
@@ -320,7 +320,7 @@ def run(
         "evaluated_statistics": held,
         "sent": wire.sent_bytes / STEPS,
         "said": strategy.communication(),
-        "exchanges": strategy.exchanges(STEPS),
+        "exchanges": strategy.count_exchanges(STEPS),
         "exchanged_bytes": exchanged_bytes,
         "states": strategy.model_states(),
         "kept_bytes": kept,
@@ -402,7 +402,7 @@ def test_a_strategy_with_a_mistake_is_not_there(found, world):
 def test_averaged_after_every_step_it_is_one_process_at_the_global_batch(found, world):
     for name in (n for n, (*_, equal) in RUNS.items() if equal or (n, world) == ("gossip", 2)):
         model, x, y = transformer()
-        train(set_up(strategy_class("single"), {}, RUNS[name][2], 0, 1, model), x, y)
+        train(set_up(get_strategy_class("single"), {}, RUNS[name][2], 0, 1, model), x, y)
         loose = 1e-9 if RUNS[name][2].get("optimizer") == "adamw" else TOLERANCE
         ours = found[world][name, "transformer"]["weights"]
         assert difference(ours, flat(model)) <= loose, name
@@ -414,7 +414,7 @@ def test_averaged_after_every_step_it_is_one_process_at_the_global_batch(found, 
 def test_an_outer_step_after_every_step_is_nesterovs_sgd(found, world):
     model, x, y = transformer()
     given = PLAIN | {"momentum": 0.9, "nesterov": True}
-    train(set_up(strategy_class("single"), {}, given, 0, 1, model), x, y)
+    train(set_up(get_strategy_class("single"), {}, given, 0, 1, model), x, y)
     ours = found[world]["diloco-nesterov", "transformer"]["weights"]
     assert difference(ours, flat(model)) <= TOLERANCE
 

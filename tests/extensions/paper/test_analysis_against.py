@@ -83,7 +83,7 @@ def test_only_the_papers_models_on_gpus_are_evidence(v2):
 def test_what_the_audit_calls_unusable_is_no_evidence(v2):
     before = judge_claims(v2, NOTHING).set_index("id").loc["modified-slower-v2"]
     assert "0.98 (densenet121)" in before["figures"]
-    found = pd.DataFrame(audit.audit(v2), columns=list(AUDIT_COLUMNS))
+    found = pd.DataFrame(audit.audit_cells(v2), columns=list(AUDIT_COLUMNS))
     after = judge_claims(v2, found).set_index("id").loc["modified-slower-v2"]
     # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
     assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"
@@ -151,7 +151,7 @@ def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
     refuted = [0, 0]
     for _ in range(300):
         noise = np.exp(rng.normal(0, 0.03, (20, 2, 3)))
-        figures = [ClaimFigure(str(i), 1.0, pair=pair) for i, pair in enumerate(noise)]
+        figures = [ClaimFigure(str(i), 1.0, paired_values=pair) for i, pair in enumerate(noise)]
         figures = claims.add_intervals(figures)
         alone = compute_paired_ratios(list(noise), [False] * 20)
         refuted[0] += claims.judge_figures(figures, 1.005, np.nan) == FAILS

@@ -25,14 +25,14 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import cache
-from stratbench.extensions.plan.needs import subject_of
-from stratbench.extensions.plan.pages.check_text import check_text
+from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.strategies import get_option_defaults, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.reasons import format_reasons
+from stratbench.study.reasons import format_skip_reasons
 from stratbench.workload import users_code
 from stratbench.workload.network import sharding
 from stratbench.workload.network.trial import Trial
@@ -104,7 +104,7 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         else sharding.group_by_size(model)
     )
     s = settings(base, options=get_option_defaults(base) | options, gpus=world)
-    cls = strategy_class(base)
+    cls = get_strategy_class(base)
     strategy = cls(cls.Options(**s.options))
     x = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(1))
     y = torch.arange(8) % CLASSES
@@ -115,10 +115,10 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
         )
         for _ in range(STEPS):
             strategy.step(x[part], y[part])
-        with strategy.evaluating() as module, torch.no_grad():
+        with strategy.open_evaluation_model() as module, torch.no_grad():
             return None, float(Classification().loss(module(x), y))
     except Exception as e:
-        return users_code.format_error(e), float("nan")
+        return users_code.format_user_error(e), float("nan")
 
 
 def groups_agree(rank: int, sign: int) -> str | None:
@@ -129,13 +129,13 @@ def groups_agree(rank: int, sign: int) -> str | None:
     s = settings(
         "fsdp", options=get_option_defaults("fsdp"), own_model={"call": "x"}, model="orders"
     )
-    strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**s.options))
+    strategy = get_strategy_class("fsdp")(get_strategy_class("fsdp").Options(**s.options))
     strategy.setup(model, Worker(s, rank, 2, 2, torch.device("cpu"), RunFolder(Path()), groups))
     x = torch.rand(4, *SHAPE, generator=torch.Generator().manual_seed(1))
     for factor in (1, sign):
         strategy.step(x * factor, torch.arange(4) % CLASSES)
     try:
-        strategy.check_alike()
+        strategy.check_equal_collectives()
     except users_code.Refused as e:
         return str(e)
     return None
@@ -212,11 +212,11 @@ def make_model_study(names: dict[str, list[str] | None], **changes):
 def found_of(name: str, wrap_classes: list[str] | None = None, **changes) -> dict[str, str | None]:
     """What the check says of a network: strategy -> why it is refused."""
     config, study = make_model_study({name: wrap_classes}, **changes)
-    subjects = [subject_of(config, study, cell) for cell in study.cells]
+    subjects = [make_subject(config, study, cell) for cell in study.cells]
     with tempfile.TemporaryDirectory() as folder:
         networks, made = check.rehearse_requests([s.request for s in subjects], Path(folder))
     (network,) = networks.values()
-    return {s.cell.strategy: network.fault or made[s.request].refusal for s in subjects}
+    return {s.cell.strategy: network.fault or made[s.request].refusal_reason for s in subjects}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -239,7 +239,7 @@ def test_the_check_says_what_strategies_really_do(name, outcomes):
 
 def test_a_network_in_a_format_of_its_own_is_told_what_it_is_trained_in():
     config, study = make_model_study({"Halved": None, "HalvedInput": None}, strategies=["ddp"])
-    requests = [subject_of(config, study, cell).request for cell in study.cells]
+    requests = [make_subject(config, study, cell).request for cell in study.cells]
     halved = check.check_network(requests[0])
     told = "its code creates parameters in bfloat16, but all strategies train them in float32 (`precision`)"
     assert halved.fault is None
@@ -292,22 +292,22 @@ def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_f
         {"Branches": None, "Unused": None}, strategies=["ddp", "zero1"]
     )
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    text = check_text(checked)
+    text = format_check_result(checked)
     assert (
         "   not checked: model 'Branches' (odd_networks.Branches): its forward of a batch" in text
     )
     assert "cannot be trained" not in text
-    assert {(c.model, c.strategy) for c in checked.refused} == {("Unused", "ddp")}
+    assert {(c.model, c.strategy) for c in checked.refusal_reasons_by_cell} == {("Unused", "ddp")}
     assert "2 cells could not be checked before the training" in text
 
 
 def test_an_error_of_fakes_alone_leaves_a_small_network_without_a_prediction_only(tmp_path):
     config, study = make_model_study({"RaisesOnFakes": None}, strategies=["ddp"])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    (found,) = checked.rehearsals.values()
-    assert (found.refusal, found.footprint, found.unchecked) == (None, None, None)
-    assert "expected another device" in found.unpredicted
-    assert "ddp: works with 2 workers" in check_text(checked)
+    (found,) = checked.rehearsals_by_request.values()
+    assert (found.refusal_reason, found.footprint, found.unchecked_reason) == (None, None, None)
+    assert "expected another device" in found.unpredicted_reason
+    assert "ddp: works with 2 workers" in format_check_result(checked)
 
 
 def test_workers_that_gather_in_another_order_do_not_go_on_unnoticed(outcomes):
@@ -321,7 +321,7 @@ def test_what_a_step_may_leave_without_a_gradient_is_told(tmp_path, monkeypatch)
     config, study = make_model_study(
         {"Unused": ["Block"]}, strategies=["local-sgd", "ddp", "fsdp", "ps-sync"]
     )
-    text = check_text(check.check_study(config | {"results": str(tmp_path)}, study))
+    text = format_check_result(check.check_study(config | {"results": str(tmp_path)}, study))
     assert (
         "without a gradient in some steps, spare.weight, spare.bias: left as it is (local-sgd, fsdp); "
         "updated by zeros, so that momentum and decay go on (ps-sync)" in text
@@ -332,7 +332,7 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
     names = {"Unused": ["Block"], "Tied": ["Block"], "Counts": None, "Branches": None}
     config, study = make_model_study(names, strategies=["ddp", "ps-sync"], gpus=[1, 2])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    text = check_text(checked)
+    text = format_check_result(checked)
     for line in (
         "Unused on digits\n   970 parameters; takes images [batch, 1, 8, 8], gives scores for 10 classes",
         "   shard groups, instances of Block: blocks.0 144, blocks.1 144; in none: 682",
@@ -363,7 +363,7 @@ def test_the_list_of_refused_cells_has_a_line_for_each_reason():
         said if c.model == "a" else f"model 'b' (m.B): {c.strategy} cannot train it: {cannot}"
         for c in cells
     ]
-    assert format_reasons(zip(cells, whys, strict=True)) == [
+    assert format_skip_reasons(zip(cells, whys, strict=True)) == [
         f"a with ddp, zero1-torch on 1, 2 workers (8 cells of x, y): {said}",
         f"b with ddp, zero1-torch on 1, 2 workers (8 cells of x, y): {cannot}",
     ]
@@ -395,11 +395,11 @@ def test_who_trains_a_sparse_gradient_refuses_what_pytorch_does_not_take(changes
 def test_fused_kernels_are_left_out_on_a_gpu_where_a_gradient_is_sparse():
     """PyTorch's fused SGD takes none. What stands for the device is all that is asked of it."""
     for name in ("Plain", "Sparse"):
-        strategy = strategy_class("single")(strategy_class("single").Options())
+        strategy = get_strategy_class("single")(get_strategy_class("single").Options())
         strategy.worker = SimpleNamespace(settings=settings("single"))
         strategy.model = getattr(odd_networks, name)(CLASSES)
         strategy.local = [SimpleNamespace(device=torch.device("cuda"))]
-        assert strategy.optimizer_kind()[1]["fused"] == (name == "Plain")
+        assert strategy.get_optimizer_class()[1]["fused"] == (name == "Plain")
 
 
 TASKS = """
@@ -474,11 +474,11 @@ def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypa
     blocks = {"x": {}, "y": {"task": bad}, "z": {"task": "Good"}}
     blocks = dict(sorted(blocks.items(), reverse=first))
     checked = check_tasks(tmp_path, monkeypatch, **blocks)
-    [(cell, reason)] = checked.refused.items()
+    [(cell, reason)] = checked.refusal_reasons_by_cell.items()
     assert cell.experiment == "y"
     assert reason.startswith("task 'my_tasks_")
     assert reason.endswith(BAD_TASKS[bad])
-    text = check_text(checked)
+    text = format_check_result(checked)
     assert text.count("ddp: works with 2 workers\n") == 2
     assert f"Plain on digits, task '{blocks['y']['task']}'\n   cannot be trained: task '" in text
 
@@ -487,8 +487,8 @@ def test_a_loss_that_is_no_mean_over_its_parts_is_told_and_trains(tmp_path, monk
     each = {"strategies": ["ddp", "ps-sync"]}
     blocks = {"x": each | {"task": "Ignores"}, "y": each | {"task": "Weighs"}}
     checked = check_tasks(tmp_path, monkeypatch, **blocks)
-    assert not checked.refused
-    ignores, weighs = check_text(checked).split("'\n   ")[1:]
+    assert not checked.refusal_reasons_by_cell
+    ignores, weighs = format_check_result(checked).split("'\n   ")[1:]
     assert f"   {NO_SUM}\n" in ignores
     assert NO_SUM not in weighs
 
@@ -498,7 +498,7 @@ def test_a_cell_and_the_check_say_the_same_of_a_task(start_cell, warm, tmp_path,
     name = f"my_tasks_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(TASKS)
     call = f"{name}:{bad}"
-    s = settings(own_task={"call": call} | users_code.compute_fingerprint(call, [tmp_path]))
+    s = settings(own_task={"call": call} | users_code.compute_code_fingerprint(call, [tmp_path]))
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     assert launched.finish()[0] == 1
     failure = json.loads((launched.logs / "failure.json").read_text())
@@ -511,9 +511,9 @@ def test_what_one_experiment_asks_of_a_network_refuses_no_other(tmp_path, monkey
     """Activation checkpointing of a network without blocks; the lines name the experiment."""
     blocks = {"x": {}, "y": {"activation_checkpointing": True}}
     checked = check_tasks(tmp_path, monkeypatch, **dict(sorted(blocks.items(), reverse=first)))
-    [(cell, reason)] = checked.refused.items()
+    [(cell, reason)] = checked.refusal_reasons_by_cell.items()
     assert (cell.experiment, "activation_checkpointing" in reason) == ("y", True), reason
-    text = check_text(checked)
+    text = format_check_result(checked)
     assert "   ddp: works with 2 workers in x\n   ddp: unsupported with 2 workers in y: " in text
 
 
@@ -522,11 +522,11 @@ def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monk
         {"Normalises": None}, strategies=["ddp"], gpus=[1, 2], global_batch=2
     )
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    assert list(checked.refused.values()) == [
+    assert list(checked.refusal_reasons_by_cell.values()) == [
         "model 'Normalises' (odd_networks.Normalises): it normalises over the batch (BatchNorm), but a "
         "worker's batch has one sample; use a larger batch, or fewer workers"
     ]
-    assert next(iter(checked.refused)).gpus == 2
+    assert next(iter(checked.refusal_reasons_by_cell)).gpus == 2
 
 
 def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys, monkeypatch):
@@ -537,8 +537,13 @@ def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys,
         told = capsys.readouterr().out
         assert (f"models to check: {networks}\n" in told) == (networks > 0)
         assert [n for n in ("Plain", "Unused") if f"  {n} with ddp: " in told] == cells
-        assert [cell.model for cell in checked.refused] == ["Unused"]
-    assert checked.networks[check.Network.of(checked.subjects[0].request)].parameters == 898
+        assert [cell.model for cell in checked.refusal_reasons_by_cell] == ["Unused"]
+    assert (
+        checked.checks_by_network[
+            check.Network.from_request(checked.subjects[0].request)
+        ].num_parameters
+        == 898
+    )
 
 
 def test_it_is_told_how_long_the_rest_will_take(tmp_path, capsys):
@@ -554,11 +559,11 @@ def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_
     config, study = make_model_study({"Plain": None}, strategies=["fsdp"])
     config |= {"results": str(tmp_path)}
     monkeypatch.setattr(
-        check, "_find_refusal", lambda *_: pytest.fail("it was walked through twice")
+        check, "_find_refusal_reason", lambda *_: pytest.fail("it was walked through twice")
     )
     checked = check.check_study(config, study)
-    assert not checked.refused
-    assert checked.rehearsals[checked.subjects[0].request].footprint.collectives
+    assert not checked.refusal_reasons_by_cell
+    assert checked.rehearsals_by_request[checked.subjects[0].request].footprint.collectives
 
 
 def test_every_strategy_that_the_settings_refuse_is_told_at_once():
@@ -620,9 +625,11 @@ def test_a_job_ends_with_the_checks_sentence(
     sentence,
 ):
     call = f"odd_networks.{name}"
-    spec = {"call": call, "kwargs": {}, "wrap_classes": ["Block"]} | users_code.compute_fingerprint(
-        call, [code]
-    )
+    spec = {
+        "call": call,
+        "kwargs": {},
+        "wrap_classes": ["Block"],
+    } | users_code.compute_code_fingerprint(call, [code])
     s = settings(
         strategy, model="odd", own_model=spec, per_worker_batch=batch, global_batch=2 * batch
     )
@@ -659,7 +666,7 @@ def by_policy(
     options = get_option_defaults("fsdp") | {"mixed_precision": "policy"} | (options or {})
     changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
     s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)
-    strategy = strategy_class("fsdp")(strategy_class("fsdp").Options(**options))
+    strategy = get_strategy_class("fsdp")(get_strategy_class("fsdp").Options(**options))
     groups = sharding.group_by_size(model)
     place = torch.device("cpu"), RunFolder(Path()), groups
     return strategy, Worker(s, 0, world, world, *place, trial=trial)
@@ -691,10 +698,10 @@ def test_norms_that_lie_in_a_shard_group_stay_in_float32(alone):
 @pytest.mark.parametrize("parts", [1, 4])
 def test_what_some_parts_skip_is_refused_where_fsdp_cannot_add_it_up(parts, options, world, remedy):
     """FSDP2 would add a gradient in 16 bits to one in 32, or shards of different parameters."""
-    trial = Trial(unused=("blocks.0",), reads_values=True)
+    trial = Trial(parameters_without_gradient=("blocks.0",), reads_values=True)
     strategy, worker = by_policy(
         odd_networks.Plain(CLASSES), trial, world, options, gradient_accumulation_steps=parts
     )
-    said = list(strategy.refusals_of_model(odd_networks.Plain(CLASSES), worker))
+    said = list(strategy.iter_model_refusals(odd_networks.Plain(CLASSES), worker))
     assert len(said) == (parts > 1 and remedy is not None)
     assert all(remedy in reason for reason in said)

@@ -13,16 +13,16 @@ from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.strategies import base, get_option_defaults, strategy_class
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
+from stratbench.strategies import base, get_option_defaults, get_strategy_class
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import describe
+from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import make_example_batch
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
 from stratbench.workload.network.chunked_loss import ChunkedLoss, find_head
 from stratbench.workload.network.gpt import GPT
-from stratbench.workload.network.precision import weights_dtype
+from stratbench.workload.network.precision import get_weights_dtype
 from stratbench.workload.tasks import NextToken
 from stratbench.workload.users_code import Refused
 
@@ -43,11 +43,11 @@ class Capped(nn.Module):
 
 
 def set_up(request) -> base.Collective:
-    cls = strategy_class(request.strategy)
+    cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
-    dtype = weights_dtype(request.settings.precision)
+    dtype = get_weights_dtype(request.settings.precision)
     model = models.build_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
-    place = device, RunFolder(Path()), models.wrap_groups(MODEL, model)
+    place = device, RunFolder(Path()), models.list_wrap_groups(MODEL, model)
     worker = base.Worker(
         request.settings, 0, 1, 1, *place, task=NextToken(), input_shape=(POSITIONS,)
     )
@@ -74,7 +74,7 @@ def test_the_loss_in_parts_is_that_of_the_whole(precision, chunks):
         made = set_up(request_for("single", MODEL, 1, precision=precision, loss_chunks=parts))
         losses.append(torch.stack([made.step(*batch(4)).double() for _ in range(3)]))
         weights.append(torch.cat([p.detach().flatten().double() for p in made.local]))
-        with made.evaluating() as model, torch.no_grad():
+        with made.open_evaluation_model() as model, torch.no_grad():
             assert model(batch(2)[0]).shape == (2, POSITIONS, TOKENS)
     bound = {"fp64": 1e-12, "fp32": 1e-5}.get(precision, 2e-2)
     assert (losses[0] - losses[1]).abs().max() < bound
@@ -85,15 +85,15 @@ def test_the_loss_in_parts_is_that_of_the_whole(precision, chunks):
 def test_what_is_allocated_is_planned():
     request = request_for("single", MODEL, 1, loss_chunks=4)
     made, trace = set_up(request), OperatorTrace(on_cpu=True)
-    trace.tag("parameters", made.model.parameters())
+    trace.tag_storages("parameters", made.model.parameters())
     state = made.optimizer.state.values()
-    trace.tag("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = batch(24)
-    trace.tag("activations", (x, y))
+    trace.tag_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.live_bytes(0, len(trace.events)))
-    assert planned(request).training_peak(24).n_bytes == measured
+    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    assert planned(request).compute_training_peak(24).n_bytes == measured
 
 
 @pytest.mark.slow
@@ -103,11 +103,11 @@ def test_the_memory_of_scores_is_that_of_a_part(strategy):
     request = request_for(strategy, MODEL, 1 if strategy == "single" else 2, precision="bf16")
     request = request.__class__(**vars(request) | {"classes": vocabulary})
     whole, parts = (planned(changed(request, loss_chunks=n)) for n in (1, 8))
-    saved = whole.training_peak(batch).n_bytes - parts.training_peak(batch).n_bytes
+    saved = whole.compute_training_peak(batch).n_bytes - parts.compute_training_peak(batch).n_bytes
     scores_bytes = 4 * batch * POSITIONS * vocabulary
     assert saved > 1.5 * scores_bytes  # in 32 bits, and their gradient
     assert parts.model_states_bytes == whole.model_states_bytes
-    assert parts.payload_bytes() == whole.payload_bytes()
+    assert parts.sum_payload_bytes_by_kind() == whole.sum_payload_bytes_by_kind()
     # The head once more.
     assert parts.recomputed_flops_per_sample == 2 * POSITIONS * 128 * vocabulary
 
@@ -126,7 +126,7 @@ def test_scores_that_no_layer_returns_are_refused_with_the_remedy():
 def test_who_cannot_says_so(strategy):
     values = vars(request_for("ddp", MODEL, loss_chunks=2).settings)
     given = values | {"gpus": [2], "networks": {MODEL: MODEL}}
-    found = strategy_class(strategy).refusals(get_option_defaults(strategy), given)
+    found = get_strategy_class(strategy).iter_refused_values(get_option_defaults(strategy), given)
     assert any(
         reason.startswith(".loss_chunks = 2: ") and "set it to 1" in reason for reason in found
     )
@@ -137,7 +137,7 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     """On two workers, with what each of them is planned to hold."""
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": 16}  # fmt: skip
-    prepare("text", tmp_path / "text", spec=spec)
+    prepare_data_set("text", tmp_path / "text", spec=spec)
     data_spec = prepared.read_meta(tmp_path / "text")["spec"]
     s = settings(
         "fsdp", model=MODEL, dataset="text", data_spec=data_spec, gradient_accumulation_steps=2,
@@ -150,7 +150,11 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     assert code == 0, output
     made = launched.read_record()
     assert made["status"] == "ok", made["reason"]
-    request = Request.of(s, describe("text", spec), on_cuda=False, local_world=2)
+    request = Request.from_settings(
+        s, describe_data_set("text", spec), on_cuda=False, local_world=2
+    )
     assert made["memory"]["model_states"] == planned(request).model_states_bytes
     sent_bytes = made["communication"]["sent_bytes_per_step"]
-    assert sent_bytes == pytest.approx(wire_bytes(planned(request).collectives, 2, on_gloo=False))
+    assert sent_bytes == pytest.approx(
+        compute_wire_bytes(planned(request).collectives, 2, on_gloo=False)
+    )

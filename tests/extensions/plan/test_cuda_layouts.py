@@ -15,7 +15,7 @@ from torch.distributed import fsdp
 from stratbench.extensions.plan.footprint import fake
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -83,19 +83,19 @@ def test_fsdp_hands_pytorch_no_container(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_model_starts_from_its_seed_whatever_it_computes_in(precision: str):
-    dtype = weights_dtype(precision)
+    dtype = get_weights_dtype(precision)
     model = models.build_for_training(
         "resnet-compact", 10, (3, 32, 32), 5, torch.device("cpu"), dtype
     )
     torch.manual_seed(5)
-    plain = models.build("resnet-compact", 10, (3, 32, 32)).state_dict()
+    plain = models.build_model("resnet-compact", 10, (3, 32, 32)).state_dict()
     assert model.training
     for name, t in model.state_dict().items():
         assert t.is_contiguous(), name
         assert t.dtype == (dtype if t.is_floating_point() else torch.int64), name
         assert torch.equal(t, plain[name].to(t.dtype)), name
     assert [n for n, _ in model.named_parameters()] == [
-        n for n, _ in models.build("resnet-compact", 10, (3, 32, 32)).named_parameters()
+        n for n, _ in models.build_model("resnet-compact", 10, (3, 32, 32)).named_parameters()
     ]
 
 
@@ -104,8 +104,8 @@ def test_batches_come_in_the_format_asked_for(tiny_data):
     plain = DeviceData.load(tiny_data, shape=(3, 16, 16))
     data = DeviceData.load(tiny_data, shape=(3, 16, 16), memory_format=torch.channels_last)
     for (x, _), (y, _) in (
-        (plain.batch(torch.arange(5)), data.batch(torch.arange(5))),
-        (plain.test_batch(3, 9), data.test_batch(3, 9)),
+        (plain.make_training_batch(torch.arange(5)), data.make_training_batch(torch.arange(5))),
+        (plain.make_test_batch(3, 9), data.make_test_batch(3, 9)),
     ):
         assert x.is_contiguous()
         assert y.is_contiguous(memory_format=torch.channels_last)
@@ -114,6 +114,6 @@ def test_batches_come_in_the_format_asked_for(tiny_data):
 
 
 def test_tensor_cores_get_channels_last():
-    found = {p: batch_format(p, "cuda") is torch.channels_last for p in PRECISIONS}
+    found = {p: get_batch_memory_format(p, "cuda") is torch.channels_last for p in PRECISIONS}
     assert found == {"fp16": True, "bf16": True, "tf32": True, "fp32": False, "fp64": False}
-    assert batch_format("fp16", "cpu") is torch.contiguous_format
+    assert get_batch_memory_format("fp16", "cpu") is torch.contiguous_format

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import cache
-from stratbench.extensions.plan.pages.check_text import check_text
+from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.study.config.config import load_config
 from stratbench.workload import users_code
 from stratbench.workload.known_values import KnownFakes
@@ -145,9 +145,11 @@ def test_a_transformer_that_asks_whether_its_mask_is_causal_is_planned(
 ):
     monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", most)
     checked = checked_of(code, ["Texts", "Causal", "Masked", "Uncausal", "Both"], strategies)
-    assert not checked.refused
+    assert not checked.refusal_reasons_by_cell
     found = {
-        (s.cell.model, s.cell.strategy): checked.rehearsals[s.request].footprint.moments
+        (s.cell.model, s.cell.strategy): checked.rehearsals_by_request[
+            s.request
+        ].footprint.peak_moments
         for s in checked.subjects
     }
     # What it is answered is what the network would have said of its mask.
@@ -165,8 +167,8 @@ def test_stages_with_masks_are_measured(code):
         pipeline_modules=["embed", "layers.*", "head"],
         wrap_classes=["Encodes"],
     )
-    assert not checked.refused
-    (found,) = checked.rehearsals.values()
+    assert not checked.refusal_reasons_by_cell
+    (found,) = checked.rehearsals_by_request.values()
     assert found.footprint is not None, found
 
 
@@ -174,23 +176,23 @@ def test_stages_with_masks_are_measured(code):
 def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypatch, most, said):
     followed = []
     monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", most)
-    monkeypatch.setattr(check, "make_by_few_parts", lambda *asked: followed.append(asked))
+    monkeypatch.setattr(check, "make_footprint_by_few_parts", lambda *asked: followed.append(asked))
     checked = checked_of(code, ["Reads"], STRATEGIES)
     assert not followed
-    assert not checked.refused
-    assert len({r.unpredicted for r in checked.rehearsals.values()}) == 1
-    assert check_text(checked).count("reads values of tensors") == said
+    assert not checked.refusal_reasons_by_cell
+    assert len({r.unpredicted_reason for r in checked.rehearsals_by_request.values()}) == 1
+    assert format_check_result(checked).count("reads values of tensors") == said
 
 
 @pytest.mark.slow
 def test_a_network_that_keeps_a_tensor_is_not_predicted_and_told_in_one_sentence(code):
     checked = checked_of(code, ["Keeps"], ["single"], gpus=1)
-    assert not checked.refused
-    (found,) = checked.rehearsals.values()
-    assert found.unpredicted.startswith(
+    assert not checked.refusal_reasons_by_cell
+    (found,) = checked.rehearsals_by_request.values()
+    assert found.unpredicted_reason.startswith(
         "model 'Keeps' (masked_texts.Keeps): two training steps differ"
     )
-    assert len(found.unpredicted) < 250
+    assert len(found.unpredicted_reason) < 250
 
 
 def test_values_that_follow_from_no_data_are_known():

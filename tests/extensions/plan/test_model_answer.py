@@ -20,7 +20,7 @@ from stratbench.extensions.plan.__main__ import main as plan_main
 from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks
 from stratbench.extensions.plan.footprint.footprint import make_footprint
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.extensions.plan.one_model import model_answer, one_network, rows
 from stratbench.extensions.plan.one_model.model_answer import (
     Question,
@@ -53,18 +53,20 @@ def small(tmp_path, monkeypatch):
 def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(small):
     first = []
     answer = answer_question(CONFIG | {"results": "results"}, QUESTION, first.append)
-    assert {c.strategy for c in first[0].choices} == {"fsdp-zero3"}
-    found = {(c.strategy, c.checkpointing): c for c in answer.choices}
+    assert {c.strategy for c in first[0].strategy_answers} == {"fsdp-zero3"}
+    found = {(c.strategy, c.uses_checkpointing): c for c in answer.strategy_answers}
     names = {"fsdp-zero3", "ddp", "tensor-2", "tensor-2-sequence", "pipeline-2"}
     assert set(found) == {(name, ckpt) for name in names for ckpt in (False, True)}
-    assert [c.verdict for c in answer.choices] == [FITS] * 10
+    assert [c.verdict for c in answer.strategy_answers] == [FITS] * 10
     # Eight micro-batches go through the two stages.
     assert all(
-        c.global_batch == 8 * c.micro_batch for c in answer.choices if "pipeline" in c.strategy
+        c.global_batch == 8 * c.micro_batch
+        for c in answer.strategy_answers
+        if "pipeline" in c.strategy
     )
-    rates = [c.samples_per_s[2] for c in answer.choices]
+    rates = [c.samples_per_s[2] for c in answer.strategy_answers]
     assert rates == sorted(rates, reverse=True)
-    for c in answer.choices:
+    for c in answer.strategy_answers:
         low, high, usual = c.samples_per_s
         assert low <= usual <= high
         assert c.memory.allocated_bytes <= c.memory.reserved_bytes < c.memory.shown_bytes
@@ -77,7 +79,7 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     text = format_answer(answer)
     assert "gpt-compact (" in text.splitlines()[0]
     assert "on 2 x A10G 24 GiB: texts of 64 tokens, adamw, bf16" in text.splitlines()[0]
-    best = answer.choices[0]
+    best = answer.strategy_answers[0]
     assert f"{best.strategy} fits with {best.micro_batch} texts at once" in text.replace("\n ", "")
     hours = 1e9 / (64 * best.samples_per_s[2]) / 3600
     assert f"{2 * hours:.2g} GPU-hours, at a cost of {4 * hours:.2g}" in " ".join(text.split())
@@ -96,13 +98,13 @@ def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_l
     config, study, left_out = one_network.make_model_study(config, "gpt-compact", "text", 64, given)
     assert left_out == []
     cell = next(c for c in study.cells if c.strategy == "ddp")
-    s = model_answer._without_evaluation(subject_of(config, study, cell))
+    s = model_answer._without_evaluation(make_subject(config, study, cell))
     footprint, cluster = make_footprint(s.request), config["cluster"]
     device = make_gpu_device(find_gpu("A10G"), "bf16", cluster)
     chosen = choose_batch(s, footprint, device, cluster)
     more = choose_batch(s, footprint, device, cluster, batch=chosen.micro_batch + 1)
     assert chosen.verdict == FITS
-    room_bytes = device.room_bytes(cluster["memory_margin"])
+    room_bytes = device.compute_room_bytes(cluster["memory_margin"])
     assert chosen.memory.allocated_bytes <= room_bytes < more.memory.allocated_bytes
     assert chosen.global_batch == 2 * chosen.micro_batch
     full = choose_batch(s, footprint, device, cluster | {"memory_margin": 1e6}, least=3)
@@ -113,8 +115,8 @@ def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_l
 
 @pytest.mark.slow
 def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monkeypatch):
-    known = public_runs.band()
-    monkeypatch.setattr(public_runs, "band", lambda: known._replace(least_s=0.0))
+    known = public_runs.get_public_band()
+    monkeypatch.setattr(public_runs, "get_public_band", lambda: known._replace(least_s=0.0))
     question = replace(QUESTION, gpu="H100 80GB", gpus=1)
     config = CONFIG | {"results": str(tmp_path)}
     given = model_answer._fill_template(replace(question, gpus=2), config)
@@ -122,7 +124,7 @@ def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monk
     choices = {}
     for name in ("ddp", "fsdp-zero3", "fsdp-offload"):
         cell = next(c for c in study.cells if c.strategy == name)
-        s = model_answer._without_evaluation(subject_of(config, study, cell))
+        s = model_answer._without_evaluation(make_subject(config, study, cell))
         device = make_gpu_device(find_gpu(question.gpu), "bf16", config["cluster"])
         if name == "fsdp-zero3":  # no time goes by on links
             device = replace(device, link_bytes_per_s=1e15, network_bytes_per_s=1e15)
@@ -147,18 +149,18 @@ def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monk
 
 @pytest.mark.parametrize(("node", "sizes"), [(1, []), (2, [2]), (6, [2, 3, 6]), (8, [2, 4, 8])])
 def test_groups_that_divide_a_network_fill_a_node_evenly_as_strategies_declare(node, sizes):
-    variants = rows.divided_variants(node)
+    variants = rows.list_divided_variants(node)
     expected = {f"tensor-{n}{switch}" for n in sizes for switch in ("", "-sequence")}
     assert set(variants) == expected | {f"pipeline-{n}" for n in sizes[-1:]}
     for name, variant in variants.items():
         options = get_option_defaults(variant["strategy"]) | variant
         strategy = options.pop("strategy")
-        assert get_mesh(strategy, options, node).members == int(name.split("-")[1])
+        assert get_mesh(strategy, options, node).workers_per_replica == int(name.split("-")[1])
         assert options.get("sequence_parallel", False) == name.endswith("-sequence")
 
 
 def test_what_is_not_planned_is_counted_and_named():
-    shared = {"fsdp": {"strategy": "fsdp"}, **rows.divided_variants(8)}
+    shared = {"fsdp": {"strategy": "fsdp"}, **rows.list_divided_variants(8)}
     text = rows.describe_unplanned(8, 8, shared)
     others = "ddp, zero1, zero1-torch, deepspeed, ps-sync"
     assert text.startswith(f"5 of 8 strategies with DDP's updates ({others}); 9 of 13 values")

@@ -16,7 +16,7 @@ from test_plan_footprint import ADAMW, changed, request_for
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.strategies import base, strategy_class
+from stratbench.strategies import base, get_strategy_class
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
@@ -37,10 +37,10 @@ def alone(tmp_path):
 
 
 def set_up(request, dtype: torch.dtype) -> base.Collective:
-    cls = strategy_class(request.strategy)
+    cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     model = models.build_for_training(MODEL, TOKENS, request.input_shape, 0, device, dtype)
-    groups = models.wrap_groups(MODEL, model)
+    groups = models.list_wrap_groups(MODEL, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     return strategy
 
@@ -89,17 +89,17 @@ def test_what_an_implementation_allocates_is_planned(implementation, optimizer):
     made = set_up(request, torch.float32)
     trace = OperatorTrace(on_cpu=True)
     model = made.model
-    trace.tag("parameters", model.parameters())
-    trace.tag("buffers", model.buffers())
+    trace.tag_storages("parameters", model.parameters())
+    trace.tag_storages("buffers", model.buffers())
     state = get_optimizer_state(made.optimizer).values()
-    trace.tag("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = (t[:1] for t in batch())
     x, y = x.clone(), y.clone()
-    trace.tag("activations", (x, y))
+    trace.tag_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.live_bytes(0, len(trace.events)))
-    assert footprint.make_footprint(request).training_peak(1).n_bytes == measured
+    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    assert footprint.make_footprint(request).compute_training_peak(1).n_bytes == measured
 
 
 @pytest.mark.slow
@@ -110,11 +110,11 @@ def test_adamw_by_foreach_takes_a_copy_of_what_a_gpu_trains():
         for implementation in IMPLEMENTATIONS
     )
     assert foreach.model_states_bytes == fused.model_states_bytes == loop.model_states_bytes
-    peak = foreach.training_peak(1)
+    peak = foreach.compute_training_peak(1)
     assert peak.phase == "optimizer"
     parameters_bytes = fused.model_states_bytes["parameters_bytes"]
     assert peak.parts_bytes["temporaries"] == pytest.approx(parameters_bytes, rel=0.01)
-    assert loop.training_peak(1).n_bytes < peak.n_bytes - 0.5 * parameters_bytes
+    assert loop.compute_training_peak(1).n_bytes < peak.n_bytes - 0.5 * parameters_bytes
     assert fused.operations_per_step < foreach.operations_per_step < loop.operations_per_step
 
 

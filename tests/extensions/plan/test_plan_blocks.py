@@ -14,10 +14,18 @@ from stratbench.extensions.plan.footprint import drawn_out, equal_blocks, fake
 from stratbench.extensions.plan.footprint.drawn_out import (
     UnlikeError,
     extrapolate_footprint,
-    make_by_blocks,
+    make_footprint_by_blocks,
 )
-from stratbench.extensions.plan.footprint.equal_blocks import Blocks, are_called_alike, find_blocks
-from stratbench.extensions.plan.footprint.footprint import Footprint, follow, make_footprint
+from stratbench.extensions.plan.footprint.equal_blocks import (
+    Blocks,
+    are_blocks_called_alike,
+    find_blocks,
+)
+from stratbench.extensions.plan.footprint.footprint import (
+    Footprint,
+    make_footprint,
+    trace_two_steps,
+)
 from stratbench.extensions.plan.footprint.request import Request
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,19 +84,19 @@ def request_of(name: str, strategy: str, **changes) -> Request:
 
 
 def blocks_of(request: Request) -> Blocks | None:
-    with fake.surroundings(request):
+    with fake.fake_worker_environment(request):
         model, _, _ = fake.build_worker(request)
         blocks = find_blocks(model)
-        x, _ = request.example_batch(2)
-        return blocks if blocks and are_called_alike(model, blocks, x) else None
+        x, _ = request.make_example_batch(2)
+        return blocks if blocks and are_blocks_called_alike(model, blocks, x) else None
 
 
 def assert_equal(drawn: Footprint, full: Footprint, parts: int) -> None:
-    for name in (f.name for f in fields(Footprint) if f.name != "moments"):
+    for name in (f.name for f in fields(Footprint) if f.name != "peak_moments"):
         assert getattr(drawn, name) == getattr(full, name), name
     for batch in (1, 2, 3, 16, 100, 1000):
         for threads in (0, 270336):
-            peaks = [f.training_peak(batch * parts, threads) for f in (drawn, full)]
+            peaks = [f.compute_training_peak(batch * parts, threads) for f in (drawn, full)]
             assert peaks[0].n_bytes == peaks[1].n_bytes, (batch, threads)
             assert peaks[0].parts_bytes == peaks[1].parts_bytes, (batch, threads)
 
@@ -137,8 +145,8 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
     request = request_of(name, strategy, activation_checkpointing=checkpointing, **changes)
     blocks = blocks_of(request)
     assert blocks == ("blocks", 12 if strategy == "tensor" else LAYERS)
-    drawn = extrapolate_footprint(partial(follow, request, 0, None), blocks)
-    assert_equal(drawn, make_footprint(request), request.parts)
+    drawn = extrapolate_footprint(partial(trace_two_steps, request, 0, None), blocks)
+    assert_equal(drawn, make_footprint(request), request.num_accumulated_parts)
 
 
 @pytest.mark.slow
@@ -158,15 +166,15 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(
     blocks = blocks_of(request)
     assert blocks is not None
     with pytest.raises(UnlikeError, match=reason):
-        extrapolate_footprint(partial(follow, request, 0, None), blocks)
+        extrapolate_footprint(partial(trace_two_steps, request, 0, None), blocks)
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
-    assert make_by_blocks(request, None, blocks) == (request, None)
+    assert make_footprint_by_blocks(request, None, blocks) == (request, None)
 
 
 def test_every_fourth_block_is_checkpointed_where_all_are_followed(monkeypatch):
     request = request_of(WIDE, "single", activation_checkpointing="every-4")
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
-    assert make_by_blocks(request, None, blocks_of(request)) == (request, None)
+    assert make_footprint_by_blocks(request, None, blocks_of(request)) == (request, None)
 
 
 def layers(count: int = 8, **given) -> nn.ModuleList:
@@ -193,13 +201,13 @@ def test_only_modules_with_equal_parts_are_equal_blocks():
 @pytest.mark.parametrize(("special", "alike"), [(-1, True), (6, False)])
 def test_a_block_that_computes_something_else_by_its_number_is_found(special, alike):
     model = nn.Sequential(*layers(special=special))
-    assert are_called_alike(model, Blocks("", 8), torch.zeros(2, 16)) is alike
+    assert are_blocks_called_alike(model, Blocks("", 8), torch.zeros(2, 16)) is alike
     assert not model[0]._forward_hooks
     assert not model[0]._forward_pre_hooks
 
 
 def test_numbers_are_drawn_along_a_line():
     few, more = {"a": (1, 2.5), "b": "x"}, {"a": (3, 2.5), "b": "x"}
-    assert drawn_out.extrapolate(few, more, 10) == {"a": (23, 2.5), "b": "x"}
+    assert drawn_out.extrapolate_numbers(few, more, 10) == {"a": (23, 2.5), "b": "x"}
     with pytest.raises(UnlikeError):
-        drawn_out.extrapolate({"b": "x"}, {"b": "y"}, 10)
+        drawn_out.extrapolate_numbers({"b": "x"}, {"b": "y"}, 10)

@@ -12,13 +12,13 @@ from test_plan_footprint import ADAMW, changed, request_for
 from stratbench.extensions.plan.footprint import fake, few_parts
 from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
 from stratbench.extensions.plan.footprint.few_parts import (
-    extrapolate_listed,
+    extrapolate_collective_entries,
     extrapolate_parts,
-    make_by_few_parts,
+    make_footprint_by_few_parts,
 )
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,7 +46,7 @@ def list_attributes(code: object, name: str) -> set[str]:
 
 def test_a_pipeline_has_what_the_plan_calls_of_it():
     """What it lacked would cost a full trace and no more, so that nobody would miss it."""
-    pipeline = strategy_class("pipeline")
+    pipeline = get_strategy_class("pipeline")
     own = set(dir(pipeline)).union(*(list_attributes(c, "self") for c in pipeline.__mro__[:-1]))
     called = list_attributes(fake, "strategy") | list_attributes(few_parts, "strategy")
     assert called <= own, called - own
@@ -54,19 +54,21 @@ def test_a_pipeline_has_what_the_plan_calls_of_it():
 
 def assert_same(drawn: Footprint, full: Footprint, parts: int) -> None:
     """Numbers of bytes and operations are equal; lines in the batch, but for what a division leaves."""
-    lines = ("moments", "collectives", "touched_bytes", "stages")
+    lines = ("peak_moments", "collectives", "touched_bytes", "stage_footprints")
     for name in (f.name for f in fields(Footprint) if f.name not in lines):
         assert getattr(drawn, name) == getattr(full, name), name
     assert len(drawn.collectives) == len(full.collectives)
     for one, other in zip(drawn.collectives, full.collectives, strict=True):
         assert one == pytest.approx(other) if len(other) > 2 and other[2] else one == other
     for samples in (parts, 100 * parts):
-        assert drawn.touched_bytes.at(samples) == pytest.approx(full.touched_bytes.at(samples))
+        assert drawn.touched_bytes.evaluate_at(samples) == pytest.approx(
+            full.touched_bytes.evaluate_at(samples)
+        )
     for samples in (1, 2, 3, 16, 1000):
         for threads in (0, 270336):
-            peaks = [f.training_peak(samples * parts, threads) for f in (drawn, full)]
+            peaks = [f.compute_training_peak(samples * parts, threads) for f in (drawn, full)]
             assert peaks[0] == peaks[1], (samples, threads)
-    for one, other in zip(drawn.stages, full.stages, strict=True):
+    for one, other in zip(drawn.stage_footprints, full.stage_footprints, strict=True):
         assert_same(one, other, parts)
 
 
@@ -87,10 +89,12 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
     request = request_of(strategy, 4, options, **changes)
     full = make_footprint(request)
     followed = []
-    real = few_parts.follow
-    monkeypatch.setattr(few_parts, "follow", lambda *a, **k: followed.append(a) or real(*a, **k))
+    real = few_parts.trace_two_steps
+    monkeypatch.setattr(
+        few_parts, "trace_two_steps", lambda *a, **k: followed.append(a) or real(*a, **k)
+    )
     monkeypatch.setattr(few_parts, "make_footprint", None)
-    assert_same(make_by_few_parts(request), full, request.parts)
+    assert_same(make_footprint_by_few_parts(request), full, request.num_accumulated_parts)
     if options.get("pipeline_parallel_size") == 4:
         # Three of the first stage, three that the middle ones share, and two of the last.
         assert len(followed) == 8
@@ -99,8 +103,10 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
 @pytest.mark.slow
 def test_what_few_parts_do_not_tell_is_followed_whole(monkeypatch):
     request = request_of("pipeline", 2, {"microbatches": 6, "pipeline_parallel_size": 2})
-    monkeypatch.setattr(few_parts, "combine_weighted", raise_unlike)
-    assert_same(make_by_few_parts(request), make_footprint(request), request.parts)
+    monkeypatch.setattr(few_parts, "sum_weighted_numbers", raise_unlike)
+    assert_same(
+        make_footprint_by_few_parts(request), make_footprint(request), request.num_accumulated_parts
+    )
 
 
 def raise_unlike(*_: object) -> None:
@@ -115,11 +121,11 @@ def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them()
         ("send", 0.0, 2, 4.0 + 1e-9),
         ("all_reduce", 16),
     ]
-    assert extrapolate_listed(few, more, 3) == [few[0], *[few[1]] * 5, few[2]]
-    assert extrapolate_listed(few, few, 3) == few
+    assert extrapolate_collective_entries(few, more, 3) == [few[0], *[few[1]] * 5, few[2]]
+    assert extrapolate_collective_entries(few, few, 3) == few
     for unlike in ([few[0], few[1], ("all_reduce", 17)], [*few[1:], few[0], few[0]], few[:1]):
         with pytest.raises(UnlikeError):
-            extrapolate_listed(few, unlike, 3)
+            extrapolate_collective_entries(few, unlike, 3)
 
 
 @pytest.mark.slow
@@ -127,6 +133,8 @@ def test_footprints_with_other_moments_are_not_drawn_out():
     request = request_of("single", 1, {}, gradient_accumulation_steps=3)
     few, more = (make_footprint(changed(request, gradient_accumulation_steps=n)) for n in (3, 4))
     extrapolate_parts([few, more], [3, 4, 12], (-8, 9))
-    other = replace(more.moments[0], total_bytes=Affine(1.0, 1.0))
+    other = replace(more.peak_moments[0], total_bytes=Affine(1.0, 1.0))
     with pytest.raises(UnlikeError):
-        extrapolate_parts([few, replace(more, moments=[*more.moments, other])], [3, 4, 12], (-8, 9))
+        extrapolate_parts(
+            [few, replace(more, peak_moments=[*more.peak_moments, other])], [3, 4, 12], (-8, 9)
+        )

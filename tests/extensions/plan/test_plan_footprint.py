@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.footprint import fake, footprint, torch_internals
-from stratbench.extensions.plan.footprint.footprint import Affine, upper_envelope
+from stratbench.extensions.plan.footprint.footprint import Affine, find_upper_envelope
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.extensions.plan.pages.answers import compute_parameter_growth
-from stratbench.strategies import base, get_option_defaults, strategy_class
-from stratbench.workload.data.datasets import describe
+from stratbench.strategies import base, get_option_defaults, get_strategy_class
+from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
@@ -86,7 +86,7 @@ def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **c
         settings=replace(settings, **changes),
         input_shape=(64,) if model in READ_TEXT else (3, 32, 32),
         classes=10,
-        local_world=workers,
+        workers_per_node=workers,
         eval_batch=16,
     )
 
@@ -99,8 +99,10 @@ def changed(request: Request, **changes) -> Request:
 def request_of(**changes) -> Request:
     """The request of a cell on GPUs with momentum, clipping and AdamW's keys; `changes` replace settings."""
     s = request_for("fsdp", workers=4, max_grad_norm=2.0, weight_decay=0.01, lr=0.3).settings
-    data = describe("digits")
-    return Request.of(replace(s, dataset="digits", **changes), data, on_cuda=True, local_world=4)
+    data = describe_data_set("digits")
+    return Request.from_settings(
+        replace(s, dataset="digits", **changes), data, on_cuda=True, local_world=4
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,11 @@ def test_cells_that_differ_in_what_a_footprint_depends_on_share_none(changes):
 
 
 def test_what_is_alike_on_any_count_is_followed_once_for_all_counts_and_nodes():
-    s, data = request_for("ddp").settings, describe("digits")
+    s, data = request_for("ddp").settings, describe_data_set("digits")
     counts = [
-        Request.of(replace(s, dataset="digits", gpus=gpus), data, on_cuda=True, local_world=node)
+        Request.from_settings(
+            replace(s, dataset="digits", gpus=gpus), data, on_cuda=True, local_world=node
+        )
         for gpus, node in ((1, 1), (2, 2), (2, 1), (8, 4))
     ]
     assert len(set(counts)) == 1
@@ -227,9 +231,10 @@ def planned(request: Request) -> footprint.Footprint:
 def peak_of(request: Request, batch: int) -> int:
     """By running one step of that batch, not by the line through two others; of each kind of steps."""
     trace, made = fake.trace_steps(request, [batch])
-    later = [fake.trace_steps(request, [batch], n)[0] for n in made.first_steps[1:]]
+    later = [fake.trace_steps(request, [batch], n)[0] for n in made.list_first_steps_by_kind[1:]]
     return max(
-        max(t.live_bytes(t.phases[1].first_event, t.phases[4].first_event)) for t in (trace, *later)
+        max(t.list_live_bytes(t.phases[1].first_event, t.phases[4].first_event))
+        for t in (trace, *later)
     )
 
 
@@ -248,29 +253,29 @@ def peak_of(request: Request, batch: int) -> int:
 def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
     batch = 24
     request = request_for("single", model, workers=1, activation_checkpointing=mode)
-    predicted = planned(request).training_peak(batch)
+    predicted = planned(request).compute_training_peak(batch)
 
     torch.manual_seed(0)
     shape = (64,) if models.MODELS[model].reads_text else (3, 32, 32)
-    net = models.build(model, 10, shape).train()
+    net = models.build_model(model, 10, shape).train()
     if mode:
-        checkpoint_blocks(models.wrap_groups(model, net), mode)
+        checkpoint_blocks(models.list_wrap_groups(model, net), mode)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for p in net.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     trace = OperatorTrace(on_cpu=True)
-    trace.tag("parameters", net.parameters())
-    trace.tag("buffers", net.buffers())
-    trace.tag("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
+    trace.tag_storages("parameters", net.parameters())
+    trace.tag_storages("buffers", net.buffers())
+    trace.tag_storages("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
     x, y = make_example_batch(
         batch, shape, 10, torch.device("cpu"), torch.float32, torch.contiguous_format
     )
-    trace.tag("activations", (x, y))
+    trace.tag_storages("activations", (x, y))
     with trace:
         loss = Classification().loss(net(x), y)
         loss.backward()
         optimizer.step()
-    measured = max(trace.live_bytes(0, len(trace.events)))
+    measured = max(trace.list_live_bytes(0, len(trace.events)))
     assert predicted.n_bytes == measured
 
 
@@ -299,7 +304,7 @@ def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
     request = request_for(strategy, workers=workers, options=options)
     made = planned(request)
     for batch in (3, 100):
-        assert made.training_peak(batch).n_bytes == peak_of(request, batch)
+        assert made.compute_training_peak(batch).n_bytes == peak_of(request, batch)
 
 
 @pytest.mark.slow
@@ -310,7 +315,7 @@ def test_the_first_step_is_like_the_next(strategy: str):
     request = request_for(strategy, workers=1 if strategy == "ps-sync" else 4, precision="bf16")
     trace, _ = fake.trace_steps(request, [8, 8])
     first, second, end = (trace.phases[i].first_event for i in (1, 4, 7))
-    assert trace.live_bytes(first, second) == trace.live_bytes(second, end)
+    assert trace.list_live_bytes(first, second) == trace.list_live_bytes(second, end)
 
 
 @pytest.mark.slow
@@ -329,11 +334,11 @@ def test_a_worker_of_divided_layers_makes_no_tensor_of_the_whole_scores():
 def test_parts_add_up_to_the_peak_and_states_are_exact():
     request = request_for("fsdp", workers=4)
     made = planned(request)
-    peak = made.training_peak(10)
+    peak = made.compute_training_peak(10)
     assert sum(peak.parts_bytes.values()) == pytest.approx(peak.n_bytes, abs=len(peak.parts_bytes))
     # Rank 0 holds the first quarter, rounded up, of the first dimension of every parameter.
     with torch.device("meta"):
-        shapes = [p.shape for p in models.build("vgg-compact", 10, (3, 32, 32)).parameters()]
+        shapes = [p.shape for p in models.build_model("vgg-compact", 10, (3, 32, 32)).parameters()]
     shard_bytes = sum(4 * -(-s[0] // 4) * s[1:].numel() for s in shapes)
     assert made.model_states_bytes["parameters_bytes"] == shard_bytes
     assert made.model_states_bytes["gradients_bytes"] == shard_bytes
@@ -357,7 +362,7 @@ def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
     made = planned(request)
     whole = made.model_states_bytes["parameters_bytes"]
     with torch.device("meta"):
-        net = models.build(request.network, 10, (3, 32, 32))
+        net = models.build_model(request.model_source, 10, (3, 32, 32))
     assert whole == sum(p.nbytes for p in net.parameters())
     padding = 64 * len(list(net.parameters()))
     # What an outer step keeps lies in flat tensors.
@@ -366,7 +371,7 @@ def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
     statistics = sum(b.nbytes for b in net.buffers() if b.is_floating_point())
     times = 2 if (strategy, workers) == ("gossip", 4) else 1
     assert {kind for kind, _ in made.collectives} == {exchanged}
-    sent = made.payload_bytes()[exchanged]
+    sent = made.sum_payload_bytes_by_kind()[exchanged]
     assert 0 <= sent - times * (whole + statistics) <= 3 * times * padding
     held = made.between_steps_bytes.get("communication", 0)
     assert (times * whole <= held <= sent) if strategy == "gossip" else held == 0
@@ -377,12 +382,12 @@ def test_what_gloo_copies_to_reduce_and_scatter_lives_until_the_update():
     trace, made = fake.trace_steps(request_for("zero1", options={"bucket_cap_mb": 1}), [4])
     assert len(made.buckets) > 1
     start, update = trace.phases[1].first_event, trace.phases[3].first_event
-    before, after = trace.live_bytes(start, update)[:: update - start]
+    before, after = trace.list_live_bytes(start, update)[:: update - start]
     copies = sum(bucket.weights.nbytes for bucket in made.buckets)
-    activations = trace.parts_bytes(update)["activations"]
+    activations = trace.get_device_bytes_by_purpose(update)["activations"]
     assert after - before - activations == pytest.approx(copies, rel=0.01)
     assert (
-        trace.live_bytes(start, trace.phases[4].first_event)[-1] - before - activations
+        trace.list_live_bytes(start, trace.phases[4].first_event)[-1] - before - activations
         < 0.01 * copies
     )
 
@@ -420,16 +425,16 @@ def test_the_peak_is_that_of_the_worst_kind_of_steps(monkeypatch):
     """Post-local SGD: were an exchange of weights to need more than one of gradients, that would count."""
     largest = 1 << 26
 
-    class Wasteful(strategy_class("local-sgd")):
+    class Wasteful(get_strategy_class("local-sgd")):
         def exchange_weights(self) -> None:
             if self.steps > self.options.start:
                 torch.zeros(largest, dtype=torch.uint8)
             super().exchange_weights()
 
     request = request_for("local-sgd", options={"start": 3})
-    plain = planned(request).training_peak(4)
-    monkeypatch.setattr(fake, "strategy_class", lambda name: Wasteful)
-    waste = footprint.make_footprint(request).training_peak(4)
+    plain = planned(request).compute_training_peak(4)
+    monkeypatch.setattr(fake, "get_strategy_class", lambda name: Wasteful)
+    waste = footprint.make_footprint(request).compute_training_peak(4)
     assert waste.n_bytes > largest > plain.n_bytes
 
 
@@ -446,9 +451,15 @@ def test_keeping_gathered_weights_saves_a_gather_and_costs_memory():
         planned(request_for("fsdp", "vgg-compact", options={"reshard_after_forward": choice}))
         for choice in ("always", "never")
     )
-    assert always.payload_bytes()["all_gather"] > never.payload_bytes()["all_gather"]
-    assert always.payload_bytes()["reduce_scatter"] == never.payload_bytes()["reduce_scatter"]
-    assert never.training_peak(1).n_bytes >= always.training_peak(1).n_bytes
+    assert (
+        always.sum_payload_bytes_by_kind()["all_gather"]
+        > never.sum_payload_bytes_by_kind()["all_gather"]
+    )
+    assert (
+        always.sum_payload_bytes_by_kind()["reduce_scatter"]
+        == never.sum_payload_bytes_by_kind()["reduce_scatter"]
+    )
+    assert never.compute_training_peak(1).n_bytes >= always.compute_training_peak(1).n_bytes
 
 
 @pytest.mark.slow
@@ -458,7 +469,7 @@ def test_fsdp_policy_gathers_in_16_bits():
         request = request_for(
             "fsdp", "vgg-compact", precision="bf16", options={"mixed_precision": choice}
         )
-        kinds[choice] = planned(request).payload_bytes()
+        kinds[choice] = planned(request).sum_payload_bytes_by_kind()
     assert 2 * kinds["policy"]["all_gather"] == kinds["autocast"]["all_gather"]
     assert kinds["policy"]["reduce_scatter"] == kinds["autocast"]["reduce_scatter"]
 
@@ -474,31 +485,33 @@ def join_alone(tmp_path: Path) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("cap_mb", [1, 25])
 def test_the_emulated_buckets_are_as_large_as_ddps(join_alone, cap_mb: int):
     join_alone()
-    net = models.build("resnet-compact", 10, (3, 32, 32))
+    net = models.build_model("resnet-compact", 10, (3, 32, 32))
     module = DistributedDataParallel(net, bucket_cap_mb=cap_mb)
     for _ in range(3):  # DDP builds its buckets anew after the first
         F.cross_entropy(
             module(torch.randn(4, 3, 32, 32)), torch.zeros(4, dtype=torch.int64)
         ).backward()
     logged = module._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    emulated = fake.Replica(models.build("resnet-compact", 10, (3, 32, 32)), bucket_cap_mb=cap_mb)
+    emulated = fake.Replica(
+        models.build_model("resnet-compact", 10, (3, 32, 32)), bucket_cap_mb=cap_mb
+    )
     assert sorted(4 * b.numel() for b in emulated.buckets) == sorted(
         int(n) for n in logged.split(",")
     )
 
 
 def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
-    class Derived(strategy_class("ddp")):
+    class Derived(get_strategy_class("ddp")):
         pass
 
     as_ddp = planned(request_for("ddp"))
-    monkeypatch.setattr(fake, "strategy_class", lambda name: Derived)
+    monkeypatch.setattr(fake, "get_strategy_class", lambda name: Derived)
     assert footprint.make_footprint(request_for("ddp")) == as_ddp
 
 
 def test_torch_is_as_it_was_after_a_footprint():
     before = torch.optim.SGD
-    with contextlib.suppress(ValueError), fake.torch_on_fakes(on_cuda=True, fused=True):
+    with contextlib.suppress(ValueError), fake.patch_torch_for_fakes(on_cuda=True, fused=True):
         assert torch.optim.SGD is not before
         raise ValueError("a model that cannot be planned")
     assert torch.optim.SGD is before
@@ -508,9 +521,9 @@ def test_torch_is_as_it_was_after_a_footprint():
 def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
     batch = 24
     request = request_for("ddp", options={"gradient_as_bucket_view": as_view})
-    predicted = planned(request).training_peak(batch)
+    predicted = planned(request).compute_training_peak(batch)
     join_alone()
-    net = models.build("vgg-compact", 10, (3, 32, 32)).train()
+    net = models.build_model("vgg-compact", 10, (3, 32, 32)).train()
     module = DistributedDataParallel(net, bucket_cap_mb=25, gradient_as_bucket_view=as_view)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     x, y = torch.randn(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.int64)
@@ -523,26 +536,28 @@ def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
         optimizer.zero_grad()
         step()
     trace = OperatorTrace(on_cpu=True)
-    trace.tag("parameters", net.parameters())
-    trace.tag("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
+    trace.tag_storages("parameters", net.parameters())
+    trace.tag_storages("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
     if as_view:
-        trace.tag("gradients", [p.grad for p in net.parameters()])  # they lie in the buckets
-    trace.tag("activations", (x, y))
+        trace.tag_storages(
+            "gradients", [p.grad for p in net.parameters()]
+        )  # they lie in the buckets
+    trace.tag_storages("activations", (x, y))
     optimizer.zero_grad()
     with trace:
         step()
     # Buckets that the gradients do not lie in are counted from the first copy into them on.
     assert predicted.n_bytes == pytest.approx(
-        max(trace.live_bytes(0, len(trace.events))), rel=0.001
+        max(trace.list_live_bytes(0, len(trace.events))), rel=0.001
     )
 
 
 def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
     request = request_for("ddp", precision="fp16", device="cuda", weight_decay=1e-4)
     made = planned(request)
-    assert "staging" not in made.training_peak(8).parts_bytes
+    assert "staging" not in made.compute_training_peak(8).parts_bytes
     half = planned(changed(request, precision="fp32"))
-    assert made.training_peak(256).n_bytes < half.training_peak(256).n_bytes
+    assert made.compute_training_peak(256).n_bytes < half.compute_training_peak(256).n_bytes
 
 
 @pytest.mark.slow
@@ -564,11 +579,11 @@ def test_adamw_takes_sixteen_bytes_a_parameter_and_no_temporaries(strategy, on_c
         strategy, "small text", workers, precision=precision, device=device, weight_decay=1e-4
     )
     sgd, adamw = (planned(changed(request, **keys)) for keys in ({}, ADAMW))
-    tensors = len(list(models.build(request.network, 65, (64,)).parameters()))
+    tensors = len(list(models.build_model(request.model_source, 65, (64,)).parameters()))
     held, whole = adamw.model_states_bytes, sgd.model_states_bytes["parameters_bytes"]
     assert sgd.model_states_bytes["optimizer_bytes"] == whole
     assert held == sgd.model_states_bytes | {"optimizer_bytes": 2 * whole + 4 * tensors}
-    more = adamw.training_peak(1).n_bytes - sgd.training_peak(1).n_bytes
+    more = adamw.compute_training_peak(1).n_bytes - sgd.compute_training_peak(1).n_bytes
     # The CUDA allocator gives each count of steps a block of its own; SGD on a CPU has temporaries.
     assert more <= whole + tensors * 2 * 512
 
@@ -594,7 +609,7 @@ def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimi
     assert more == (strategy == "fsdp")
     if more:
         assert clipped.collectives.count(("all_reduce", 4)) == 2  # with the loss scale's verdict
-    assert clipped.training_peak(64).n_bytes == plain.training_peak(64).n_bytes
+    assert clipped.compute_training_peak(64).n_bytes == plain.compute_training_peak(64).n_bytes
 
 
 @pytest.mark.slow
@@ -614,9 +629,11 @@ def test_a_batch_in_parts_takes_the_memory_of_one(strategy):
     )
     assert parts.model_states_bytes == whole.model_states_bytes
     assert parts.flops_per_sample == whole.flops_per_sample
-    assert parts.training_peak(512).n_bytes < 0.7 * whole.training_peak(512).n_bytes
+    assert parts.compute_training_peak(512).n_bytes < 0.7 * whole.compute_training_peak(512).n_bytes
     times = 2 if strategy == "fsdp" else 1
-    assert parts.payload_bytes() == {k: times * n for k, n in whole.payload_bytes().items()}
+    assert parts.sum_payload_bytes_by_kind() == {
+        k: times * n for k, n in whole.sum_payload_bytes_by_kind().items()
+    }
 
 
 @pytest.mark.slow
@@ -629,7 +646,10 @@ def test_parts_of_a_batch_leave_no_whole_gradients_on_a_worker(strategy, options
     whole, parts = (planned(changed(request, gradient_accumulation_steps=n)) for n in (1, 2))
     shards_bytes = parts.model_states_bytes["gradients_bytes"]
     # A part's shards are there while those of the next are made.
-    assert parts.training_peak(2).n_bytes <= whole.training_peak(1).n_bytes + 1.1 * shards_bytes
+    assert (
+        parts.compute_training_peak(2).n_bytes
+        <= whole.compute_training_peak(1).n_bytes + 1.1 * shards_bytes
+    )
 
 
 @pytest.mark.slow
@@ -639,15 +659,18 @@ def test_gradients_that_are_reduced_with_the_last_part_are_kept_whole():
         planned(request.with_options(gradient_sync=sync)) for sync in ("each-part", "last-part")
     )
     parameters_bytes = 8 * each.model_states_bytes["parameters_bytes"]
-    peaks = [f.training_peak(2) for f in (each, last)]
+    peaks = [f.compute_training_peak(2) for f in (each, last)]
     assert peaks[0].n_bytes < peaks[1].n_bytes
     assert peaks[0].parts_bytes["gathered"] < 0.2 * parameters_bytes
     assert (
         peaks[1].parts_bytes["gathered"] > parameters_bytes
     )  # whole gradients, and a group's weights
-    reduced = [f.payload_bytes()["reduce_scatter"] for f in (each, last)]
+    reduced = [f.sum_payload_bytes_by_kind()["reduce_scatter"] for f in (each, last)]
     assert reduced[0] == 2 * reduced[1]
-    assert last.payload_bytes()["all_gather"] == each.payload_bytes()["all_gather"]
+    assert (
+        last.sum_payload_bytes_by_kind()["all_gather"]
+        == each.sum_payload_bytes_by_kind()["all_gather"]
+    )
 
 
 @pytest.mark.slow
@@ -660,9 +683,9 @@ def test_blocks_computed_again_take_less_memory_and_more_operations(strategy):
     )
     assert again.model_states_bytes == kept.model_states_bytes
     assert again.flops_per_sample == kept.flops_per_sample
-    assert again.payload_bytes() == kept.payload_bytes()
+    assert again.sum_payload_bytes_by_kind() == kept.sum_payload_bytes_by_kind()
     assert again.operations_per_step > kept.operations_per_step
-    peaks = [made.training_peak(64) for made in (kept, again)]
+    peaks = [made.compute_training_peak(64) for made in (kept, again)]
     assert peaks[1].n_bytes < 0.65 * peaks[0].n_bytes
     kept_bytes, again_bytes = (peak.parts_bytes["activations"] for peak in peaks)
     assert again_bytes < 0.1 * kept_bytes
@@ -686,7 +709,7 @@ def test_operations_that_are_computed_again_are_counted():
     # Every second: keys, and what attention gives.
     assert selective.recomputed_flops_per_sample == layers * 2 * product
     assert whole.computed_flops_per_sample == 3 * kept.flops_per_sample + layers * block
-    peaks = [made.training_peak(64).n_bytes for made in (kept, every, selective, whole)]
+    peaks = [made.compute_training_peak(64).n_bytes for made in (kept, every, selective, whole)]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 4
 
@@ -707,10 +730,10 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
     request = request_for(strategy, "small text", workers=1, **ADAMW)
     predicted = planned(request).model_states_bytes
     join_alone()
-    real = strategy_class(strategy)(strategy_class(strategy).Options(**request.options))
+    real = get_strategy_class(strategy)(get_strategy_class(strategy).Options(**request.options))
     device = torch.device("cpu")
-    net = models.build_for_training(request.network, 10, (64,), 0, device, torch.float32)
-    groups = models.wrap_groups(request.network, net)
+    net = models.build_for_training(request.model_source, 10, (64,), 0, device, torch.float32)
+    groups = models.list_wrap_groups(request.model_source, net)
     real.setup(net, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     x = torch.randint(10, (4, 64))
     for _ in range(2):
@@ -729,13 +752,13 @@ def test_states_on_the_host_are_not_in_the_devices_memory():
     assert away.host_bytes == {k: plain.between_steps_bytes[k] for k in states} | {"gradients": 0}
     assert not set(states) & set(away.between_steps_bytes)
     least = sum(away.host_bytes.values())
-    assert plain.training_peak(8).n_bytes - away.training_peak(8).n_bytes >= least
+    assert plain.compute_training_peak(8).n_bytes - away.compute_training_peak(8).n_bytes >= least
     assert away.model_states_bytes == plain.model_states_bytes
     assert away.collectives == plain.collectives
     on_cpu, plain = (
         planned(request_for("fsdp", options={"offload": where})) for where in ("cpu", "none")
     )
-    assert on_cpu.moments == plain.moments
+    assert on_cpu.peak_moments == plain.peak_moments
     assert on_cpu.host_bytes == {}
 
 
@@ -751,7 +774,9 @@ def test_groups_of_workers_hold_a_model_each():
     assert {c[2] for c in pairs.collectives} == {2}
     assert {c[4] for c in between} == {2}  # replicas of a shard are two ranks apart
     assert sum(c[1] for c in between) == pairs.model_states_bytes["gradients_bytes"]
-    assert wire_bytes(pairs.collectives, 4, on_gloo=False) > wire_bytes(two.collectives, 2, False)
+    assert compute_wire_bytes(pairs.collectives, 4, on_gloo=False) > compute_wire_bytes(
+        two.collectives, 2, False
+    )
 
 
 @pytest.mark.slow
@@ -780,30 +805,30 @@ def test_only_sharded_gradients_need_a_verdict_in_common():
 def test_what_is_in_no_group_is_gathered_once():
     """FSDP2 keeps the root's own parameters from forward to backward."""
     model = "convnext-compact"
-    net = models.build(model, 10, (3, 32, 32))
+    net = models.build_model(model, 10, (3, 32, 32))
     grouped = {
-        id(p) for _, ms in models.wrap_groups(model, net) for m in ms for p in m.parameters()
+        id(p) for _, ms in models.list_wrap_groups(model, net) for m in ms for p in m.parameters()
     }
     root_bytes = sum(4 * p.numel() for p in net.parameters() if id(p) not in grouped)
     whole_bytes = sum(4 * p.numel() for p in net.parameters())
     assert root_bytes > 0.1 * whole_bytes
-    gathered = planned(request_for("fsdp", model)).payload_bytes()["all_gather"]
+    gathered = planned(request_for("fsdp", model)).sum_payload_bytes_by_kind()["all_gather"]
     assert gathered == pytest.approx(2 * whole_bytes - root_bytes, rel=0.002)  # padding
 
 
 def test_the_largest_batch_is_the_last_that_fits():
     made = planned(request_for("single", workers=1))
-    room = made.needed_bytes(77)
+    room = made.compute_needed_bytes(77)
     assert made.largest_batch(room) == 77
-    assert made.largest_batch(made.needed_bytes(1) - 1) == 0
+    assert made.largest_batch(made.compute_needed_bytes(1) - 1) == 0
 
 
 def test_the_envelope_holds_every_line_that_is_highest_somewhere():
     lines = [Affine(10, 1), Affine(0, 3), Affine(8, 1.5), Affine(-100, 3), Affine(-20, 4)]
-    kept = upper_envelope(lines)
+    kept = find_upper_envelope(lines)
     for batch in range(1, 60):
-        highest = max(lines, key=lambda line: line.at(batch))
-        assert max(lines[i].at(batch) for i in kept) == highest.at(batch)
+        highest = max(lines, key=lambda line: line.evaluate_at(batch))
+        assert max(lines[i].evaluate_at(batch) for i in kept) == highest.evaluate_at(batch)
     assert 3 not in kept
     assert kept == sorted(kept, key=lambda i: lines[i].per_sample)
 
@@ -818,7 +843,7 @@ def test_how_much_larger_a_network_may_be_holds_for_deeper_and_wider_ones(strate
     parameters = "parameters_bytes"
     for f in larger:
         times = f.model_states_bytes[parameters] / small.model_states_bytes[parameters]
-        least, most = compute_parameter_growth(small, 8, f.needed_bytes(8))
+        least, most = compute_parameter_growth(small, 8, f.compute_needed_bytes(8))
         assert 1 < least <= times <= most
 
 
@@ -852,5 +877,5 @@ KNOWN_MIB = [
 @pytest.mark.parametrize(("strategy", "options", "workers", "mib"), KNOWN_MIB)
 def test_vgg16_needs_what_torchs_own_tracker_says(strategy, options, workers, mib):
     request = request_for(strategy, "vgg16", workers=workers, options=options, device="cuda")
-    peak = planned(request).training_peak(128 // workers)
+    peak = planned(request).compute_training_peak(128 // workers)
     assert peak.n_bytes / 2**20 == pytest.approx(mib, rel=0.002)

@@ -21,7 +21,7 @@ from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.one_model import one_network
 from stratbench.extensions.plan.pages import what_fits
 from stratbench.extensions.plan.pages.text import group_columns, write_html
-from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class
 from stratbench.study.config import config as configuration
 
 pytestmark = pytest.mark.timeout(600)
@@ -100,9 +100,9 @@ def planned(results: Path, **changes: Any) -> schedule.Plan:
 @pytest.fixture(scope="module", autouse=True)
 def short_public_runs() -> Iterator[None]:
     """Have public runs say something of steps that are as short as a compact network's."""
-    known = public_runs.band()
+    known = public_runs.get_public_band()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(public_runs, "band", lambda: known._replace(least_s=0.0))
+        patch.setattr(public_runs, "get_public_band", lambda: known._replace(least_s=0.0))
         yield
 
 
@@ -149,20 +149,22 @@ def test_the_pages_figures_are_the_plans_at_batches_and_gpus_that_it_was_not_giv
     plan = planned(results, gpu=gpu, global_batch=batch)
     known = [c for c in plan.cells if c.footprint is not None]
     assert len({c.cell.strategy for c in known}) > 8
-    narrowed = any(c.fit.by_device and "public runs" in c.fit.by_device.source for c in known)
+    narrowed = any(
+        c.fit.device_rate_span and "public runs" in c.fit.device_rate_span.source for c in known
+    )
     assert narrowed == (gpu == "H100 SXM")
     for c, told in zip(
         known, figures(page, [choice_of(page, c, plan.device) for c in known]), strict=True
     ):
         fit, where = c.fit, f"{c.cell} at {batch} on {gpu}"
         assert told["needed"] == pytest.approx(fit.needed_bytes, rel=WITHIN), where
-        assert WORDS[told["state"]] == fit.verdict, where
+        assert WORDS[told["state"]] == fit.memory_verdict, where
         assert told["mostSamples"] * c.subject.steps_per_batch == fit.largest_batch, where
         assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=WITHIN), where
-        if fit.by_device is None:
+        if fit.device_rate_span is None:
             assert told["span"] is None, where
         else:
-            span = (fit.by_device.low_s, fit.by_device.high_s)
+            span = (fit.device_rate_span.low_s, fit.device_rate_span.high_s)
             assert told["span"] == pytest.approx(span, rel=WITHIN), where
             assert told["usual"] == pytest.approx(fit.usual_s, rel=WITHIN), where
         assert sum(told["parts"].values()) == pytest.approx(fit.needed_bytes, rel=WITHIN), where
@@ -186,7 +188,7 @@ def test_between_two_counts_of_workers_the_pages_figures_are_the_plans(
             assert "this plan has no" in shown["reason"], c.cell
             continue
         interpolated.add(c.cell.strategy)
-        span = (c.fit.by_device.low_s, c.fit.by_device.high_s)
+        span = (c.fit.device_rate_span.low_s, c.fit.device_rate_span.high_s)
         assert shown["needed"] == pytest.approx(c.fit.needed_bytes, rel=WITHIN), c.cell
         assert shown["sent"] == pytest.approx(c.needs.wire_bytes, rel=WITHIN), c.cell
         assert shown["span"] == pytest.approx(span, rel=WITHIN), c.cell
@@ -266,7 +268,7 @@ def test_on_more_workers_than_the_study_has_its_figures_are_those_of_a_plan_that
         # FSDP pads each tensor to a multiple of the workers: of a small network that is some percent.
         room = 0.1 if c.cell.strategy == "fsdp" else WITHIN
         assert told["sent"] == pytest.approx(c.needs.wire_bytes, rel=room), c.cell
-        span = (c.fit.by_device.low_s, c.fit.by_device.high_s)
+        span = (c.fit.device_rate_span.low_s, c.fit.device_rate_span.high_s)
         assert told["span"] == pytest.approx(span, rel=room), c.cell
 
 
@@ -334,9 +336,9 @@ def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
             # The network is checked with the first of its cells, which is the same as before.
             both = {"strategies": ["single", strategy], "global_batch": batch}
             there = on_eight(planned(results, **at, **both))[strategy]
-            assert there.fit.verdict == ("fits" if fits else "tight"), (strategy, batch)
+            assert there.fit.memory_verdict == ("fits" if fits else "tight"), (strategy, batch)
             [shown] = figures(browser, [choice | {"batch": batch}])
-            assert WORDS[shown["state"]] == there.fit.verdict, (strategy, batch)
+            assert WORDS[shown["state"]] == there.fit.memory_verdict, (strategy, batch)
 
 
 @pytest.mark.slow
@@ -434,9 +436,9 @@ def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_the_steps_in_which_workers_exchange_follow_from_what_the_page_is_told(name: str):
-    cls = strategy_class(name)
+    cls = get_strategy_class(name)
     strategy = cls(cls.Options(**get_option_defaults(name)))
     start, period = what_fits.find_exchange_steps(strategy)
     for steps in (1, 3, 7, 24, 25, 100, 1001, 5000):
         apart = max(0, steps - start)
-        assert strategy.exchanges(steps) == steps - apart + -(-apart // period), steps
+        assert strategy.count_exchanges(steps) == steps - apart + -(-apart // period), steps

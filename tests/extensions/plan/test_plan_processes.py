@@ -69,7 +69,7 @@ def test_a_pool_of_a_test_has_what_processes_of_all_tests_import():
 @pytest.mark.parametrize("kind", [CheckResult, Rehearsal])
 def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind, tmp_path, capsys):
     jobs = {"mine": cache.CachedJob("resnet", (9,), {"some": "request"})}
-    made = cache.compute_results("networks to check: {}", kind, os._exit, jobs, tmp_path)
+    made = cache.compute_cached_results("networks to check: {}", kind, os._exit, jobs, tmp_path)
     assert made["mine"].fault == "its process was killed (out of memory?)"
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == "networks to check: 1\n  resnet: 1 of 1\n"
@@ -87,7 +87,7 @@ def test_results_have_the_order_of_the_jobs_though_the_longest_ends_first(tmp_pa
         ended.append(name)
         return CheckResult()
 
-    made = cache.compute_results("networks to check: {}", CheckResult, work, jobs, tmp_path)
+    made = cache.compute_cached_results("networks to check: {}", CheckResult, work, jobs, tmp_path)
     assert ended == ["c", "b", "a"]
     assert list(made) == ["a", "b", "c"]
 

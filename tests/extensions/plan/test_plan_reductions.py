@@ -82,7 +82,9 @@ def test_a_sums_buffer_is_what_pytorch_asked_for(line):
     if made is None:  # along neighbours in memory
         assert max(map(int, measured)) < 1 << 20
     else:
-        assert [made.buffer_bytes(threads) for threads in GPUS] == [int(n) for n in measured]
+        assert [made.compute_buffer_bytes(threads) for threads in GPUS] == [
+            int(n) for n in measured
+        ]
 
 
 def test_the_table_holds_sums_with_and_without_a_buffer():
@@ -127,12 +129,12 @@ def test_a_peak_holds_the_buffer_for_the_batch_and_the_gpu():
     made = footprint.Footprint(
         {}, {}, kept, footprint.MemoryPeak(0, "evaluation", {}), [], 0, 0, 0, Affine(0, 0), {}
     )
-    assert made.training_peak(8).phase == "forward"
-    peak = made.training_peak(8, GPUS[0])
+    assert made.compute_training_peak(8).phase == "forward"
+    peak = made.compute_training_peak(8, GPUS[0])
     assert peak.n_bytes == (10 << 20) + 12582912 + 24
     assert peak.parts_bytes == {"gradients": 10 << 20, "scratch": 12582912 + 24}
-    assert made.training_peak(1, GPUS[0]).phase == "forward"
-    assert made.needed_bytes(8, GPUS[0]) == peak.n_bytes
+    assert made.compute_training_peak(1, GPUS[0]).phase == "forward"
+    assert made.compute_needed_bytes(8, GPUS[0]) == peak.n_bytes
     assert made.largest_batch(peak.n_bytes, GPUS[0]) < made.largest_batch(1 << 40)
     assert footprint.Footprint.from_dict(asdict(made)) == made
 

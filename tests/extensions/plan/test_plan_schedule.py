@@ -24,7 +24,7 @@ from stratbench.extensions.plan.duration import Span
 from stratbench.extensions.plan.footprint import cache, traffic
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.extensions.plan.pages import table
 from stratbench.extensions.plan.pages.answers import answer_questions
 from stratbench.extensions.plan.pages.text import format_plan, write_html
@@ -70,14 +70,14 @@ def made_up(fixed_gib: float = 2.0, **changes: Any) -> Footprint:
     fields: dict[str, Any] = {
         "model_states_bytes": {"parameters_bytes": GIB},
         "between_steps_bytes": {"parameters": GIB},
-        "moments": [Moment("backward", Affine(fixed_gib * GIB, 1 << 20), parts)],
-        "evaluation": MemoryPeak(GIB, "evaluation", {"activations": GIB}),
+        "peak_moments": [Moment("backward", Affine(fixed_gib * GIB, 1 << 20), parts)],
+        "evaluation_peak": MemoryPeak(GIB, "evaluation", {"activations": GIB}),
         "collectives": [("all_reduce", 400), ("broadcast", 100)],
         "flops_per_sample": 1e9,
         "training_flops_per_sample": 3e9,
         "operations_per_step": 1000,
         "touched_bytes": Affine(0, 1e6),
-        "flat_bytes": {"weights": 1000, "buffers": 10},
+        "flat_tensor_bytes": {"weights": 1000, "buffers": 10},
     }
     return Footprint(**fields | changes)
 
@@ -96,7 +96,7 @@ def plan_of(tmp_path: Path, monkeypatch):
 
         def rehearsal(request: Request) -> Rehearsal:
             if isinstance(given, str):
-                return Rehearsal(unpredicted=given)
+                return Rehearsal(unpredicted_reason=given)
             return Rehearsal(given if isinstance(given, Footprint) else given(request))
 
         nets = defaultdict(check.CheckResult)
@@ -114,7 +114,7 @@ def cell(plan: schedule.Plan, strategy: str, gpus: int) -> schedule.Planned:
 
 
 def test_a_cell_needs_its_peak_and_the_data_set_and_on_a_cpu_the_warm_ups_copy(plan_of):
-    on_cpu, on_gpu = (cell(plan_of(made_up(on_cuda=where)), "ddp", 2) for where in (False, True))
+    on_cpu, on_gpu = (cell(plan_of(made_up(is_on_cuda=where)), "ddp", 2) for where in (False, True))
     data_bytes = 60_000 * 3 * 32 * 32 + 8 * (60_000 + 50_000)
     for c, copied_bytes in ((on_cpu, GIB), (on_gpu, 0)):
         assert c.fit.peak.n_bytes == 2 * GIB + 32 * (1 << 20) + data_bytes
@@ -122,7 +122,7 @@ def test_a_cell_needs_its_peak_and_the_data_set_and_on_a_cpu_the_warm_ups_copy(p
         assert c.fit.peak.parts_bytes["data"] == data_bytes
     # A GPU's copy waits in the host's memory.
     buffers = {"parameters": 3 * GIB, "buffers": GIB}
-    more = cell(plan_of(made_up(on_cuda=True, between_steps_bytes=buffers)), "ddp", 2)
+    more = cell(plan_of(made_up(is_on_cuda=True, between_steps_bytes=buffers)), "ddp", 2)
     assert more.fit.needed_bytes == on_gpu.fit.needed_bytes
     assert more.needs.host_bytes - on_gpu.needs.host_bytes == 2 * 3 * GIB
 
@@ -152,12 +152,12 @@ def test_a_need_fits_to_81_and_is_tight_to_103_percent_of_a_gpu(
     plan_of, gpu: str, gib: int, share: float, verdict: str
 ):
     data_gib = (60_000 * 3 * 32 * 32 + 8 * (60_000 + 50_000)) / GIB
-    footprint = made_up(share * gib - data_gib - 8 / 1024, on_cuda=True)
+    footprint = made_up(share * gib - data_gib - 8 / 1024, is_on_cuda=True)
     cluster = {"gpu": gpu, "skip_infeasible": True}
     plan = plan_of(footprint, strategies=["ddp"], gpus=[8], cluster=cluster)
     c = cell(plan, "ddp", 8)
     assert c.fit.needed_bytes == pytest.approx(share * gib * GIB)
-    assert c.fit.verdict == table.make_row(c, [])["fits"] == verdict
+    assert c.fit.memory_verdict == table.make_row(c, [])["fits"] == verdict
     assert c.state == ("infeasible" if verdict == "does not fit" else "to do")
     assert ("GiB" in c.reason) == (verdict == "does not fit")
     told = {
@@ -199,7 +199,7 @@ def test_what_is_not_known_is_counted_apart(plan_of):
     assert "no cell could be predicted" in told
     assert "all cells fit" not in told
     assert "nothing left to do" not in told
-    assert quantities.totals(plan, plan.device)["gpu_hours"] is None
+    assert quantities.sum_totals(plan, plan.device)["gpu_hours"] is None
     assert "all cells fit" in format_plan(plan_of(strategies=["ddp"], gpus=[2]))
 
 
@@ -208,7 +208,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     cluster = {"price_per_gpu_hour": 3, "compare_gpus": ["A100 40GB"]}
     plan = plan_of(made_up(model_states_bytes=states), cluster=cluster)
     c = cell(plan, "ps-async-modified", 8)
-    row = table.make_row(c, plan.others)
+    row = table.make_row(c, plan.compared_devices)
     assert [name for name, value in row.items() if value == ""] == ["reason", "stage_peaks_mib"]
     MIB = 1 << 20
     for name, n_bytes in (
@@ -218,8 +218,10 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
         ("host_mem_mib_needed", c.needs.host_bytes),
     ):
         assert row[name] == round(n_bytes / MIB, 2), name
-    assert row["slurm_mem_mib"] == c.asked.mem_mib
-    assert float(row["gpu_hours_high"]) == pytest.approx(8 * c.fit.total.high_s / 3600, rel=1e-5)
+    assert row["slurm_mem_mib"] == c.job_request.mem_mib
+    assert float(row["gpu_hours_high"]) == pytest.approx(
+        8 * c.fit.total_span.high_s / 3600, rel=1e-5
+    )
     assert float(row["cost_high"]) == pytest.approx(3 * float(row["gpu_hours_high"]), rel=1e-5)
     assert row["fits A100 SXM 40 GB"] == "fits"
     unknown = table.make_row(cell(plan_of("no such operator"), "ddp", 2), [])
@@ -231,7 +233,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
 
 def test_the_peaks_of_all_stages_are_told(plan_of):
     stages = [made_up(gib) for gib in (2.0, 4.0, 3.0)]
-    plan = plan_of(made_up(stages=stages), strategies=["ddp"], gpus=[8])
+    plan = plan_of(made_up(stage_footprints=stages), strategies=["ddp"], gpus=[8])
     c = plan.cells[0]
     row = table.make_row(c, [])
     peaks = [float(mib) for mib in row["stage_peaks_mib"].split()]
@@ -251,14 +253,14 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
     shown = re.findall("<td>(.*?)</td>", page)
     fit, (amount, unit) = c.fit, format_bytes(c.fit.needed_bytes).split()
     peak, sent = format_bytes(fit.peak.n_bytes), format_bytes(c.needs.wire_bytes)
-    span, batch = quantities.format_span(fit.train), str(fit.largest_batch)
+    span, batch = quantities.format_span(fit.train_span), str(fit.largest_batch)
     at = shown.index(peak)
     assert 'title="the weights: 1.00 GiB"' in shown[at + 1]
     usual, compared = (
         format_seconds(fit.usual_s),
-        quantities.format_compared_time(fit.usual_s, fit.train),
+        quantities.format_compared_time(fit.usual_s, fit.train_span),
     )
-    rest = [f"{amount} {unit}", "fits", batch, sent, usual, span, fit.train.source]
+    rest = [f"{amount} {unit}", "fits", batch, sent, usual, span, fit.train_span.source]
     assert shown[at + 2 : at + 9] == rest
     told = format_plan(plan).splitlines()
     over = next(i for i, line in enumerate(told) if line.endswith("(! does not fit, ? tight)"))
@@ -268,46 +270,46 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
 
 
 def test_eight_gpus_of_nodes_with_four_ask_for_two_nodes(plan_of):
-    asked = cell(plan_of(), "ps-async-modified", 8).asked
+    asked = cell(plan_of(), "ps-async-modified", 8).job_request
     assert (asked.nodes, asked.gres, asked.cpus, asked.runtime_min) == (2, "gpu:4", 4 * 8 + 4, 60)
-    assert "--nodes=2" in asked.sbatch
-    assert "--gres=gpu:4" in asked.sbatch
+    assert "--nodes=2" in asked.sbatch_command
+    assert "--gres=gpu:4" in asked.sbatch_command
 
 
 def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, tmp_path: Path):
     flat = {"weights": 100 * GIB, "buffers": 0}
-    plan = plan_of(made_up(flat_bytes=flat))
+    plan = plan_of(made_up(flat_tensor_bytes=flat))
     planned = cell(plan, "ps-async-modified", 2)
     # Two workers' mirrors of weights and gradients; weights, momentum and snapshot of the server.
     assert planned.needs.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
-    assert planned.asked.mem_mib == -(-planned.needs.host_bytes // (1 << 20))
-    assert planned.asked.planned_mib
+    assert planned.job_request.mem_mib == -(-planned.needs.host_bytes // (1 << 20))
+    assert planned.job_request.is_memory_planned
     table.write_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
-    assert kept.host_mem_mib(planned.cell) == planned.asked.mem_mib
-    settings, longest_s = planned.subject.settings, round(planned.fit.total.high_s)
+    assert kept.get_host_mem_mib(planned.cell) == planned.job_request.mem_mib
+    settings, longest_s = planned.subject.settings, round(planned.fit.total_span.high_s)
     further = replace(settings, seed=7)  # of another repeat
     for same in (settings, further):
-        assert kept.longest_s(planned.cell, same, plan.cluster) == longest_s
+        assert kept.get_max_time_s(planned.cell, same, plan.cluster) == longest_s
     # What was planned for fewer epochs, or for another GPU, is no limit of what is trained now.
     longer = replace(settings, epochs=200)
-    assert kept.longest_s(planned.cell, longer, plan.cluster) is None
-    assert kept.longest_s(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
+    assert kept.get_max_time_s(planned.cell, longer, plan.cluster) is None
+    assert kept.get_max_time_s(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
     without = resources.build_job_request(
         planned.cell, planned.subject.settings, plan.cluster, None
     )
-    assert without.mem_mib < planned.asked.mem_mib
-    assert plan_file.PlanFile(tmp_path / "missing.json").host_mem_mib(planned.cell) == 0
+    assert without.mem_mib < planned.job_request.mem_mib
+    assert plan_file.PlanFile(tmp_path / "missing.json").get_host_mem_mib(planned.cell) == 0
 
 
 def test_the_servers_of_an_elastic_cell_ask_for_their_memory_in_a_job_of_their_own(plan_of):
     flat = {"weights": 100 * GIB, "buffers": 0}
     block = {"strategies": ["ps-async"], "gpus": [2], "precision": "fp32"}
     gang, elastic = (
-        plan_of(made_up(flat_bytes=flat), **block, elastic=e).cells[0] for e in (False, True)
+        plan_of(made_up(flat_tensor_bytes=flat), **block, elastic=e).cells[0] for e in (False, True)
     )
     # Weights, momentum and snapshot, and what is received: no worker shares memory with it.
-    assert elastic.asked.mem_mib >= 3 * 100 * 1024
+    assert elastic.job_request.mem_mib >= 3 * 100 * 1024
     assert elastic.needs.server_bytes > gang.needs.server_bytes
 
 
@@ -342,25 +344,25 @@ def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_p
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     settings = planned.subject.settings
     assert plan.gpu is not None
-    assert kept.why_infeasible(planned.cell, settings, plan.cluster) == planned.reason
+    assert kept.infeasible_reason(planned.cell, settings, plan.cluster) == planned.reason
     other = replace(settings, lr=0.5)
-    assert kept.why_infeasible(planned.cell, other, plan.cluster) is None
-    assert kept.why_infeasible(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
+    assert kept.infeasible_reason(planned.cell, other, plan.cluster) is None
+    assert kept.infeasible_reason(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
 
 
 def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says():
     cluster = {"startup_allowance_s": 60}
-    assert resources.runtime_min(None, cluster) == 24 * 60
-    assert resources.runtime_min(None, cluster, planned_s=600.0) == 11
-    assert resources.runtime_min(120.0, cluster, planned_s=600.0) == 3
+    assert resources.compute_job_runtime_min(None, cluster) == 24 * 60
+    assert resources.compute_job_runtime_min(None, cluster, planned_s=600.0) == 11
+    assert resources.compute_job_runtime_min(120.0, cluster, planned_s=600.0) == 3
 
 
 def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):
     quick = cell(plan_of(), "single", 1).fit
-    assert quick.cut_off == "no"
-    assert cell(plan_of(epochs=10_000), "single", 1).fit.cut_off == "certain"
+    assert quick.time_limit_verdict == "no"
+    assert cell(plan_of(epochs=10_000), "single", 1).fit.time_limit_verdict == "certain"
     # Some number of epochs lies between.
-    cuts = {cell(plan_of(epochs=n), "single", 1).fit.cut_off for n in (20, 60, 180, 500)}
+    cuts = {cell(plan_of(epochs=n), "single", 1).fit.time_limit_verdict for n in (20, 60, 180, 500)}
     assert "possible" in cuts
 
 
@@ -386,9 +388,9 @@ def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of):
 
 def test_the_plan_of_a_small_network_is_told_in_units_that_show_it(plan_of):
     small = made_up(
-        moments=[Moment("backward", Affine(3 << 20, 0), {"parameters": Affine(3 << 20, 0)})],
+        peak_moments=[Moment("backward", Affine(3 << 20, 0), {"parameters": Affine(3 << 20, 0)})],
         between_steps_bytes={"parameters": 1 << 20},
-        evaluation=MemoryPeak(1 << 20, "evaluation", {"activations": 1 << 20}),
+        evaluation_peak=MemoryPeak(1 << 20, "evaluation", {"activations": 1 << 20}),
         operations_per_step=1,
     )
     plan = plan_of(
@@ -476,14 +478,14 @@ def test_where_some_cells_are_on_cpus_each_is_judged_by_its_own_memory(plan_of):
 
 def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypatch):
     plan = plan_of(strategies=["ddp"], gpus=[2])
-    assert quantities.totals(plan, plan.device)["gpu_hours"][1] > 0
+    assert quantities.sum_totals(plan, plan.device)["gpu_hours"][1] > 0
     small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
     monkeypatch.setattr(schedule.nodes, "read_cluster_nodes", lambda: small)
     record = record_of("ddp", 2, 5.0) | {"status": "unsupported", "reason": "it cannot"}
     found = {plan.cells[0].cell: record | {"time": {"train_time_s": None}}}
     plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
     assert (plan.cells[0].state, plan.unheld) == ("unsupported", [])
-    assert quantities.totals(plan, plan.device)["gpu_hours"] == (0, 0)
+    assert quantities.sum_totals(plan, plan.device)["gpu_hours"] == (0, 0)
     assert "nothing left to do" in format_plan(plan)
 
 
@@ -567,13 +569,13 @@ def test_repeats_of_the_cell_are_the_best_source():
         record_of("ddp", 4, 120, repeat=1),
         record_of("ddp", 2, 150),
     ]
-    span = duration.estimate_from_records(TARGET, records)
+    span = duration.estimate_time_from_records(TARGET, records)
     assert (span.low_s, span.high_s) == pytest.approx((90, 132))
     assert "2 records" in span.source
 
 
 def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
-    span = duration.estimate_from_records(
+    span = duration.estimate_time_from_records(
         TARGET, [record_of("ddp", 2, 100), record_of("single", 1, 500)]
     )
     assert (span.low_s, span.high_s) == pytest.approx((45, 110))
@@ -582,7 +584,9 @@ def test_another_worker_count_bounds_the_time_by_perfect_and_no_scaling():
 def test_records_of_other_experiments_and_failures_do_not_count():
     oom = record_of("ddp", 4, 100) | {"status": "oom"}
     assert (
-        duration.estimate_from_records(TARGET, [oom, record_of("ddp", 4, 100, experiment="other")])
+        duration.estimate_time_from_records(
+            TARGET, [oom, record_of("ddp", 4, 100, experiment="other")]
+        )
         is None
     )
 
@@ -590,8 +594,8 @@ def test_records_of_other_experiments_and_failures_do_not_count():
 def test_a_records_time_replaces_the_devices(plan_of):
     first = plan_of().cells[0].cell
     fit = cell(plan_of(records={first: record_of("ddp", 2, 777.0)}), "ddp", 2).fit
-    assert fit.train.low_s == pytest.approx(0.9 * 777)
-    assert fit.by_device.low_s != fit.train.low_s
+    assert fit.train_span.low_s == pytest.approx(0.9 * 777)
+    assert fit.device_rate_span.low_s != fit.train_span.low_s
 
 
 @pytest.mark.parametrize(
@@ -603,7 +607,7 @@ def test_records_of_another_gpu_say_nothing_of_the_times_on_this_one(plan_of, na
     of = {"workers": [{"provenance": {"gpu": name and {"name": name}}}]}
     first = plan_of().cells[0].cell
     fit = cell(plan_of(records={first: record_of("ddp", 2, 777.0) | of}), "ddp", 2).fit
-    assert (fit.train == fit.by_device) != counts
+    assert (fit.train_span == fit.device_rate_span) != counts
 
 
 def test_records_of_any_gpu_that_a_short_name_may_mean_count():
@@ -616,12 +620,12 @@ def test_records_of_any_gpu_that_a_short_name_may_mean_count():
 
 
 def test_ring_traffic():
-    assert traffic.CollectiveCall("all_reduce", 100).wire_bytes(4) == 150
-    assert traffic.CollectiveCall("all_gather", 100).wire_bytes(4) == 75
-    assert traffic.CollectiveCall("all_reduce", 100).wire_bytes(1) == 0
+    assert traffic.CollectiveCall("all_reduce", 100).count_wire_bytes(4) == 150
+    assert traffic.CollectiveCall("all_gather", 100).count_wire_bytes(4) == 75
+    assert traffic.CollectiveCall("all_reduce", 100).count_wire_bytes(1) == 0
     mixed = [("all_gather", 100), ("reduce_scatter", 100)]
-    assert traffic.wire_bytes(mixed, 2, on_gloo=False) == 100
-    assert traffic.wire_bytes(mixed, 2, on_gloo=True) == 150
+    assert traffic.compute_wire_bytes(mixed, 2, on_gloo=False) == 100
+    assert traffic.compute_wire_bytes(mixed, 2, on_gloo=True) == 150
 
 
 def tensors_in(value: Any, seen: set[int]) -> int:
@@ -671,9 +675,9 @@ def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
     assert servers.predict_server_bytes(shared, flat, 2)["lanes"] == needs["lanes"]
     scaled = servers.predict_server_bytes(replace(over_tcp, precision="fp16"), flat, 1)
     assert scaled["lanes"] - needs["lanes"] == 2 * 500 // 2  # held as they came, until the verdict
-    assert servers.worker_traffic_bytes(over_tcp, flat) == (510, 1000)
-    assert servers.worker_traffic_bytes(shared, flat) == (1010, 1000)
-    assert servers.worker_traffic_bytes(shared, flat, between_nodes=True) == (510, 1000)
+    assert servers.compute_worker_traffic_bytes(over_tcp, flat) == (510, 1000)
+    assert servers.compute_worker_traffic_bytes(shared, flat) == (1010, 1000)
+    assert servers.compute_worker_traffic_bytes(shared, flat, between_nodes=True) == (510, 1000)
 
 
 # --- the cache and the command -------------------------------------------------------------------
@@ -723,7 +727,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
         config_of(tmp_path, strategies=["fsdp", "ddp", "ps-async"])
     )
     found = {
-        (cell.strategy, cell.gpus): subject_of(config, study, cell).request.local_world
+        (cell.strategy, cell.gpus): make_subject(config, study, cell).request.workers_per_node
         for cell in study.cells
     }
     assert [found["fsdp", gpus] for gpus in (1, 2, 8)] == [1, 2, 4]
@@ -732,7 +736,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
 
 def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
     config, study = configuration.load_config(config_of(tmp_path))
-    request = subject_of(config, study, study.cells[0]).request.as_dict()
+    request = make_subject(config, study, study.cells[0]).request.as_dict()
     before = cache.make_cache_key(request)
     monkeypatch.setattr(cache, "hash_sources", lambda: "changed")
     assert cache.make_cache_key(request) != before
@@ -763,7 +767,9 @@ def test_of_what_fits_the_quickest_and_those_near_it_are_named(plan_of):
             verdict = schedule.DOES_NOT_FIT if span is None else schedule.FITS
             ends, usual_s = (span[:2], span[2]) if span else (None, None)
             by_device = ends and Span(*ends, "")
-            fit = replace(c.fit, by_device=by_device, usual_s=usual_s, verdict=verdict)
+            fit = replace(
+                c.fit, device_rate_span=by_device, usual_s=usual_s, memory_verdict=verdict
+            )
             cells.append(replace(c, fits_on={"A": fit}, state=state))
         (answer,) = dict(answer_questions(replace(plan, cells=cells)))[
             "Which cells fit, and which strategy is the fastest?"
@@ -799,11 +805,11 @@ def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_i
         )
         fit = replace(
             c.fit,
-            by_device=Span(*spans[c.cell.strategy], ""),
+            device_rate_span=Span(*spans[c.cell.strategy], ""),
             usual_s=spans[c.cell.strategy][1],
             room_bytes=9 * GIB + c.needs.data_bytes,
         )
-        footprint = made_up(moments=[moment], between_steps_bytes={})
+        footprint = made_up(peak_moments=[moment], between_steps_bytes={})
         cells.append(replace(c, footprint=footprint, fits_on={plan.device: fit}))
     (said,) = dict(answer_questions(replace(plan, cells=cells)))[
         "By how much can the model grow and still fit?"
@@ -835,10 +841,10 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
             verdict = schedule.FITS if fits else schedule.DOES_NOT_FIT
             fit = replace(
                 c.fit,
-                by_device=Span(low_s, high_s, ""),
+                device_rate_span=Span(low_s, high_s, ""),
                 usual_s=high_s,
                 needed_bytes=gib * GIB,
-                verdict=verdict,
+                memory_verdict=verdict,
             )
             cells.append(replace(c, fits_on={"A": fit}))
         (said,) = dict(answer_questions(replace(plan, cells=cells)))[question]
@@ -870,10 +876,10 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
 )
 def test_groups_lie_within_a_node_or_on_several(call: tuple, node_ranks: int, within: bool):
     made = traffic.CollectiveCall(*call)
-    assert made.listed == call
-    assert made.lies_within(node_ranks, 8) == within
-    sent = traffic.wire_bytes([call], 8, on_gloo=False, samples=1)
-    inside = traffic.wire_bytes([call], 8, on_gloo=False, samples=1, within=node_ranks)
+    assert made.as_tuple == call
+    assert made.is_within_node(node_ranks, 8) == within
+    sent = traffic.compute_wire_bytes([call], 8, on_gloo=False, samples=1)
+    inside = traffic.compute_wire_bytes([call], 8, on_gloo=False, samples=1, within=node_ranks)
     assert inside == (sent if within else 0)
 
 
@@ -911,7 +917,7 @@ def on_an_a100(plan_of):
     def times(c: schedule.Planned, **changes: Any) -> list[float]:
         cluster = {"link_gb_per_s": None, "network_gb_per_s": None}
         device = device_rates.make_gpu_device(A100, c.subject.settings.precision, cluster)
-        needs = replace(c.needs, slowest=replace(c.needs.slowest, **changes))
+        needs = replace(c.needs, slowest_rank=replace(c.needs.slowest_rank, **changes))
         return [duration.plan_step(device, c.subject, needs, rates).seconds for rates in range(3)]
 
     def make(**experiment: Any) -> schedule.Planned:
@@ -1000,9 +1006,9 @@ def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     plan = plan_of(strategies=["ddp"], gpus=[4])
     c = cell(plan, "ddp", 4)
     device = device_rates.make_gpu_device(device_rates.find_gpu("A10G"), "fp16", plan.cluster)
-    rate = device.slowest_link_bytes_per_s(1) * duration.LINK_UTILISATION[0]
-    slowest = replace(c.needs.slowest, training_flops_per_sample=0, operations_per_step=1)
-    alone = replace(c.needs, slowest=slowest, wire_bytes=0)
+    rate = device.get_slowest_link_bytes_per_s(1) * duration.LINK_UTILISATION[0]
+    slowest = replace(c.needs.slowest_rank, training_flops_per_sample=0, operations_per_step=1)
+    alone = replace(c.needs, slowest_rank=slowest, wire_bytes=0)
     computes_s = duration.plan_step(device, c.subject, alone, 0).seconds
     sent = {"wire_bytes": 4 * computes_s * rate}
     for share in (0, 1, 3, 4):

@@ -27,17 +27,17 @@ SHARDED = Settings(
 
 
 def test_every_run_names_its_source_and_licence():
-    for run in public_runs.read_runs():
+    for run in public_runs.read_public_runs():
         assert all((run["source"], run["licence"], run["planned_s"])), run
         assert run["url"].startswith("https://")
         assert run["gpu"] in public_runs.GPUS
 
 
 def test_the_range_says_from_how_many_runs_it_is():
-    low, high, least_s, source = public_runs.band()
+    low, high, least_s, source = public_runs.get_public_band()
     assert 0.5 < low < 1 < high < 2
     assert 0.1 < least_s < 1
-    assert source == f"{len(public_runs.read_runs())} public runs on A100 and H100"
+    assert source == f"{len(public_runs.read_public_runs())} public runs on A100 and H100"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_only_cells_like_the_runs_take_their_range(changes, reads_text, alike):
 
 def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
     step = duration.PlannedStep(2.0, 1.0, 0.0, 0.0, 0.0, 0.7)
-    gpu, band = public_runs.GPUS[0], public_runs.band()
+    gpu, band = public_runs.GPUS[0], public_runs.get_public_band()
     span = public_runs.estimate_from_runs(gpu, SHARDED, True, step, steps=10)
     assert [*span] == pytest.approx([20 * band.low, 20 * band.high])
     assert span.source == band.source
@@ -75,7 +75,7 @@ def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
 
 
 def test_runs_of_other_models_hold_nearly_all_steps_in_a_narrow_range():
-    held, widths, runs = 0, [], public_runs.read_runs()
+    held, widths, runs = 0, [], public_runs.read_public_runs()
     for run in runs:
         low, high, *_ = public_runs.make_band(r for r in runs if r["model"] != run["model"])
         held += low <= float(run["step_s"]) / float(run["planned_s"]) <= high
@@ -92,7 +92,7 @@ def test_the_tables_times_are_those_of_the_plan(monkeypatch):
     from public_steps import plan_s
     from public_sweep_runs import equal_blocks
 
-    run = next(r for r in public_runs.read_runs() if r["model"] == "MPT-125m")
+    run = next(r for r in public_runs.read_public_runs() if r["model"] == "MPT-125m")
     planned_s = plan_s(Planner({}, equal_blocks), run)
     assert planned_s == pytest.approx(float(run["planned_s"]), rel=0.01)
 

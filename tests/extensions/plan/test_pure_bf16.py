@@ -12,12 +12,12 @@ from test_plan_footprint import ADAMW, changed, planned, request_for
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.strategies import base, get_option_defaults, strategy_class
+from stratbench.strategies import base, get_option_defaults, get_strategy_class
 from stratbench.telemetry.machine.hardware import list_datasheets
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import autocast_dtype, weights_dtype
+from stratbench.workload.network.precision import get_autocast_dtype, get_weights_dtype
 
 TOKENS, MODEL, POSITIONS = 10, "gpt-compact", 64
 TRAINED = ("ddp", "fsdp", "zero1", "zero1-torch", "local-sgd", "diloco", "gossip")
@@ -25,11 +25,11 @@ PRECISION = "bf16-true"
 
 
 def set_up(request) -> base.Collective:
-    cls = strategy_class(request.strategy)
+    cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
-    dtype = weights_dtype(request.settings.precision)
+    dtype = get_weights_dtype(request.settings.precision)
     model = models.build_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
-    place = device, RunFolder(Path()), models.wrap_groups(MODEL, model)
+    place = device, RunFolder(Path()), models.list_wrap_groups(MODEL, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, *place))
     return strategy
 
@@ -60,7 +60,7 @@ def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
     assert all(torch.equal(one, other) for one, other in weights)
     assert made.report()["details"]["optimizer_dtype"] == "bfloat16"
     assert made.report()["details"]["weights_dtype"] == "bfloat16"
-    assert autocast_dtype(PRECISION) is None
+    assert get_autocast_dtype(PRECISION) is None
 
 
 @pytest.mark.slow
@@ -68,12 +68,12 @@ def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
 def test_states_take_half_the_memory(strategy):
     request = request_for(strategy, MODEL, 1 if strategy == "single" else 2, **ADAMW)
     whole, half = (planned(changed(request, precision=p)) for p in ("fp32", PRECISION))
-    for one, other in zip(whole.each, half.each, strict=True):
+    for one, other in zip(whole.footprint_per_stage, half.footprint_per_stage, strict=True):
         for key in ("parameters_bytes", "gradients_bytes"):
             assert other.model_states_bytes[key] == one.model_states_bytes[key] / 2
     # The loss is in float32.
-    assert half.training_peak(64).n_bytes < 0.75 * whole.training_peak(64).n_bytes
-    sent = [sum(made.payload_bytes().values()) for made in (whole, half)]
+    assert half.compute_training_peak(64).n_bytes < 0.75 * whole.compute_training_peak(64).n_bytes
+    sent = [sum(made.sum_payload_bytes_by_kind().values()) for made in (whole, half)]
     assert sent[1] <= 0.51 * sent[0]
 
 
@@ -81,15 +81,15 @@ def test_states_take_half_the_memory(strategy):
 def test_what_is_allocated_is_planned():
     request = request_for("single", MODEL, 1, precision=PRECISION, **ADAMW)
     made, trace = set_up(request), OperatorTrace(on_cpu=True)
-    trace.tag("parameters", made.model.parameters())
+    trace.tag_storages("parameters", made.model.parameters())
     state = get_optimizer_state(made.optimizer).values()
-    trace.tag("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = batch(24)
-    trace.tag("activations", (x, y))
+    trace.tag_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.live_bytes(0, len(trace.events)))
-    assert planned(request).training_peak(24).n_bytes == measured
+    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    assert planned(request).compute_training_peak(24).n_bytes == measured
     assert planned(request).model_states_bytes == made.model_states()
 
 
@@ -117,10 +117,12 @@ def test_strategies_train_in_it(start_cell, warm, strategy):
 def test_who_cannot_says_why(strategy, options, remedy):
     values = settings(strategy if strategy != "ps-sync" else "ddp", precision=PRECISION)
     given = vars(values) | {"compile": False, "gpus": [2]}
-    found = strategy_class(strategy).refusals(get_option_defaults(strategy) | options, given)
+    found = get_strategy_class(strategy).iter_refused_values(
+        get_option_defaults(strategy) | options, given
+    )
     assert any(remedy in reason for reason in found)
 
 
 def test_its_rate_is_that_of_bf16():
     sheet = list_datasheets()[0]
-    assert sheet.tflops(PRECISION) == sheet.tflops("bf16")
+    assert sheet.get_peak_tflops(PRECISION) == sheet.get_peak_tflops("bf16")

@@ -9,8 +9,8 @@ import pytest
 from ps_harness import Served, Worked, config
 from test_placement import SECRET, placed
 
-from stratbench.extensions.plan.servers import busiest_link_bytes, predict_server_bytes
-from stratbench.extensions.servers.figures import links_of_nodes
+from stratbench.extensions.plan.servers import compute_busiest_link_bytes, predict_server_bytes
+from stratbench.extensions.servers.figures import compute_node_link_traffic
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -19,7 +19,12 @@ pytestmark = pytest.mark.timeout(300)
 def test_the_busiest_link_carries_what_its_formula_says(tmp_path, server_placement, n_servers):
     """Counted by four workers over TCP, as if on one, two and four nodes."""
     plan = config(
-        tmp_path, policy="ps-sync", workers=4, slices=4, steps_per_epoch=3, n_servers=n_servers
+        tmp_path,
+        policy="ps-sync",
+        workers=4,
+        slices_per_step=4,
+        steps_per_epoch=3,
+        n_servers=n_servers,
     )
     moved: dict[int, list[list[int]]] = {}
 
@@ -46,10 +51,13 @@ def test_the_busiest_link_carries_what_its_formula_says(tmp_path, server_placeme
     whole = 2 * flat["weights"] + flat["buffers"]
     for nodes in (1, 2, 4):
         job = SimpleNamespace(
-            n_nodes=nodes, node_of=lambda rank, n=nodes: rank * n // 4, world_size=4, settings=s
+            n_nodes=nodes,
+            compute_node=lambda rank, n=nodes: rank * n // 4,
+            world_size=4,
+            settings=s,
         )
-        found = links_of_nodes(job, counted)
-        expected = busiest_link_bytes(s, flat, nodes)
+        found = compute_node_link_traffic(job, counted)
+        expected = compute_busiest_link_bytes(s, flat, nodes)
         assert found["busiest_link_bytes_per_batch"] == pytest.approx(expected, rel=0.03)
         # Of four workers each finds 1 / nodes of the servers' bytes on its own node, in both placements.
         assert found["local_bytes_per_step"] == pytest.approx(whole / nodes, rel=0.03)
@@ -59,11 +67,11 @@ def test_the_formulas_are_those_of_the_book():
     flat = {"weights": 1000, "buffers": 0}
     for workers in (2, 4, 8):
         central, colocated = placed("central", workers), placed("colocated", workers)
-        assert busiest_link_bytes(central, flat, workers) == (workers - 1) * 1000
-        assert busiest_link_bytes(colocated, flat, workers) == pytest.approx(
+        assert compute_busiest_link_bytes(central, flat, workers) == (workers - 1) * 1000
+        assert compute_busiest_link_bytes(colocated, flat, workers) == pytest.approx(
             2 * (workers - 1) / workers * 1000
         )
-        assert busiest_link_bytes(colocated, flat, 1) == 0
+        assert compute_busiest_link_bytes(colocated, flat, 1) == 0
 
 
 def test_a_server_beside_each_worker_keeps_an_equal_part_of_the_states():

@@ -51,7 +51,7 @@ def faults_of(folder: Path, models: list[str], elsewhere: bool = False, **change
         "studies": {"s": {"experiments": {"e": block | changes}}},
     }
     config, study = load_config(raw)
-    return start_check.faults_of_networks(config, study, study.cells, elsewhere)
+    return start_check.find_network_faults(config, study, study.cells, elsewhere)
 
 
 @pytest.fixture

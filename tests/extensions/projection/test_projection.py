@@ -24,7 +24,7 @@ from stratbench.extensions.projection.project import (
     describe_projected_count,
     fit_computation_s,
     make_link_rule,
-    project,
+    project_step_times,
 )
 from stratbench.extensions.projection.replay import (
     CollectiveStart,
@@ -60,7 +60,7 @@ def test_the_naive_rules_continue_what_they_assume(scaling):
     assert naive.project_constant_loss(measured, scaling, 8) == pytest.approx(last * 1.2**2)
     slope = 2 * (measured[0].step_s - measured[1].step_s)
     a = measured[0].step_s - slope
-    assert naive.fit_a_plus_b_over_n(measured, scaling, 8) == pytest.approx(a + slope / 8)
+    assert naive.project_by_a_plus_b_over_n(measured, scaling, 8) == pytest.approx(a + slope / 8)
 
 
 def test_one_count_alone_is_scaled_perfectly():
@@ -70,7 +70,7 @@ def test_one_count_alone_is_scaled_perfectly():
 
 def test_skill_is_over_the_best_naive_rule_and_none_without_a_third_count():
     measured = points(n1=1.0, n2=1.1, n4=1.15, n8=1.3)
-    nothing = naive.measure_skill(naive.fit_a_plus_b_over_n, measured[:2], "weak")
+    nothing = naive.measure_skill(naive.project_by_a_plus_b_over_n, measured[:2], "weak")
     assert nothing.error_reduction is None
     errors = naive.measure_skill(naive.project_perfect_scaling, measured, "weak").naive_errors
     best = min(errors, key=errors.get)
@@ -134,7 +134,7 @@ def test_a_link_that_was_not_measured_is_named():
 
 
 def test_a_group_of_neighbours_stays_on_its_node():
-    pairs = CollectiveCall("all_reduce", 1e8, ranks=2)
+    pairs = CollectiveCall("all_reduce", 1e8, group_size=2)
     links = Links("gloo", {"all_reduce": WITHIN})
     assert (
         links.time_collective(pairs, LinkLayout(8, 2))[0]
@@ -148,7 +148,7 @@ def test_groups_that_lie_between_one_another_cross_nodes_and_share_their_connect
     links = Links("gloo", {"all_reduce": {"within": LinkModel(0.0, 1e15)} | between})
     seconds = {
         stride: links.time_collective(
-            CollectiveCall("all_reduce", 1e9, 2, stride=stride), LinkLayout(16, 2)
+            CollectiveCall("all_reduce", 1e9, 2, rank_stride=stride), LinkLayout(16, 2)
         )[0]
         for stride in (1, 8)
     }
@@ -168,7 +168,7 @@ def test_groups_that_do_not_divide_a_node_lie_on_two():
 
 @pytest.mark.parametrize(("largest", "known"), [(1 << 20, False), (64 << 20, True)])
 def test_what_is_much_larger_than_was_measured_is_not_known(largest, known):
-    links = Links("gloo", {"all_reduce": WITHIN}, largest={"all_reduce": largest})
+    links = Links("gloo", {"all_reduce": WITHIN}, largest_bytes_by_kind={"all_reduce": largest})
     assert links.time_collective(CollectiveCall("all_reduce", 8 << 20), LinkLayout(4))[0] > 0
     call = CollectiveCall("all_reduce", 1 << 30)
     if known:
@@ -217,12 +217,12 @@ def test_gathers_are_waited_for_unless_they_run_ahead():
 
 def test_groups_have_a_channel_each_and_what_is_reduced_keeps_its_order():
     """Activations within pairs are waited for; beside them gradients are averaged over the pairs."""
-    activation = CollectiveCall("all_reduce", 1.0, 2, stride=1)
-    gradient = CollectiveCall("all_reduce", 1.0, 2, stride=2)
+    activation = CollectiveCall("all_reduce", 1.0, 2, rank_stride=1)
+    gradient = CollectiveCall("all_reduce", 1.0, 2, rank_stride=2)
     took_s = {1: 0.1, 2: 0.3}
     shares = ((activation, 0.3), (gradient, 0.5), (activation, 0.5), (gradient, 0.9))
     schedule = Schedule(tuple(CollectiveStart(c, s, c is activation) for c, s in shares), 0.9)
-    done = simulate_step_s(schedule, 1.0, lambda call: took_s[call.stride])
+    done = simulate_step_s(schedule, 1.0, lambda call: took_s[call.rank_stride])
     # Two activations in the way, the first gradient hidden, of the second all; then the optimizer.
     assert done == pytest.approx(0.9 + 2 * 0.1 + 0.3 + 0.1)
     scatter = CollectiveCall("reduce_scatter", 1.0, 2)
@@ -343,7 +343,7 @@ def test_measured_links_recover_times_that_follow_them(scaling):
         return replayed_ddp(n, 0.1 if scaling == "weak" else 0.02 + 0.08 / n)
 
     measured = [MeasuredStep(n, true_s(n), 1) for n in (1, 2, 4)]
-    (found,) = project(measured, scaling, [(16, 1)], replayed_ddp)
+    (found,) = project_step_times(measured, scaling, [(16, 1)], replayed_ddp)
     assert found.rule == BY_LINKS
     assert found.skill.error_reduction > 0.9
     assert found.interval.middle_s == pytest.approx(true_s(16), rel=1e-4)
@@ -353,9 +353,9 @@ def test_measured_links_recover_times_that_follow_them(scaling):
 
 def test_a_replay_without_skill_gives_way_to_the_counts():
     measured = points(n1=1.0, n2=1.05, n4=1.1)
-    (found,) = project(measured, "weak", [(8, None)], lambda n, c: c * n)
+    (found,) = project_step_times(measured, "weak", [(8, None)], lambda n, c: c * n)
     assert found.rule == BY_COUNTS
-    assert found == project(measured, "weak", [(8, None)])[0]
+    assert found == project_step_times(measured, "weak", [(8, None)])[0]
 
 
 def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
@@ -364,7 +364,9 @@ def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
     measured = [MeasuredStep(n, 0.1 * f, 1) for n, f in off.items()]
     rules = {}
     for counts in (3, 4):
-        (found,) = project(measured[:counts], "weak", [(16, 1)], lambda n, c: c * n**0.06)
+        (found,) = project_step_times(
+            measured[:counts], "weak", [(16, 1)], lambda n, c: c * n**0.06
+        )
         assert not naive.measure_skill(
             make_link_rule(lambda n, c: c * n**0.06), measured[:counts], "weak"
         ).matches_naive
@@ -375,7 +377,7 @@ def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
 def test_a_replay_whose_interval_says_nothing_gives_way_although_it_has_skill():
     off = {1: 1.0, 2: 2.0, 4: 1.0}  # a disturbed count throws the naive rules off further
     measured = [MeasuredStep(n, replayed_ddp(n, 0.1) * f, 1) for n, f in off.items()]
-    (found,) = project(measured, "weak", [(16, 1)], replayed_ddp)
+    (found,) = project_step_times(measured, "weak", [(16, 1)], replayed_ddp)
     assert naive.measure_skill(make_link_rule(replayed_ddp), measured, "weak").matches_naive
     assert found.rule == BY_COUNTS
 
@@ -383,12 +385,14 @@ def test_a_replay_whose_interval_says_nothing_gives_way_although_it_has_skill():
 def test_counts_alone_do_not_cross_a_boundary_that_only_links_have_crossed():
     measured = [MeasuredStep(n, s, 1) for n, s in ((1, 1.0), (2, 1.05), (4, 1.1))]
     levels = ("within", "between")
-    (by_links,) = project(
+    (by_links,) = project_step_times(
         [MeasuredStep(n, replayed_ddp(n, 0.1), 1) for n in (1, 2, 4)], "weak", [(16, 2)], replayed_ddp,
         measured_levels=levels,
     )  # fmt: skip
     assert by_links.interval is not None
-    (by_counts,) = project(measured, "weak", [(16, 2)], lambda n, c: c * n, measured_levels=levels)
+    (by_counts,) = project_step_times(
+        measured, "weak", [(16, 2)], lambda n, c: c * n, measured_levels=levels
+    )
     assert by_counts.rule == BY_COUNTS
     assert "measure steps on two nodes" in by_counts.refusal_reason
 
@@ -405,7 +409,7 @@ def test_servers_fill_sooner_where_a_workers_share_shrinks():
         measured = [MeasuredStep(n, replayed(n, computing[n]), 1) for n in (1, 2)]
         compute_s = fit_computation_s(replayed, measured, scaling)
         assert compute_s(6) == pytest.approx(computing[6], rel=1e-3)
-        (found,) = project(
+        (found,) = project_step_times(
             measured, scaling, [(6, 1)], replayed, served=True,
             queue=lambda n, compute_s=compute_s: ServerQueue(compute_s(n), (0.1,)),
         )  # fmt: skip
@@ -475,22 +479,22 @@ def test_servers_without_computing_take_what_was_measured(tmp_path):
 def test_servers_that_nobody_has_measured_are_not_followed_to_where_they_may_be_full():
     measured = points(n1=1.0, n2=0.52, n4=0.27, n8=0.14)
     for servers in (True, False):
-        found = project(measured, "strong", [(16, None), (32, None)], served=servers)
+        found = project_step_times(measured, "strong", [(16, None), (32, None)], served=servers)
         assert found[0].refusal_reason is None
         assert bool(found[1].refusal_reason) == servers
     assert (
         "the time of a push and pull was not measured"
-        in project(measured, "strong", [(32, None)], served=True)[0].refusal_reason
+        in project_step_times(measured, "strong", [(32, None)], served=True)[0].refusal_reason
     )
     # Counts beyond were measured: what is known is known.
     far = [*measured, *points(n32=0.05)]
-    assert project(far, "strong", [(32, None)], served=True)[0].refusal_reason is None
+    assert project_step_times(far, "strong", [(32, None)], served=True)[0].refusal_reason is None
 
 
 def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
     measured = points(n1=1.0, n2=1.05, n4=1.1)
     alike, apart = (
-        project(measured, "weak", [(8, None)], repeat_half_width_ln=reach)[0].interval
+        project_step_times(measured, "weak", [(8, None)], repeat_half_width_ln=reach)[0].interval
         for reach in (0.0, 0.3)
     )
     assert apart.middle_s == alike.middle_s
@@ -501,7 +505,7 @@ def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
 
 def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
     measured = points(n1=1.0, n2=0.6, n4=0.36)  # the same loss with each doubling
-    (found,) = project(measured, "strong", [(32, None)])
+    (found,) = project_step_times(measured, "strong", [(32, None)])
     assert not found.skill.matches_naive
     assert found.rule == BY_COUNTS
     naive_s = found.step_s_by_naive_rule[found.skill.best_naive_rule]
@@ -521,7 +525,7 @@ def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
 
 def test_counts_alone_are_projected_by_a_plus_b_over_n_with_the_studys_own_errors():
     measured = points(n1=1.0, n2=1.09, n4=1.17, n8=1.18)
-    near, far = project(measured, "weak", [(16, None), (64, None)])
+    near, far = project_step_times(measured, "weak", [(16, None), (64, None)])
     assert near.rule == BY_COUNTS
     for found in (near, far):
         assert found.interval.middle_s == found.step_s_by_naive_rule["a + b/N"]
@@ -532,7 +536,7 @@ def test_counts_alone_are_projected_by_a_plus_b_over_n_with_the_studys_own_error
         in describe_projected_count(near)
     )
     exact = [MeasuredStep(n, 1 + 0.2 * (n - 1) / n, 1) for n in (1, 2, 4, 8)]
-    (few,), (many,) = (project(exact[:k], "weak", [(16, 1)]) for k in (2, 4))
+    (few,), (many,) = (project_step_times(exact[:k], "weak", [(16, 1)]) for k in (2, 4))
     assert math.log(many.interval.high_s / many.interval.low_s) < math.log(
         few.interval.high_s / few.interval.low_s
     )
@@ -551,13 +555,13 @@ def test_counts_alone_are_projected_by_a_plus_b_over_n_with_the_studys_own_error
 )  # fmt: skip
 def test_counts_that_do_not_show_it_are_not_stretched(scaling, measured, workers, said):
     """Without links; with links that hold, the replay answers."""
-    (found,) = project(points(**measured), scaling, [(workers, None)])
+    (found,) = project_step_times(points(**measured), scaling, [(workers, None)])
     assert (found.interval is None) == (said is not None)
     assert said is None or said in found.refusal_reason
 
 
 def test_a_study_of_two_counts_says_that_its_skill_is_not_known():
-    found, far = project(points(n1=1.0, n2=1.1), "weak", [(8, None), (1024, None)])
+    found, far = project_step_times(points(n1=1.0, n2=1.1), "weak", [(8, None), (1024, None)])
     assert found.rule == BY_COUNTS
     assert found.step_s_by_naive_rule["perfect"] == pytest.approx(1.1)
     assert "cannot test this rule" in describe_projected_count(found)
@@ -581,7 +585,8 @@ def test_links_that_were_off_their_fit_make_the_interval_wider():
         return compute_s + 2 * (replayed_ddp(workers, compute_s) - compute_s)
 
     made = [
-        project(measured, "weak", [(16, 1)], replayed_ddp, s)[0].interval for s in (None, slowed)
+        project_step_times(measured, "weak", [(16, 1)], replayed_ddp, s)[0].interval
+        for s in (None, slowed)
     ]
     assert made[1].middle_s == made[0].middle_s
     assert made[1].high_s / made[1].low_s > 1.1 * made[0].high_s / made[0].low_s

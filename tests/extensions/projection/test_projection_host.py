@@ -9,10 +9,10 @@ from stratbench.extensions.projection.naive import MeasuredStep
 from stratbench.extensions.projection.project import (
     BY_LINKS,
     Projection,
-    describe_basis,
     describe_projected_count,
+    describe_projection_basis,
     fit_computation_s,
-    project,
+    project_step_times,
 )
 from stratbench.extensions.projection.replay import (
     CollectiveStart,
@@ -107,7 +107,7 @@ def test_steps_follow_one_another_in_the_longer_time_of_host_and_device(compute_
 
 def projected(scaling: str, measured: list[MeasuredStep], host_s: float) -> dict[int, Projection]:
     targets = [(n, 1) for n in (8, 16, 32)]
-    made = project(measured, scaling, targets, replayed, host_s=host_s)
+    made = project_step_times(measured, scaling, targets, replayed, host_s=host_s)
     assert {p.rule for p in made} == {BY_LINKS}
     return {p.workers: p for p in made}
 
@@ -132,7 +132,7 @@ def test_in_strong_scaling_the_host_becomes_the_limit(host_s):
         f"limited by the host, which needs {1e3 * host_s:.0f} ms to issue"
         in describe_projected_count(with_it[32])
     )
-    assert "limited by the host" in describe_basis(with_it[32], measured)
+    assert "limited by the host" in describe_projection_basis(with_it[32], measured)
     assert "the host" not in describe_projected_count(without[32])
 
 

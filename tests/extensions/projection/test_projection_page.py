@@ -33,10 +33,10 @@ def test_lines_meet_where_their_ratio_is_one():
     # The ratio goes from 2 at 4 to 1/2 at 16: it is 1 at 8, between two doublings.
     lines = {"one": line(8, 4, 2, 2, 2), "other": line(16, 8, 4, 2.2, 1)}
     [found] = find_crossings(lines)
-    assert (found.before, found.after) == ("one", "other")
+    assert (found.strategy_before, found.strategy_after) == ("one", "other")
     assert 8 < found.crossing_workers < 16
     assert (found.clear_below, found.clear_above) == (4, 16)
-    assert found.describe("GPU").startswith(
+    assert found.describe_crossing("GPU").startswith(
         f"From about {found.crossing_workers:.0f} GPUs on, other is faster than one"
     )
     # At 2 the other takes 5/4, at 4 a half: ln 1.25 / (ln 1.25 + ln 2) of the way.
@@ -48,9 +48,9 @@ def test_a_crossing_within_overlapping_fans_is_said_to_be_open():
     lines = {"one": line(8, 4, 2.1, 1.2), "other": line(8.1, 4.1, 2.1, 1.1, spread=1.5)}
     [found] = find_crossings(lines)
     assert found.clear_above is None
-    assert "one is clearly faster on 2" in found.describe("GPU")
+    assert "one is clearly faster on 2" in found.describe_crossing("GPU")
     wide = {"one": line(8, 4, measured=1, spread=2), "other": line(9, 3.9, measured=0, spread=2)}
-    assert "so that either may be faster" in find_crossings(wide)[0].describe("GPU")
+    assert "so that either may be faster" in find_crossings(wide)[0].describe_crossing("GPU")
 
 
 def test_a_leader_that_ends_is_no_crossing():
@@ -104,7 +104,7 @@ def test_the_section_says_who_leads_what_it_costs_and_what_is_refused(table, cap
     assert "1.1 s (80 %: 990 ms to 1.32 s)" in told
     assert "at a cost of 1.1; the best measured one is ddp on 2, 2 s." in told
     values = {"projections": report.make_section_entries(table)}
-    page = pages.render(report.TEMPLATE.name, report.TEMPLATE.parent, values=values)
+    page = pages.render_page(report.TEMPLATE.name, report.TEMPLATE.parent, values=values)
     assert "mine<script>" not in page
     assert "Not projected: ddp, mine&lt;script&gt;, 8: no &lt;b&gt;link&lt;/b&gt; was" in page
     chart = b64decode(re.search(r'base64,([^"]+)', page)[1]).decode()

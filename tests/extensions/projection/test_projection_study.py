@@ -105,7 +105,7 @@ def test_every_strategy_gets_intervals_and_refusals(study, capsys):
 def test_measured_links_are_used_where_there_are_some(study, capsys):
     true = {"within": LinkModel(1e-7, 1e12), "between": LinkModel(1e-6, 1e11)}
     times = [
-        CollectiveTime("gloo", kind, n, nodes, size, 0, cost.seconds(true))
+        CollectiveTime("gloo", kind, n, nodes, size, 0, cost.compute_seconds(true))
         for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
         for n, nodes in ((2, 1), (4, 1), (4, 2), (8, 2))
         for size in (1 << 10, 1 << 16, 1 << 22)
@@ -128,7 +128,7 @@ def write_free_links(study: dict[str, Any]) -> None:
     true = {"within": LinkModel(1e-9, 1e15)}
     times = [
         CollectiveTime(
-            "gloo", kind, n, 1, size, 0, algorithm(kind, size, LinkLayout(n)).seconds(true)
+            "gloo", kind, n, 1, size, 0, algorithm(kind, size, LinkLayout(n)).compute_seconds(true)
         )
         for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
         for n in (2, 4)
@@ -258,7 +258,7 @@ def test_what_is_sharded_is_traced_on_each_count(tmp_path, footprints, capsys):
     write_records(read, tmp_path)
     for link, fits in ((LinkModel(1e-2, 1e9), False), (LinkModel(1e-7, 1e13), True)):
         times = [
-            CollectiveTime("gloo", kind, n, 1, size, 0, cost.seconds({"within": link}))
+            CollectiveTime("gloo", kind, n, 1, size, 0, cost.compute_seconds({"within": link}))
             for kind in ("all_gather", "reduce_scatter", "all_reduce")
             for n in (2, 4)
             for size in (1 << 10, 1 << 16, 1 << 22)

@@ -11,7 +11,7 @@ from stratbench.extensions.projection.links import Links
 from stratbench.extensions.projection.replay import Schedule, simulate_step_s
 from stratbench.extensions.projection.traced import trace_schedule
 from stratbench.extensions.servers.policies.policies import POLICIES
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def ddp() -> Schedule:
 
 
 def test_buckets_of_ddp_start_during_backward_in_order(ddp):
-    reduced = [s for s in ddp.collectives if s.call.kind == "all_reduce"]
+    reduced = [s for s in ddp.collectives if s.call.collective_name == "all_reduce"]
     assert len(reduced) >= 2
     assert [s.computed_share for s in reduced] == sorted(s.computed_share for s in reduced)
     assert (
@@ -64,8 +64,8 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
     """So do its scatters: with gloo the host waits for them."""
     on_cpu, on_gpu = (scheduled("fsdp", on_cuda=on_cuda) for on_cuda in (False, True))
     for schedule in (on_cpu, on_gpu):
-        gathers = [s for s in schedule.collectives if s.call.kind == "all_gather"]
-        scatters = [s for s in schedule.collectives if s.call.kind == "reduce_scatter"]
+        gathers = [s for s in schedule.collectives if s.call.collective_name == "all_gather"]
+        scatters = [s for s in schedule.collectives if s.call.collective_name == "reduce_scatter"]
         assert gathers
         assert all(s.blocks_computation for s in gathers)
         assert all(s.runs_ahead for s in gathers) == (schedule is on_gpu)
@@ -79,11 +79,11 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
 def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, on_cuda):
     """Activations are waited for. Ranks count through the tensor workers first, so replicas lie apart."""
     schedule = scheduled_gpt("tensor", on_cuda, tensor_parallel_size=2, data_parallel=data)
-    activations = [s for s in schedule.collectives if s.call.stride == 1]
-    replicas = [s for s in schedule.collectives if s.call.stride == 2]
-    assert {s.call.ranks for s in schedule.collectives} == {2}
+    activations = [s for s in schedule.collectives if s.call.rank_stride == 1]
+    replicas = [s for s in schedule.collectives if s.call.rank_stride == 2]
+    assert {s.call.group_size for s in schedule.collectives} == {2}
     assert all(s.blocks_computation and not s.runs_ahead for s in activations)
-    gradients = [s for s in replicas if s.call.kind != "all_gather"]
+    gradients = [s for s in replicas if s.call.collective_name != "all_gather"]
     assert not any(s.blocks_computation for s in gradients)
     assert (
         1 / 4
@@ -95,7 +95,7 @@ def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, o
 
     def step_s(within_s: float, between_s: float) -> float:
         took_s = {1: within_s, 2: between_s}
-        return simulate_step_s(schedule, 1.0, lambda call: took_s[call.stride])
+        return simulate_step_s(schedule, 1.0, lambda call: took_s[call.rank_stride])
 
     assert step_s(1e-3, 0) == pytest.approx(1 + len(activations) * 1e-3)
     assert 1 <= step_s(0, 1e-3) < 1 + 0.3 * len(replicas) * 1e-3
@@ -106,15 +106,15 @@ def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, o
 
 def test_layers_divided_among_all_wait_for_activations():
     schedule = scheduled_gpt("tensor", on_cuda=True)
-    assert {s.call.ranks for s in schedule.collectives} == {None}
+    assert {s.call.group_size for s in schedule.collectives} == {None}
     assert all(s.blocks_computation and not s.runs_ahead for s in schedule.collectives)
 
 
 def test_every_micro_batch_of_a_pipeline_is_in_its_schedule():
     schedule = scheduled_gpt("pipeline", pipeline_parallel_size=2, microbatches=4)
-    sends = [s for s in schedule.collectives if s.call.kind == "send"]
+    sends = [s for s in schedule.collectives if s.call.collective_name == "send"]
     assert len(sends) == 4
-    gradients = [s for s in schedule.collectives if s.call.stride == 1]
+    gradients = [s for s in schedule.collectives if s.call.rank_stride == 1]
     assert gradients
     assert any(not s.blocks_computation for s in gradients)
 
@@ -129,5 +129,5 @@ def test_a_strategy_names_every_kind_of_collective_that_its_steps_start(strategy
     if strategy in ("tensor", "pipeline") and model == "resnet-compact":
         pytest.skip("its layers are not divided")
     request = request_for(strategy, model, workers=2, options=options, max_grad_norm=max_grad_norm)
-    found = {s.call.kind for s in trace_schedule(request, 8, DEVICE).collectives}
-    assert found <= set(strategy_class(strategy).collectives)
+    found = {s.call.collective_name for s in trace_schedule(request, 8, DEVICE).collectives}
+    assert found <= set(get_strategy_class(strategy).collectives)

@@ -12,7 +12,7 @@ import pytest
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.command import CommandError
 from stratbench.extensions.queue import answer as answers
-from stratbench.extensions.queue.answer import answer
+from stratbench.extensions.queue.answer import simulate_and_answer
 from stratbench.extensions.queue.background import make_poisson_arrivals
 from stratbench.extensions.queue.break_even import (
     ASYNCHRONOUS,
@@ -21,7 +21,7 @@ from stratbench.extensions.queue.break_even import (
     SYNCHRONOUS,
     ModeTimes,
     QueuedTraining,
-    jackknife,
+    compute_jackknife_interval,
     make_poisson_queue,
     make_recorded_queue,
     name_asynchronous_mode,
@@ -33,7 +33,11 @@ from stratbench.extensions.queue.request import QueueRequest
 from stratbench.extensions.queue.simulator import Cluster, Rules
 from stratbench.extensions.sets import from_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import check_block, check_keys, collect_constraints
+from stratbench.study.config.schema import (
+    check_config_block,
+    check_extension_keys,
+    collect_constraints,
+)
 
 
 def times(**hours):
@@ -56,25 +60,25 @@ def told(found, margin=0.03, **request):
 
 def test_the_jackknife_of_a_mean_is_students_interval_on_logarithms():
     values = np.exp([0.1, 0.3, 0.2, 0.4])
-    found = jackknife(lambda kept: float(np.exp(np.log(values[kept]).mean())), 4)
+    found = compute_jackknife_interval(lambda kept: float(np.exp(np.log(values[kept]).mean())), 4)
     half = 3.182446 * np.log(values).std(ddof=1) / 2  # t, 3 degrees of freedom
     assert math.log(found.value) == pytest.approx(0.25)
     assert math.log(found.high / found.value) == pytest.approx(half)
-    assert jackknife(lambda kept: 2.0, 1).low is None
-    assert jackknife(lambda kept: math.inf, 5) == (math.inf, None, None)
+    assert compute_jackknife_interval(lambda kept: 2.0, 1).low is None
+    assert compute_jackknife_interval(lambda kept: math.inf, 5) == (math.inf, None, None)
 
 
 def test_times_at_the_same_moments_cancel_what_they_share():
-    ratio = times(gang=4.0, sync=3.0).ratio(SYNCHRONOUS, GANG)
+    ratio = times(gang=4.0, sync=3.0).compute_ratio(SYNCHRONOUS, GANG)
     assert ratio == pytest.approx((0.75, 0.75, 0.75))
 
 
 def test_the_worth_that_breaks_even_is_where_the_times_meet():
     found = times(gang=4.0, sync=2.2, a1=2.0, a0_8=2.5, a0_6=3.5)
     # Time is linear in 1 / worth: from 2.0 at 1 to 2.5 at 1.25.
-    assert found.break_even(SYNCHRONOUS).value == pytest.approx(1 / (1 + 0.25 * 0.2 / 0.5))
-    assert found.break_even(GANG).value == 0.0
-    assert times(gang=1.0, a1=2.0, a0_8=2.5).break_even(GANG).value == math.inf
+    assert found.compute_break_even(SYNCHRONOUS).value == pytest.approx(1 / (1 + 0.25 * 0.2 / 0.5))
+    assert found.compute_break_even(GANG).value == 0.0
+    assert times(gang=1.0, a1=2.0, a0_8=2.5).compute_break_even(GANG).value == math.inf
 
 
 # ---- modes
@@ -91,14 +95,14 @@ def test_in_an_empty_cluster_all_modes_take_their_own_time():
         (name_asynchronous_mode(1.0), 1.0),
         (name_asynchronous_mode(0.8), 1 / 0.8),
     ):
-        assert found.hours[mode] == pytest.approx(np.full((2, 2), hours + startup_h))
+        assert found.hours_by_mode[mode] == pytest.approx(np.full((2, 2), hours + startup_h))
 
 
 def test_all_modes_of_a_moment_meet_the_same_queue():
     queue = make_poisson_queue(4, 4, Rules(), 0.8, 1.0, 2, 2)
     one = simulate_modes(queue, QueuedTraining(8, 1.0), modes=[GANG, SYNCHRONOUS])
     other = simulate_modes(queue, QueuedTraining(8, 1.0), modes=[SYNCHRONOUS])
-    assert np.array_equal(one.hours[SYNCHRONOUS], other.hours[SYNCHRONOUS])
+    assert np.array_equal(one.hours_by_mode[SYNCHRONOUS], other.hours_by_mode[SYNCHRONOUS])
 
 
 @pytest.mark.slow
@@ -109,9 +113,9 @@ def test_the_simulation_says_again_what_was_found_first():
     )
     assert found.average_hours(GANG).value == pytest.approx(2.8, abs=0.05)
     for mode, ratio in ((SYNCHRONOUS, 0.78), (name_asynchronous_mode(1.0), 0.77)):
-        assert found.ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
-    assert found.break_even(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
-    assert found.break_even(GANG).value == pytest.approx(0.76, abs=0.01)
+        assert found.compute_ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
+    assert found.compute_break_even(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
+    assert found.compute_break_even(GANG).value == pytest.approx(0.76, abs=0.01)
 
 
 # ---- the answer
@@ -169,7 +173,7 @@ def test_of_equals_the_simplest_is_named():
 
 @pytest.mark.parametrize("load", [0.91, 0.95, 1.2])
 def test_a_queue_that_is_not_steady_has_no_answer(load):
-    found = answer(QueueRequest(num_gpus=16, training_hours=2.0, load=load), 8, 0.03)
+    found = simulate_and_answer(QueueRequest(num_gpus=16, training_hours=2.0, load=load), 8, 0.03)
     assert found["mode"] is None
     assert f"At a load of {load:.2f} the queue is not steady" in found["refused"]
     assert found["headline"].startswith("With the queue: no answer.")
@@ -187,9 +191,9 @@ def test_a_simulation_answers_with_time_interval_and_mode(few, capsys, how):
     queue = {"num_gpus": 8, "training_hours": 1.0, "load": 0.8, "nodes": 4} | how
     cluster = {"gpus_per_node": 4, "memory_margin": 0.1}
     given = collect_constraints(
-        {"decide": check_block("decide", {"queue": queue}), "cluster": cluster}
+        {"decide": check_config_block("decide", {"queue": queue}), "cluster": cluster}
     )
-    found = QueueEvidence(Constraints.from_json(json.dumps(given))).answer()
+    found = QueueEvidence(Constraints.from_json(json.dumps(given))).build_separate_answer()
     assert "queue: simulated 3 of 3 submission times" in capsys.readouterr().err
     chosen = [a for a in found["modes"] if a["chosen"]]
     assert [a["mode"] for a in chosen] == [found["mode"]]
@@ -208,7 +212,7 @@ def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
     arrivals = make_poisson_arrivals(jobs, load, 16, seed=2)
     starts: dict[int, float] = {}
     sim = Cluster(4, 4, arrivals, Rules())
-    start = sim._start
+    start = sim._start_job
 
     def note(job, at):
         start(job, at)
@@ -216,7 +220,7 @@ def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
             job.start_s
         )
 
-    sim._start = note
+    sim._start_job = note
     sim.run_until()
     lines = ["|".join(FIELDS)]
 
@@ -244,7 +248,7 @@ def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again
     asked = QueueRequest(
         num_gpus=8, training_hours=1.0, history=recorded(tmp_path), reservations="one"
     )
-    found = answer(asked, 4, 0.03)
+    found = simulate_and_answer(asked, 4, 0.03)
     assert found["mode"]
     said = "\n".join(found["lines"])
     assert "3 submission times in recorded queues of 4 nodes of 4 GPUs" in said
@@ -259,17 +263,17 @@ def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again
 
 def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
     path = recorded(tmp_path, users=("ann",), jobs=60)
-    alone = answer(QueueRequest(num_gpus=8, training_hours=1.0, history=path), 4, 0.03)
+    alone = simulate_and_answer(QueueRequest(num_gpus=8, training_hours=1.0, history=path), 4, 0.03)
     assert "jobs of a single user" in alone["refused"]
     path = recorded(tmp_path, jobs=60)
     with pytest.raises(
         ValueError, match="too short for a training of 100 h; give the accounting of 600 h or more"
     ):
-        answer(QueueRequest(num_gpus=8, training_hours=100.0, history=path), 4, 0.03)
+        simulate_and_answer(QueueRequest(num_gpus=8, training_hours=100.0, history=path), 4, 0.03)
     with pytest.raises(
         ValueError, match=r"num_gpus = 64: the history's jobs used at most 16 GPUs at once"
     ):
-        answer(QueueRequest(num_gpus=64, training_hours=1.0, history=path), 4, 0.03)
+        simulate_and_answer(QueueRequest(num_gpus=64, training_hours=1.0, history=path), 4, 0.03)
 
 
 @pytest.mark.parametrize(
@@ -283,22 +287,22 @@ def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
     ],
 )
 def test_requests_that_contradict_themselves_are_refused(given, reason):
-    block = check_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
+    block = check_config_block("decide", {"queue": {"num_gpus": 8, "training_hours": 1.0} | given})
     with pytest.raises(ConfigError) as error:
-        check_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
+        check_extension_keys("decide", block, {"cluster": {"gpus_per_node": 4}})
     assert reason in str(error.value)
 
 
 @pytest.mark.slow
 def test_decide_prints_it_and_writes_it_for_the_report(few, tmp_path, capsys):
     asked = "decide={queue: {num_gpus: 8, training_hours: 1, load: 0.5, nodes: 4}}"
-    assert from_set.decide("paper:v2", [asked], tmp_path / "out") == 0
+    assert from_set.decide_from_set("paper:v2", [asked], tmp_path / "out") == 0
     text = capsys.readouterr().out
     queue = json.loads((tmp_path / "out/answers.json").read_text())["further"]["queue"]
     assert queue["headline"] in " ".join(text.split())
     assert "  The simulation does not model fair-share" in text
     with pytest.raises(CommandError, match="give exactly one of the two"):
-        from_set.decide(
+        from_set.decide_from_set(
             "paper:v2", ["decide={queue: {num_gpus: 8, training_hours: 1}}"], tmp_path / "out"
         )
 
@@ -323,6 +327,6 @@ def test_a_worth_that_may_not_break_even_recommends_no_asynchronous_workers(more
     request = QueueRequest(
         num_gpus=16, training_hours=2, load=0.7, nodes=8, reservations="one", **more
     )
-    found = answer(request, 8, 0.03)
+    found = simulate_and_answer(request, 8, 0.03)
     assert found["headline"].startswith("With the queue: split synchronous")
     assert "leaves open which are faster" in found["lines"][1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stratbench.extensions.queue import background
-from stratbench.extensions.queue.answer import answer
+from stratbench.extensions.queue.answer import simulate_and_answer
 from stratbench.extensions.queue.break_even import (
     GANG,
     QueuedTraining,
@@ -84,7 +84,7 @@ def test_each_run_of_a_requeued_job_is_a_wait_of_its_own(tmp_path):
     )
     found = history(tmp_path, [first, again, LATER])
     assert [e.wait_s for e in found.entries] == [1800, 479, 0]
-    assert next(found.iter_widths()).jobs == 3
+    assert next(found.iter_waits_by_width()).num_jobs == 3
 
 
 def test_limits_that_are_no_numbers_and_jobs_that_never_ran_are_left_out_where_they_say_nothing(
@@ -101,11 +101,11 @@ def test_limits_that_are_no_numbers_and_jobs_that_never_ran_are_left_out_where_t
         LATER,
     ]
     found = history(tmp_path, lines)
-    [row] = found.iter_widths()
-    assert (row.jobs, row.used) == (6, 1.0)
+    [row] = found.iter_waits_by_width()
+    assert (row.num_jobs, row.used) == (6, 1.0)
     assert row.mean_s == pytest.approx(1200)
     assert row.label == "2-3"
-    assert row.backfilled == 0
+    assert row.backfilled_share == 0
     assert found.request_factors == [0.8]
     asked = [a.request_s for a in found.make_arrivals()]
     assert asked == [3600, 3600, 9000]  # unknown: as the others, and never less than they took
@@ -148,11 +148,11 @@ def test_load_is_that_of_the_window_in_which_all_jobs_are_listed(tmp_path):
         ),
     ]
     found = history(tmp_path, lines)
-    assert found.days == pytest.approx(2 / 24)
-    assert found.mean_gpus == pytest.approx(
+    assert found.window_days == pytest.approx(2 / 24)
+    assert found.mean_gpus_in_use == pytest.approx(
         2.0
     )  # 11 to 12 the long one, 12 to 13 the one that runs
-    assert found.most_gpus == 2
+    assert found.max_gpus_in_use == 2
     assert len(found.make_arrivals()) == 3
     assert found.make_arrivals()[0].submit_s == 0
 
@@ -186,8 +186,8 @@ def test_other_columns_are_read_by_their_names(tmp_path):
     path.write_text(f"{names}\n{rows}\n")
     found = read_history(path, 4)
     assert [e.wait_s for e in found.entries] == [60, 1000]
-    assert next(found.iter_widths()).used is None
-    assert math.isclose(found.mean_gpus, 4)
+    assert next(found.iter_waits_by_width()).used is None
+    assert math.isclose(found.mean_gpus_in_use, 4)
 
 
 @pytest.mark.parametrize(
@@ -220,13 +220,13 @@ def recorded(
 ) -> Path:
     """What sacct says of a simulated queue on 8 nodes of 8 GPUs, of who had not ended `last_days` ago."""
     started: list[SimulatedJob] = []
-    start = Cluster._start
+    start = Cluster._start_job
     monkeypatch.setattr(
-        Cluster, "_start", lambda self, job, at: (started.append(job), start(self, job, at))
+        Cluster, "_start_job", lambda self, job, at: (started.append(job), start(self, job, at))
     )
     sim = Cluster(8, 8, arrivals, Rules(num_reservations=1))
     sim.run_until(arrivals[-1].submit_s)
-    monkeypatch.setattr(Cluster, "_start", start)
+    monkeypatch.setattr(Cluster, "_start_job", start)
     now_s = sim.now_s
     lines = ["JobIDRaw|User|Submit|Start|End|State|TimelimitRaw|NNodes|ReqTRES|AllocTRES"]
     for job in [*started, *sim.queue]:
@@ -254,15 +254,15 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     asked = QueueRequest(
         num_gpus=8, training_hours=2.0, history=str(path), nodes=8, reservations="one"
     )
-    found = answer(asked, 8, 0.03)
+    found = simulate_and_answer(asked, 8, 0.03)
     assert found["mode"] is None
     assert re.search(r"the waiting work grew by [\d,]+ GPU-hours", found["refused"])
-    assert read_history(path, 8).mean_gpus < 0.9 * 64
+    assert read_history(path, 8).mean_gpus_in_use < 0.9 * 64
     monkeypatch.undo()
     path = recorded(tmp_path, monkeypatch, background.make_poisson_arrivals(600, 0.7, 64, 3))
     steady = read_history(path, 8)
-    assert steady.growth_gpus < 0.05 * 64
-    assert answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
+    assert steady.queue_growth_gpus < 0.05 * 64
+    assert simulate_and_answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
 
 
 @pytest.mark.slow

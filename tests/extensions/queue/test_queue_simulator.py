@@ -38,8 +38,8 @@ def waits(rules, *requests, wide=5.0):
 
 
 def trained(training, sim):
-    training.begin(sim)
-    sim.run_until(done=lambda: training.finished)
+    training.submit_training(sim)
+    sim.run_until(done=lambda: training.is_finished)
     return training
 
 
@@ -109,7 +109,7 @@ def test_a_job_that_asked_too_little_ends_at_its_wall_time():
 
 def test_a_preemptible_job_counts_as_free_and_goes_first():
     sim = Cluster(1, 4, [Arrival(5, 4, 10, 10), Arrival(7, 1, 3, 3)], Rules())
-    split = ElasticTraining(40.0, 1e6, 4, Scaling(0.0), startup_s=0.0, preemptible=True)
+    split = ElasticTraining(40.0, 1e6, 4, Scaling(0.0), startup_s=0.0, is_preemptible=True)
     trained(split, sim)
     assert [wait_s for _, wait_s in sim.waits] == [0, 8]  # as if the training were not there
 
@@ -123,7 +123,7 @@ def test_alone_a_training_takes_its_startup_and_its_work():
     for training in (
         Gang(8 * 3600.0, 1e9, 8, scaling, NEVER),
         ElasticTraining(8 * 3600.0, 1e9, 8, scaling),
-        ElasticTraining(8 * 3600.0, 1e9, 8, scaling, NEVER, synchronous=True),
+        ElasticTraining(8 * 3600.0, 1e9, 8, scaling, NEVER, is_synchronous=True),
     ):
         assert trained(training, Cluster(1, 8, [], Rules())).done_s == pytest.approx(exact)
 
@@ -134,7 +134,7 @@ def test_synchronous_workers_pause_when_one_joins_and_asynchronous_ones_do_not()
         sim = Cluster(1, 2, [Arrival(0, 1, 100, 100)], FIFO)
         sim.run_until(0)
         split = ElasticTraining(
-            300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, synchronous=synchronous, pause_s=30
+            300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, is_synchronous=synchronous, pause_s=30
         )
         assert trained(split, sim).done_s == done_s
 
@@ -144,7 +144,7 @@ def test_a_slow_node_slows_all_synchronous_workers_and_of_the_others_itself():
     sims = [Cluster(2, 1, [], rules) for _ in range(2)]
     for sim in sims:
         sim.speed[0] = 1.0
-    both = ElasticTraining(300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, synchronous=True)
+    both = ElasticTraining(300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, is_synchronous=True)
     assert trained(both, sims[0]).done_s == 300
     assert (
         trained(ElasticTraining(300.0, 1e6, 2, Scaling(0.0), startup_s=0.0), sims[1]).done_s == 200
@@ -156,9 +156,9 @@ def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
         sim = Cluster(1, 2, [Arrival(150, 1, 1000, 1000)], Rules())
         how = SimulatedCheckpoints(interval_s=100.0, blocking_s=0.0)
         split = ElasticTraining(
-            400.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=synchronous, preemptible=True
+            400.0, 1e6, 2, Scaling(0.0), how, 0.0, is_synchronous=synchronous, is_preemptible=True
         )
-        split.pause_s, split.from_peers = 10.0, from_peers
+        split.pause_s, split.resumes_from_peers = 10.0, from_peers
         return trained(split, sim).done_s
 
     assert done_s(synchronous=False) == 150 + 100  # 300 of 400 are done at 150, then one goes on
@@ -170,9 +170,9 @@ def test_a_lost_node_takes_what_was_done_since_the_last_checkpoint_though_peers_
     sim = Cluster(2, 1, [], Rules())
     how = SimulatedCheckpoints(interval_s=20.0, blocking_s=0.0)
     split = ElasticTraining(
-        200.0, 1e6, 2, Scaling(0.0), how, 0.0, synchronous=True, from_peers=True
+        200.0, 1e6, 2, Scaling(0.0), how, 0.0, is_synchronous=True, resumes_from_peers=True
     )
-    split.begin(sim)
+    split.submit_training(sim)
     sim.run_until(30)
     sim._on_fail(0)
     assert split.remaining_work_s == 200 - 2 * 20
@@ -252,7 +252,7 @@ def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
     base, alone = (Cluster(4, 4, arrivals, rules, 1) for _ in range(2))
     for sim in (base, alone):
         sim.run_until(arrivals[60].submit_s)
-    twins = [base.branch(), base.branch()]
+    twins = [base.copy_cluster(), base.copy_cluster()]
     one, other = (
         trained(Gang(8 * 3600.0, 1e5, 8), twins[0]),
         trained(Gang(8 * 3600.0, 1e5, 8), twins[1]),
@@ -262,10 +262,10 @@ def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
         sim.run_until(arrivals[-1].submit_s)
     assert base.waits == alone.waits
     assert base.busy_gpu_s == alone.busy_gpu_s
-    holding = base.branch()
-    Gang(8 * 3600.0, 1e5, 8).begin(holding)
+    holding = base.copy_cluster()
+    Gang(8 * 3600.0, 1e5, 8).submit_training(holding)
     with pytest.raises(ValueError, match="has an owner"):
-        holding.branch()
+        holding.copy_cluster()
 
 
 @settings(deadline=None, max_examples=25)
@@ -280,10 +280,10 @@ def test_no_gpu_is_given_twice_and_every_job_ends(seed, reserve, load, preemptib
     sim = Cluster(4, 4, arrivals, Rules(num_reservations=reserve, node_mtbf_s=500_000.0), seed)
     sim.run_until(arrivals[20].submit_s)
     split = ElasticTraining(
-        10 * 3600.0, 7200.0, 10, preemptible=preemptible, synchronous=seed % 2 == 0
+        10 * 3600.0, 7200.0, 10, is_preemptible=preemptible, is_synchronous=seed % 2 == 0
     )
-    split.begin(sim)
-    while not (split.finished and len(sim.waits) >= 60):
+    split.submit_training(sim)
+    while not (split.is_finished and len(sim.waits) >= 60):
         sim.run_until(sim.now_s + 3600.0)
         used = dict.fromkeys(range(4), 0)
         for job in sim.running:

@@ -25,7 +25,7 @@ from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.extensions.servers.ps.member import Member
 from stratbench.extensions.servers.ps.scale import LossScale
-from stratbench.extensions.servers.ps.server import ServerConfig, serve
+from stratbench.extensions.servers.ps.server import ServerConfig, run_server
 from stratbench.extensions.servers.ps.snapshots import load_snapshot
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.extensions.servers.wire.frames import Frame
@@ -60,10 +60,10 @@ def batch(ticket: Ticket, dtype: torch.dtype = torch.float64) -> tuple[torch.Ten
 def serve_run(config: ServerConfig, secret: bytes) -> dict[str, Any]:
     """Run one server, of an elastic run where the config is of one."""
     if type(config) is ServerConfig:
-        return serve(config, secret)
+        return run_server(config, secret)
     from stratbench.extensions.elastic.servers.run import make_run
 
-    return serve(config, secret, make_run=make_run)
+    return run_server(config, secret, make_run=make_run)
 
 
 def config(folder: Path, **changed: Any) -> ServerConfig:
@@ -74,7 +74,7 @@ def config(folder: Path, **changed: Any) -> ServerConfig:
         workers=1,
         epochs=1,
         steps_per_epoch=4,
-        slices=1,
+        slices_per_step=1,
         policy="ps-async",
         hyper=ADAMW if refuses_sgd else HYPER,
         shard_bytes=256,
@@ -148,13 +148,13 @@ class Worked:
             try:
                 for _ in range(rehearsals):
                     self.flat.grads.fill_(1.0)
-                    self.channel.rehearse()
-                ticket = self.channel.first()
+                    self.channel.rehearse_exchange()
+                ticket = self.channel.wait_for_first_ticket()
                 while ticket is not None:
                     if isinstance(ticket, Evaluation):
                         load_snapshot(self.channel.snapshot_dir, ticket.epoch, PATIENCE_S)
                         self.evaluated.append(ticket.epoch)
-                        ticket = self.channel.score(figures_of(ticket.epoch))
+                        ticket = self.channel.send_evaluation(figures_of(ticket.epoch))
                         continue
                     self.tickets.append(ticket)
                     x, y = batch(ticket, dtype)
@@ -218,7 +218,7 @@ def single_run(plan_config: ServerConfig, dtype: torch.dtype = torch.float64) ->
     kind = torch.optim.AdamW if hyper.pop("optimizer", "sgd") == "adamw" else torch.optim.SGD
     optimizer = kind(model.parameters(), **hyper)
     c = plan_config
-    for number in range(c.epochs * c.steps_per_epoch * c.slices):
+    for number in range(c.epochs * c.steps_per_epoch * c.slices_per_step):
         x, y = batch(Ticket(number, 0, 0, 0), dtype)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -275,7 +275,7 @@ def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folde
                 n_servers=config.n_servers,
             )
             beats = note_heartbeats(channel)
-            ticket = channel.first()
+            ticket = channel.wait_for_first_ticket()
             begun = 0
             while ticket is not None:
                 note(ticket=ticket.number)

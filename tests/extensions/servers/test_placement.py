@@ -7,14 +7,14 @@ import pytest
 from launching import settings
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.servers.ps.store import Store
-from stratbench.extensions.servers.strategy import node_of_server
+from stratbench.extensions.servers.strategy import find_node_of_server
 from stratbench.extensions.servers.wire.shm import Layout
-from stratbench.strategies import REGISTRY, resolve_options, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class, resolve_options
 from stratbench.study.resources import build_job_request
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = b"s" * 32
-SERVED = [name for name in REGISTRY if strategy_class(name).kind == "server"]
+SERVED = [name for name in REGISTRY if get_strategy_class(name).kind == "server"]
 
 
 def placed(server_placement: str, workers: int, strategy: str = "ps-async", **given):
@@ -40,7 +40,7 @@ def test_every_server_strategy_can_have_a_server_beside_each_worker(strategy):
 )
 def test_the_node_of_each_server(server_placement, servers, workers, nodes, expected):
     s = placed(server_placement, workers, servers=servers)
-    assert [node_of_server(s, k, nodes) for k in range(s.options["servers"])] == expected
+    assert [find_node_of_server(s, k, nodes) for k in range(s.options["servers"])] == expected
 
 
 @pytest.mark.parametrize("n_servers", [1, 2, 3, 4, 8])
@@ -56,7 +56,7 @@ def test_servers_have_equal_parts(numel, n_servers):
 
 
 def test_servers_are_not_counted_by_hand_where_each_worker_has_one():
-    cls = strategy_class("ps-sync")
+    cls = get_strategy_class("ps-sync")
     options = cls.Options(server_placement="colocated").__dict__
     cls.check("ps-sync", options, 4, 8)
     with pytest.raises(ValueError, match="servers = 2 with server_placement = 'colocated'"):

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stratbench.extensions.servers.policies import asynchronous, averaging, ormo, preview
 from stratbench.extensions.servers.policies.policies import (
     POLICIES,
+    get_policy_class,
     make_policy,
     parse_options,
-    policy_class,
 )
 from stratbench.extensions.servers.policies.policy import Hyper, Outcome
 from stratbench.extensions.servers.ps.tickets import TicketPlan
@@ -296,7 +296,7 @@ OPTION_VALUES = {
 
 
 def options_for(name):
-    options = policy_class(name).Options
+    options = get_policy_class(name).Options
     values = OPTION_VALUES
     if name == "ps-preview":
         values = values | {"look_ahead": st.sampled_from([0.0, 1.0, 2.0])}
@@ -317,7 +317,7 @@ def test_policy_does_what_its_reference_does(name, data):
         moves = st.tuples(times, others, st.sampled_from(["leave", "join"]))
         changes = data.draw(st.lists(moves, max_size=6))
     run_lockstep(
-        policy_class(name),
+        get_policy_class(name),
         REFERENCES[name],
         hyper,
         options,
@@ -373,7 +373,7 @@ class KBatchCountsOneMore(averaging.KBatchPolicy):
 
 
 class StalenessLrOffByOne(asynchronous.StalenessLrPolicy):
-    def _weight(self, staleness):
+    def _compute_gradient_weight(self, staleness):
         return 1 / max(1, staleness)
 
 
@@ -664,7 +664,7 @@ MUTANTS = [
 )
 def test_a_wrong_policy_is_found_out(mutant, given_options, how):
     right = mutant.__base__
-    name = next(n for n in NAMES if policy_class(n) is right)
+    name = next(n for n in NAMES if get_policy_class(n) is right)
     options = parse_options(name, given_options)
     how = {"slowdown": (3.0,), **how}
     sgd = {key: how.pop(key) for key in ("nesterov", "weight_decay") if key in how}
@@ -1071,7 +1071,7 @@ def test_options_are_known_without_torch():
 
 def test_every_policy_has_options_with_help_and_a_valid_default():
     for name in NAMES:
-        options_class = policy_class(name).Options
+        options_class = get_policy_class(name).Options
         for spec in fields(options_class):
             assert spec.metadata["help"]
             assert parse_options(name, {spec.name: spec.default}) == options_class()

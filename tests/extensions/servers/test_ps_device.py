@@ -97,19 +97,19 @@ def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: 
     )
     before = flat.weights.clone()
     if armed:
-        channel.arm()
-    channel.rehearse()
+        channel.send_during_backward()
+    channel.rehearse_exchange()
     assert torch.equal(flat.weights, before)
-    ticket = channel.first()
+    ticket = channel.wait_for_first_ticket()
     while ticket is not None:
         hit = overflow(ticket)
         x, y = batch(ticket)
         flat.zero_grads()
         loss = F.cross_entropy(model(x), y) * (scale.value if scale else 1)
         if weight:
-            channel.weigh(torch.tensor(weight(ticket), dtype=torch.float64))
+            channel.set_push_weight(torch.tensor(weight(ticket), dtype=torch.float64))
         if armed:
-            channel.arm()
+            channel.send_during_backward()
         loss.backward()
         if armed:
             staging = channel._staging
@@ -123,7 +123,7 @@ def served(folder):
     """A model in the state of the server's last snapshot."""
     _, weights, buffers = load_snapshot(folder, 0, wait_s=300)
     model = small_model()
-    FlatSpace(model).load(weights, buffers)
+    FlatSpace(model).load_tensors(weights, buffers)
     return {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
 
 
@@ -226,7 +226,7 @@ def test_a_device_that_refuses_a_copy_ends_the_run(tmp_path, monkeypatch):
     server = Served(plan, SECRET)
     channel = Channel.connect(plan.rendezvous, 0, FlatSpace(small_model()), SECRET, "tcp")
     with pytest.raises(RuntimeError, match="out of order"):
-        channel.first()
+        channel.wait_for_first_ticket()
     channel.close()
     assert server.result()["status"] == "lost"
 
@@ -266,7 +266,7 @@ def test_an_overflow_in_one_bucket_changes_no_shard(tmp_path, transport, n_serve
 def test_only_the_worker_that_overflowed_is_left_out(tmp_path, transport):
     """Two workers under ps-sync: a step is made of the other one's gradient."""
     plan = config(
-        tmp_path, policy="ps-sync", workers=2, slices=2, steps_per_epoch=4,
+        tmp_path, policy="ps-sync", workers=2, slices_per_step=2, steps_per_epoch=4,
         hyper={"lr": 0.1}, snapshot_dir=str(tmp_path),
     )  # fmt: skip
     server = Served(plan, SECRET)
@@ -350,8 +350,8 @@ def test_a_server_lost_during_backward_is_raised_by_the_push(tmp_path):
     server = Served(plan, SECRET)
     flat = FlatSpace(small_model())
     channel = Channel.connect(plan.rendezvous, 0, flat, SECRET, "tcp")
-    channel.first()
-    channel.arm()
+    channel.wait_for_first_ticket()
+    channel.send_during_backward()
     channel._links[0].connection.close()
     with pytest.raises(ServerLost):
         channel.push_pull()

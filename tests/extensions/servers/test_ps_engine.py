@@ -70,7 +70,7 @@ def floats(model):
 def from_snapshot(folder, epoch, dtype=torch.float64):
     model = small_model(dtype)
     _, weights, buffers = load_snapshot(folder, epoch, wait_s=300)
-    FlatSpace(model).load(weights, buffers)
+    FlatSpace(model).load_tensors(weights, buffers)
     return model
 
 
@@ -117,7 +117,7 @@ def test_workers_begin_to_join_at_different_servers_and_go_round(tmp_path, monke
         return join(channel, rendezvous, server, *rest)
 
     monkeypatch.setattr(Channel, "_join", noted)
-    plan = config(tmp_path, workers=4, slices=4, n_servers=3)
+    plan = config(tmp_path, workers=4, slices_per_step=4, n_servers=3)
     _, workers = run_all(plan)
     assert doors == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1], 3: [0, 1, 2]}
     for worker in workers:  # whatever the order, the rest of the code finds server k in place k
@@ -147,14 +147,14 @@ def averaged_by_hand(plan):
 
     Returns the model with the replicas' mean buffers.
     """
-    replicas = [small_model() for _ in range(plan.slices)]
+    replicas = [small_model() for _ in range(plan.slices_per_step)]
     leader = replicas[0]
     optimizer = torch.optim.SGD(leader.parameters(), **plan.hyper)
-    tickets = TicketPlan(plan.epochs, plan.steps_per_epoch, plan.slices)
+    tickets = TicketPlan(plan.epochs, plan.steps_per_epoch, plan.slices_per_step)
     for step in range(plan.epochs * plan.steps_per_epoch):
         for slice_, replica in enumerate(replicas):
             replica.zero_grad()
-            x, y = batch(tickets.ticket(step * plan.slices + slice_))
+            x, y = batch(tickets.get_ticket(step * plan.slices_per_step + slice_))
             F.cross_entropy(replica(x), y).backward()
         for parameters in zip(*(r.parameters() for r in replicas), strict=True):
             parameters[0].grad = sum(p.grad for p in parameters) / len(parameters)
@@ -165,7 +165,7 @@ def averaged_by_hand(plan):
     result = copy.deepcopy(leader)
     for buffers in zip(result.buffers(), *(r.buffers() for r in replicas), strict=True):
         if buffers[0].is_floating_point():
-            buffers[0].copy_(sum(buffers[1:]) / plan.slices)
+            buffers[0].copy_(sum(buffers[1:]) / plan.slices_per_step)
     return result
 
 
@@ -176,7 +176,7 @@ def test_sync_is_sgd_on_the_mean_gradient(tmp_path, workers, transport):
         tmp_path,
         policy="ps-sync",
         workers=workers,
-        slices=workers,
+        slices_per_step=workers,
         steps_per_epoch=20,
         snapshot_dir=str(tmp_path),
     )
@@ -199,7 +199,7 @@ def test_transports_agree_bit_for_bit_alone_and_mixed(tmp_path):
             folder,
             policy="ps-sync",
             workers=3,
-            slices=3,
+            slices_per_step=3,
             steps_per_epoch=10,
             snapshot_dir=str(folder / "snapshots"),
         )
@@ -219,13 +219,18 @@ def test_transports_agree_bit_for_bit_alone_and_mixed(tmp_path):
 def test_every_policy_settles_every_ticket_once(tmp_path, policy, n_servers):
     """Ten tickets for three workers: at the end some are idle while others still work."""
     plan = config(
-        tmp_path, policy=policy, workers=3, steps_per_epoch=5, slices=2, n_servers=n_servers
+        tmp_path,
+        policy=policy,
+        workers=3,
+        steps_per_epoch=5,
+        slices_per_step=2,
+        n_servers=n_servers,
     )
     if policy == "ps-sync":
-        plan = replace(plan, slices=3)
+        plan = replace(plan, slices_per_step=3)
     stats, workers = run_all(plan)
     numbers = sorted(t.number for w in workers for t in w.tickets)
-    assert numbers == list(range(5 * plan.slices))
+    assert numbers == list(range(5 * plan.slices_per_step))
     assert stats["tickets_settled"] == len(numbers)
     n_shards = len(stats["updates"])
     assert sum(stats["staleness_all_shards"]) + sum(stats["dropped"]) == len(numbers) * n_shards
@@ -273,7 +278,7 @@ def test_a_skipped_step_settles_its_ticket_and_moves_nothing(tmp_path, transport
 
 
 def test_a_skip_counts_in_a_barrier(tmp_path):
-    plan = config(tmp_path, policy="ps-sync", workers=2, slices=2, steps_per_epoch=5)
+    plan = config(tmp_path, policy="ps-sync", workers=2, slices_per_step=2, steps_per_epoch=5)
 
     def skips(worker, ticket, channel):
         return 0 if worker == 0 and ticket.step in (1, 3) else None
@@ -293,7 +298,13 @@ def test_a_skip_counts_in_a_barrier(tmp_path):
 def test_a_ticket_counts_once_where_its_worker_died_after_some_verdicts(tmp_path, policy, told):
     """All shards have left; of the two servers, those in `told` have heard that they count."""
     plan = config(
-        tmp_path, policy=policy, workers=3, slices=3, steps_per_epoch=6, n_servers=2, epochs=2
+        tmp_path,
+        policy=policy,
+        workers=3,
+        slices_per_step=3,
+        steps_per_epoch=6,
+        n_servers=2,
+        epochs=2,
     )
 
     def dies(worker, ticket, channel):
@@ -365,11 +376,11 @@ def test_a_rehearsal_sends_what_a_step_sends_and_leaves_no_trace(
 @pytest.mark.parametrize("policy", ["ps-sync", "ps-async"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_worker_that_dies_in_its_warm_up_holds_nobody_up(tmp_path, transport, policy):
-    plan = config(tmp_path, policy=policy, workers=2, slices=2, snapshot_dir=str(tmp_path))
+    plan = config(tmp_path, policy=policy, workers=2, slices_per_step=2, snapshot_dir=str(tmp_path))
     server = Served(plan, SECRET)
     flat = FlatSpace(small_model())
     dying = Channel.connect(plan.rendezvous, 1, flat, SECRET, transport)
-    dying.rehearse()
+    dying.rehearse_exchange()
     other = Worked(plan, SECRET, 0, transport, rehearsals=200)
     until(lambda: hasattr(other, "channel"))
     dying._push_shards(0, 1)  # it is in the middle of a push
@@ -386,11 +397,11 @@ def test_a_worker_that_dies_in_its_warm_up_holds_nobody_up(tmp_path, transport, 
 
 def test_who_comes_when_the_run_has_failed_is_told_why(tmp_path):
     run = ServerRun(config(tmp_path, policy="ps-sync", workers=2), SECRET, make_policy)
-    run._fail("step 0: worker 1 was lost")
+    run._fail_run("step 0: worker 1 was lost")
     hello = {"worker": 0, "wire": "native", "scaled": False, "start": ""}
     hello["layout"] = asdict(FlatSpace(small_model()).layout)
     with pytest.raises(ProtocolError, match="worker 1 was lost"):
-        run.enter(None, hello, b"", "tcp")
+        run.admit_connection(None, hello, b"", "tcp")
 
 
 # --- what is measured and kept ---------------------------------------------------------------------
@@ -464,21 +475,21 @@ def test_held_pushes_are_in_the_last_snapshot(tmp_path):
 
 
 def test_a_last_step_with_fewer_batches_than_workers_is_made(tmp_path):
-    plan = config(tmp_path, policy="ps-sync", workers=3, slices=2, steps_per_epoch=4)
+    plan = config(tmp_path, policy="ps-sync", workers=3, slices_per_step=2, steps_per_epoch=4)
     stats, _ = run_all(plan)
     assert set(stats["updates"]) == {3}  # of 3, 3 and 2 batches
 
 
 def test_a_quick_worker_cannot_take_two_batches_of_a_synchronous_step(tmp_path, monkeypatch):
     """Worker 1's last shard lets the others go on while the server has not yet noted its ticket."""
-    complete = ServerRun._complete
+    complete = ServerRun._complete_ticket
 
     def slowly(run, member):
         time.sleep(0.03 * (member.worker == 1))
         complete(run, member)
 
-    monkeypatch.setattr(ServerRun, "_complete", slowly)
-    plan = config(tmp_path, policy="ps-sync", workers=3, slices=3, steps_per_epoch=8)
+    monkeypatch.setattr(ServerRun, "_complete_ticket", slowly)
+    plan = config(tmp_path, policy="ps-sync", workers=3, slices_per_step=3, steps_per_epoch=8)
     _, workers = run_all(plan)
     for number, worker in enumerate(workers):
         assert [(t.step, t.slice) for t in worker.tickets] == [(step, number) for step in range(8)]
@@ -486,7 +497,7 @@ def test_a_quick_worker_cannot_take_two_batches_of_a_synchronous_step(tmp_path, 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_statistics_are_plain_and_add_up(tmp_path, transport):
-    plan = config(tmp_path, workers=2, steps_per_epoch=6, slices=2)
+    plan = config(tmp_path, workers=2, steps_per_epoch=6, slices_per_step=2)
     begun = time.perf_counter()
     stats, workers = run_all(plan, transport=transport)
     elapsed_s = time.perf_counter() - begun
@@ -506,7 +517,7 @@ def test_statistics_are_plain_and_add_up(tmp_path, transport):
 
 def test_a_worker_that_leaves_while_the_server_still_sends_was_not_lost(tmp_path, monkeypatch):
     """A heartbeat behind DONE meets a closed connection; the worker's BYE is still to be read."""
-    tell, send, last = Member.tell, Connection.send, Frame(Kind.HEARTBEAT)
+    tell, send, last = Member.queue_frame, Connection.send, Frame(Kind.HEARTBEAT)
 
     def tell_more(member, frame, payload=b""):
         tell(member, frame, payload)
@@ -518,9 +529,9 @@ def test_a_worker_that_leaves_while_the_server_still_sends_was_not_lost(tmp_path
             raise Closed("could not send: Broken pipe")
         send(connection, frame, payload)
 
-    monkeypatch.setattr(Member, "tell", tell_more)
+    monkeypatch.setattr(Member, "queue_frame", tell_more)
     monkeypatch.setattr(Connection, "send", fail_at_the_last)
-    stats, _ = run_all(config(tmp_path, workers=2, slices=2))
+    stats, _ = run_all(config(tmp_path, workers=2, slices_per_step=2))
     assert (stats["status"], stats["refused"], stats["lost"]) == ("ok", 0, [])
     assert all(row["wait_s"] is not None for row in stats["workers"])
 
@@ -563,7 +574,7 @@ def test_a_server_gives_nobody_up_for_a_pause_that_it_shared(tmp_path, now, monk
     run._members[0], _ = a_member()
     run._started = True
     given_up, looks_s = [], iter(LOOKS_S)
-    monkeypatch.setattr(run, "_lose", lambda member, reason: given_up.append(now.s))
+    monkeypatch.setattr(run, "_lose_member", lambda member, reason: given_up.append(now.s))
 
     def wait(seconds: float) -> bool:
         step_s = next(looks_s, None)
@@ -571,7 +582,7 @@ def test_a_server_gives_nobody_up_for_a_pause_that_it_shared(tmp_path, now, monk
         return step_s is None
 
     monkeypatch.setattr(run.over, "wait", wait)
-    run.watch()
+    run.watch_members()
     assert run.error is None
     assert given_up == [9 + 3600 + 11, 9 + 3600 + 12]
 
@@ -593,7 +604,7 @@ def test_the_clock_starts_with_the_first_ticket_not_with_the_first_worker(tmp_pa
     passed_s, real = [0.0], time.perf_counter
     clock = SimpleNamespace(perf_counter=lambda: real() + passed_s[0], monotonic=time.monotonic)
     monkeypatch.setattr(run_module, "time", clock)
-    plan = config(tmp_path, workers=2, slices=2, steps_per_epoch=2)
+    plan = config(tmp_path, workers=2, slices_per_step=2, steps_per_epoch=2)
     server = Served(plan, b"s" * 32)
     first = Worked(plan, b"s" * 32, 0)
     assert first.asked.wait(PATIENCE_S)
@@ -696,24 +707,24 @@ def test_a_failed_push_waits_until_what_the_server_said_is_read():
     channel, link = Channel(None, 0, "native", None), link_over(connection)
     channel._links.append(link)
     channel._told.set()
-    link.receiver = channel._start_thread(channel._receive, link)
+    link.receiver = channel._start_thread(channel._receive_frames, link)
     with pytest.raises(RunEnded, match="full"):
-        channel._send(link, Frame(Kind.PUSH))
+        channel._send_frame(link, Frame(Kind.PUSH))
 
 
 # --- finding each other --------------------------------------------------------------------------
 
 
 def test_the_server_listens_on_loopback_alone_unless_told_otherwise(tmp_path):
-    listeners = Listeners(config(tmp_path).bind)
+    listeners = Listeners(config(tmp_path).bind_address)
     assert listeners.tcp.getsockname()[0] == "127.0.0.1"
     listeners.publish(tmp_path / "r", 2)
     endpoint = json.loads((tmp_path / "r.2").read_text())
     assert (endpoint["host"], endpoint["port"]) == listeners.tcp.getsockname()
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
     listeners.close()
-    with pytest.raises(ValueError, match="needs `advertise`"):
-        config(tmp_path, bind="0.0.0.0")
+    with pytest.raises(ValueError, match="needs `advertised_address`"):
+        config(tmp_path, bind_address="0.0.0.0")
 
 
 def test_a_missing_server_is_named(tmp_path):

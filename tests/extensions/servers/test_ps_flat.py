@@ -12,8 +12,8 @@ from ps_harness import small_model
 from torch import nn
 
 from stratbench.extensions.servers.ps.device import Countdown, group_shards
-from stratbench.extensions.servers.ps.flat import FlatSpace, cut
-from stratbench.extensions.servers.wire.shm import allocate_flat_tensors, attach
+from stratbench.extensions.servers.ps.flat import FlatSpace, cut_into_shards
+from stratbench.extensions.servers.wire.shm import allocate_flat_tensors, attach_flat_tensors
 from stratbench.workload.flat import ALIGN_BYTES
 
 
@@ -39,7 +39,7 @@ def test_a_model_trains_in_flat_tensors_as_it_does_outside(shared, memory_format
     for name, tensor in plain.state_dict().items():
         assert torch.equal(homed.state_dict()[name], tensor), name
         assert homed.state_dict()[name].stride() == tensor.stride()
-    flat.check()
+    flat.check_gradient_views()
     mine = {p.untyped_storage().data_ptr() for p in homed.parameters()}
     assert mine == {flat.weights.untyped_storage().data_ptr()}
 
@@ -85,10 +85,10 @@ def test_loading_a_state_dict_keeps_the_views():
 def test_zero_grad_that_drops_the_views_is_noticed():
     model = small_model()
     flat = FlatSpace(model)
-    flat.check()
+    flat.check_gradient_views()
     model.zero_grad()
     with pytest.raises(RuntimeError, match=r"use FlatSpace.zero_grads\(\)"):
-        flat.check()
+        flat.check_gradient_views()
 
 
 def test_models_of_mixed_dtypes_and_of_no_parameters_are_refused():
@@ -113,8 +113,8 @@ def test_layouts_tell_models_apart():
 
 
 def test_shards_cover_a_flat_tensor():
-    assert cut(10, 4) == [(0, 4), (4, 8), (8, 10)]
-    assert cut(8, 8) == [(0, 8)]
+    assert cut_into_shards(10, 4) == [(0, 4), (4, 8), (8, 10)]
+    assert cut_into_shards(8, 8) == [(0, 8)]
 
 
 # --- memory a server maps --------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_shards_cover_a_flat_tensor():
 
 def test_a_mapped_space_is_the_same_memory():
     flat = FlatSpace(small_model())
-    mapped = attach(os.dup(flat.host.descriptor), flat.layout)
+    mapped = attach_flat_tensors(os.dup(flat.host.shared_memory_descriptor), flat.layout)
     flat.grads.fill_(3.0)
     mapped.weights.fill_(7.0)
     mapped.buffers.fill_(5.0)
@@ -134,7 +134,7 @@ def test_a_mapped_space_is_the_same_memory():
 def test_a_worker_cannot_shrink_memory_that_a_server_has_mapped():
     host = allocate_flat_tensors(FlatSpace(small_model()).layout, shared=True)
     with pytest.raises(PermissionError):
-        os.ftruncate(host.descriptor, 0)
+        os.ftruncate(host.shared_memory_descriptor, 0)
 
 
 def test_memory_that_could_shrink_or_has_another_size_is_refused():
@@ -147,10 +147,10 @@ def test_memory_that_could_shrink_or_has_another_size_is_refused():
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         with pytest.raises(ValueError, match=reason):
-            attach(descriptor, layout)
+            attach_flat_tensors(descriptor, layout)
     read_end, _ = os.pipe()
     with pytest.raises(ValueError, match="not sealed"):
-        attach(read_end, layout)
+        attach_flat_tensors(read_end, layout)
 
 
 # --- which gradients may leave during backward -----------------------------------------------------
@@ -160,12 +160,12 @@ def test_a_bucket_is_complete_with_the_last_gradient_that_touches_it():
     countdown = Countdown(spans=[(0, 10), (10, 30), (30, 32)], edges=[(0, 16), (16, 31), (31, 32)])
     for _ in range(2):
         countdown.reset()
-        assert countdown.final(2) == [2]
-        assert countdown.final(0) == []
-        assert countdown.final(1) == [0, 1]
+        assert countdown.mark_final(2) == [2]
+        assert countdown.mark_final(0) == []
+        assert countdown.mark_final(1) == [0, 1]
 
 
 def test_buckets_are_runs_of_whole_shards():
-    megabyte_shards = cut((40 << 20) // 4, (1 << 20) // 4)
+    megabyte_shards = cut_into_shards((40 << 20) // 4, (1 << 20) // 4)
     assert group_shards(megabyte_shards, 4) == [(0, 16), (16, 32), (32, 40)]
     assert group_shards([(0, 5)], 4) == [(0, 1)]

@@ -27,7 +27,9 @@ def begun(run: Processes, workers: range) -> set[int]:
 def test_async_goes_on_without_a_killed_worker_and_counts_every_ticket_once(tmp_path, transport):
     other = Habits(transport, 0.02, lets_begin=(1, 4))
     habits = [other, Habits(transport, 0.02, stays_at=3), other]
-    with Processes(tmp_path, config(tmp_path, steps_per_epoch=20, slices=3), habits) as run:
+    with Processes(
+        tmp_path, config(tmp_path, steps_per_epoch=20, slices_per_step=3), habits
+    ) as run:
         run.wait_for_tickets(1, 4)
         os.kill(run.workers[1].pid, signal.SIGKILL)
         assert [run.end(w)["end"] for w in (0, 2)] == ["done", "done"]
@@ -47,7 +49,7 @@ def test_a_ticket_whose_holder_died_half_way_through_its_push_counts_once(
     tmp_path, transport, n_servers
 ):
     habits = [Habits(transport, 0.02, lets_begin=(1, 4)), Habits(transport, 0.02, dies_at=3)]
-    plan = config(tmp_path, steps_per_epoch=15, slices=2, n_servers=n_servers)
+    plan = config(tmp_path, steps_per_epoch=15, slices_per_step=2, n_servers=n_servers)
     with Processes(tmp_path, plan, habits) as run:
         assert run.end(0)["end"] == "done"
         stats = run.statistics()
@@ -63,7 +65,7 @@ def test_a_ticket_whose_holder_died_half_way_through_its_push_counts_once(
 
 def test_the_last_ticket_of_a_killed_worker_is_handed_to_one_that_was_idle(tmp_path):
     habits = [SLOWLY, Habits(stays_at=0)]
-    with Processes(tmp_path, config(tmp_path, steps_per_epoch=4, slices=1), habits) as run:
+    with Processes(tmp_path, config(tmp_path, steps_per_epoch=4, slices_per_step=1), habits) as run:
         run.wait_for_tickets(1, 1)
         run.wait_for_tickets(0, 3)  # all others: worker 0 waits now, or soon
         time.sleep(0.3)
@@ -79,7 +81,7 @@ def test_the_last_ticket_of_a_killed_worker_is_handed_to_one_that_was_idle(tmp_p
 @pytest.mark.parametrize("n_servers", [1, 2])
 def test_sync_ends_for_all_at_a_kill_and_says_who_was_lost(tmp_path, n_servers):
     plan = config(
-        tmp_path, steps_per_epoch=ENDLESS, slices=3, policy="ps-sync", n_servers=n_servers
+        tmp_path, steps_per_epoch=ENDLESS, slices_per_step=3, policy="ps-sync", n_servers=n_servers
     )
     with Processes(tmp_path, plan, [SLOWLY] * 3) as run:
         run.wait_for_tickets(1, 5)
@@ -99,7 +101,7 @@ def test_sync_ends_for_all_at_a_kill_and_says_who_was_lost(tmp_path, n_servers):
 
 
 def test_a_stopped_worker_is_given_up_at_its_deadline_and_cannot_come_back(tmp_path):
-    plan = config(tmp_path, steps_per_epoch=100, slices=2)
+    plan = config(tmp_path, steps_per_epoch=100, slices_per_step=2)
     habits = [Habits(step_s=0.02, lets_begin=(1, 4)), Habits(stays_at=3)]
     with Processes(tmp_path, plan, habits) as run:
         run.wait_for_tickets(1, 4)
@@ -122,14 +124,18 @@ def test_a_stopped_worker_is_given_up_at_its_deadline_and_cannot_come_back(tmp_p
 @pytest.mark.parametrize("spin", [False, True])
 def test_a_worker_that_computes_for_long_still_sends_heartbeats(tmp_path, spin):
     slow = Habits(beats=3, spin=spin)
-    with Processes(tmp_path, config(tmp_path, steps_per_epoch=1, slices=2), [SLOWLY, slow]) as run:
+    with Processes(
+        tmp_path, config(tmp_path, steps_per_epoch=1, slices_per_step=2), [SLOWLY, slow]
+    ) as run:
         assert [run.end(w)["end"] for w in (0, 1)] == ["done", "done"]
         assert run.statistics()["lost"] == []
 
 
 def test_a_worker_whose_interpreter_lock_is_held_for_half_a_minute_is_not_given_up(tmp_path):
     """No heartbeat leaves it meanwhile. The deadline is the product's; the server's clock is put on."""
-    plan = config(tmp_path, steps_per_epoch=4, slices=1, heartbeat_deadline_s=HEARTBEAT_DEADLINE_S)
+    plan = config(
+        tmp_path, steps_per_epoch=4, slices_per_step=1, heartbeat_deadline_s=HEARTBEAT_DEADLINE_S
+    )
     gate, silent = tmp_path / f"{GATE}1", tmp_path / f"{SILENT}1"
     os.mkfifo(gate)
     with Processes(tmp_path, plan, [Habits(lets_begin=(1, 1)), Habits(holds_lock=True)]) as run:
@@ -146,7 +152,9 @@ def test_a_worker_whose_interpreter_lock_is_held_for_half_a_minute_is_not_given_
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_all_workers_end_when_their_server_is_killed(tmp_path, transport):
     habits = [Habits(transport, 0.02), Habits(transport, 3.0)]
-    with Processes(tmp_path, config(tmp_path, steps_per_epoch=ENDLESS, slices=2), habits) as run:
+    with Processes(
+        tmp_path, config(tmp_path, steps_per_epoch=ENDLESS, slices_per_step=2), habits
+    ) as run:
         run.wait_for_tickets(0, 3)
         run.wait_for_tickets(1, 1)
         os.kill(run.servers[0].pid, signal.SIGKILL)
@@ -157,7 +165,7 @@ def test_all_workers_end_when_their_server_is_killed(tmp_path, transport):
 
 
 def test_a_stopped_server_is_noticed_at_the_deadline(tmp_path):
-    plan = config(tmp_path, steps_per_epoch=ENDLESS, slices=2)
+    plan = config(tmp_path, steps_per_epoch=ENDLESS, slices_per_step=2)
     with Processes(tmp_path, plan, [Habits(stays_at=2)] * 2) as run:
         for worker in (0, 1):
             run.wait_for_tickets(worker, 3)
@@ -170,7 +178,7 @@ def test_a_stopped_server_is_noticed_at_the_deadline(tmp_path):
 
 
 def test_a_run_in_which_all_workers_are_killed_ends(tmp_path):
-    plan = config(tmp_path, steps_per_epoch=ENDLESS, slices=2)
+    plan = config(tmp_path, steps_per_epoch=ENDLESS, slices_per_step=2)
     with Processes(tmp_path, plan, [SLOWLY] * 2) as run:
         for worker in (0, 1):
             run.wait_for_tickets(worker, 2)

@@ -46,7 +46,7 @@ from stratbench.extensions.servers.wire.handshake import (
 from stratbench.extensions.servers.wire.transport import (
     Connection,
     connect_to_server,
-    rendezvous_file,
+    get_rendezvous_path,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -75,7 +75,7 @@ class Paused:
         self._reached, self._go = threading.Event(), threading.Event()
         self.worker = Worked(self.config, SECRET, before_push=self._pause, transport="tcp")
         assert self._reached.wait(PATIENCE_S)
-        endpoint = json.loads(rendezvous_file(self.config.rendezvous, 0).read_text())
+        endpoint = json.loads(get_rendezvous_path(self.config.rendezvous, 0).read_text())
         self.address = (endpoint["host"], endpoint["port"])
         self.local = "\0" + endpoint["local"]
 
@@ -138,10 +138,10 @@ def answer_of(sock):
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4,
         b"PS" + os.urandom(200),
         b"",
-        Header(b"\0" * 32).pack(Frame(Kind.HELLO, length=1 << 40)) + b"x" * 100,
-        Header(b"\0" * 32).pack(Frame(Kind.HELLO, length=100)) + b"x" * 50,
-        Header(b"\0" * 32).pack(Frame(Kind.HELLO, length=200)) + b"x" * 200,
-        Header(b"\0" * 32).pack(Frame(Kind.PUSH, length=200)) + b"x" * 200,
+        Header(b"\0" * 32).pack_frame(Frame(Kind.HELLO, length=1 << 40)) + b"x" * 100,
+        Header(b"\0" * 32).pack_frame(Frame(Kind.HELLO, length=100)) + b"x" * 50,
+        Header(b"\0" * 32).pack_frame(Frame(Kind.HELLO, length=200)) + b"x" * 200,
+        Header(b"\0" * 32).pack_frame(Frame(Kind.PUSH, length=200)) + b"x" * 200,
     ],
     ids=[
         "random",
@@ -184,7 +184,7 @@ def join_late(folder, before_join):
     """A run of one worker, which joins when `before_join(address)` has done its worst; statistics."""
     plan = config(folder)
     server = Served(plan, SECRET)
-    file = rendezvous_file(plan.rendezvous, 0)
+    file = get_rendezvous_path(plan.rendezvous, 0)
     while not file.exists():
         time.sleep(0.01)
     endpoint = json.loads(file.read_text())
@@ -194,7 +194,7 @@ def join_late(folder, before_join):
     assert stats["status"] == "ok"
     del held
     for thread in threading.enumerate():  # strangers still here would log into the next test
-        if "_attend" in thread.name:
+        if "_handle_connection" in thread.name:
             thread.join(PATIENCE_S)
     return stats
 
@@ -251,7 +251,7 @@ def test_a_worker_comes_again_when_the_server_could_not_start_a_thread(tmp_path)
     start, failed = threading.Thread.start, []
 
     def sometimes(thread):
-        if getattr(thread._target, "__name__", "") == "_attend" and len(failed) < 2:
+        if getattr(thread._target, "__name__", "") == "_handle_connection" and len(failed) < 2:
             failed.append(thread)
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -310,7 +310,7 @@ def test_a_worker_does_not_join_a_server_that_does_not_know_the_secret(tmp_path)
         connection = Connection(listener.accept()[0])
         connection.use_keys(b"\0" * 32, b"\0" * 32, 4096)
         connection.send(Frame(Kind.CHALLENGE), b"n" * 32)
-        connection.discard(connection.receive().length)
+        connection.discard_payload(connection.receive().length)
         connection.send(Frame(Kind.WELCOME), b"m" * 32 + b'{"limit_bytes": 4096}')
 
     threading.Thread(target=pretend, daemon=True).start()
@@ -359,7 +359,7 @@ def test_a_worker_with_another_model_is_refused(tmp_path, monkeypatch):
     passed_s, real = [0.0], time.monotonic
     clock = SimpleNamespace(monotonic=lambda: real() + passed_s[0], perf_counter=time.perf_counter)
     monkeypatch.setattr(run_module, "time", clock)
-    plan = config(tmp_path, workers=2, slices=2)
+    plan = config(tmp_path, workers=2, slices_per_step=2)
     server = Served(plan, SECRET)
     first = Worked(plan, SECRET, 0)
     assert first.asked.wait(PATIENCE_S)
@@ -380,12 +380,12 @@ class Recorder:
 
     def __init__(self, plan, folder, meddle=lambda seen, frame: [frame]):
         self.from_worker = []
-        endpoint = json.loads(rendezvous_file(plan.rendezvous, 0).read_text())
+        endpoint = json.loads(get_rendezvous_path(plan.rendezvous, 0).read_text())
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._address = (endpoint["host"], endpoint["port"])
         endpoint |= {"port": self._listener.getsockname()[1], "local": ""}
         self.rendezvous = folder / "between"
-        rendezvous_file(self.rendezvous, 0).write_text(json.dumps(endpoint))
+        get_rendezvous_path(self.rendezvous, 0).write_text(json.dumps(endpoint))
         self._meddle = meddle
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -420,7 +420,7 @@ def kind_of(frame):
 def start_through(folder, meddle, **changed):
     plan = config(folder, **changed)
     server = Served(plan, SECRET)
-    while not rendezvous_file(plan.rendezvous, 0).exists():
+    while not get_rendezvous_path(plan.rendezvous, 0).exists():
         time.sleep(0.01)
     recorder = Recorder(plan, folder, meddle)
     return (
@@ -474,10 +474,10 @@ def test_a_broken_stream_loses_that_worker_only(tmp_path, meddle):
             meddle
         ]
 
-    plan = config(tmp_path, workers=2, slices=2, steps_per_epoch=10)
+    plan = config(tmp_path, workers=2, slices_per_step=2, steps_per_epoch=10)
     server = Served(plan, SECRET)
     other = Worked(plan, SECRET, 1)
-    while not rendezvous_file(plan.rendezvous, 0).exists():
+    while not get_rendezvous_path(plan.rendezvous, 0).exists():
         time.sleep(0.01)
     recorder = Recorder(plan, tmp_path, garble)
     broken = Worked(replace(plan, rendezvous=str(recorder.rendezvous)), SECRET, 0, "tcp")
@@ -505,18 +505,18 @@ class Insider:
     def until(self, kind):
         """The next frame of that kind; its payload is still to be read."""
         while (frame := self.connection.receive()).kind is not kind:
-            self.connection.discard(frame.length)
+            self.connection.discard_payload(frame.length)
         return frame
 
     def ticket(self):
         """Number of the ticket it is handed."""
         frame = self.until(Kind.TICKET)
-        self.connection.discard(frame.length)
+        self.connection.discard_payload(frame.length)
         return frame.ticket
 
     def reason(self):
         """Why the server has let it go."""
-        return self.connection.read(self.until(Kind.ERR).length).decode()
+        return self.connection.read_payload(self.until(Kind.ERR).length).decode()
 
 
 @pytest.mark.parametrize(
@@ -553,7 +553,7 @@ class Insider:
     ],
 )
 def test_what_a_worker_may_not_send_loses_that_worker_only(tmp_path, frame, payload, reason):
-    plan = config(tmp_path, workers=2, slices=2)
+    plan = config(tmp_path, workers=2, slices_per_step=2)
     server = Served(plan, SECRET)
     other = Worked(plan, SECRET, 0)
     assert other.asked.wait(PATIENCE_S)  # for the initial weights: the insider has none
@@ -573,7 +573,7 @@ def test_what_a_worker_may_not_send_loses_that_worker_only(tmp_path, frame, payl
 
 
 def test_a_shard_pushed_twice_for_one_ticket_is_refused(tmp_path):
-    plan = config(tmp_path, workers=2, slices=2)
+    plan = config(tmp_path, workers=2, slices_per_step=2)
     server = Served(plan, SECRET)
     other = Worked(plan, SECRET, 0)
     assert other.asked.wait(PATIENCE_S)  # for the initial weights: the insider has none
@@ -600,14 +600,14 @@ def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(
     monkeypatch.setattr(Member, "compute_silence_s", long)
     plan = config(tmp_path, workers=2, shard_bytes=1 << 20)
     server = Served(plan, SECRET)
-    while not rendezvous_file(plan.rendezvous, 0).exists():
+    while not get_rendezvous_path(plan.rendezvous, 0).exists():
         time.sleep(0.01)
     insider = Insider(plan, 0)
     insider.until(Kind.INIT)
     layout = FlatSpace(small_model()).layout
     connection, n_bytes = insider.connection, layout.weight_bytes
     connection.send(Frame(Kind.INIT, BUFFERS), bytes(layout.buffer_bytes))
-    head = connection._out.pack(Frame(Kind.INIT, 0, 1, length=n_bytes))
+    head = connection._out.pack_frame(Frame(Kind.INIT, 0, 1, length=n_bytes))
     connection.sock.sendall(head + bytes(n_bytes // 2))
     half_way.set()
     reached, go = threading.Event(), threading.Event()
@@ -637,21 +637,21 @@ def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(
 @settings(max_examples=300)
 def test_no_random_header_is_accepted(head):
     with pytest.raises(ProtocolError, match="malformed"):
-        Header(KEY).unpack(head, 1 << 20)
+        Header(KEY).unpack_frame(head, 1 << 20)
 
 
 def test_a_header_is_good_once_in_order_and_on_its_own_connection():
     sender, receiver = Header(KEY), Header(KEY)
-    heads = [sender.pack(Frame(Kind.PUSH, n, 1, 5, 2, 100)) for n in range(3)]
-    assert receiver.unpack(heads[0], 100) == (Frame(Kind.PUSH, 0, 1, 5, 2, 100), False)
-    assert receiver.unpack(heads[0], 100)[1] is True  # a replay
+    heads = [sender.pack_frame(Frame(Kind.PUSH, n, 1, 5, 2, 100)) for n in range(3)]
+    assert receiver.unpack_frame(heads[0], 100) == (Frame(Kind.PUSH, 0, 1, 5, 2, 100), False)
+    assert receiver.unpack_frame(heads[0], 100)[1] is True  # a replay
     with pytest.raises(ProtocolError, match="number 2, expected 1"):
-        receiver.unpack(heads[2], 100)
+        receiver.unpack_frame(heads[2], 100)
     with pytest.raises(ProtocolError, match="oversized frame: 100 bytes, at most 99"):
-        receiver.unpack(heads[1], 99)
-    assert receiver.unpack(heads[1], 100)[1] is False
+        receiver.unpack_frame(heads[1], 99)
+    assert receiver.unpack_frame(heads[1], 100)[1] is False
     with pytest.raises(ProtocolError, match="tag"):
-        Header(b"o" * 32).unpack(heads[0], 100)
+        Header(b"o" * 32).unpack_frame(heads[0], 100)
 
 
 # --- the secret ----------------------------------------------------------------------------------

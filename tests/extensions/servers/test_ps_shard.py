@@ -53,7 +53,7 @@ def test_a_push_of_a_worker_given_up_changes_nothing():
 def test_the_schedule_goes_by_the_pushes_of_global_batches():
     """Two pushes per batch; a ticket that comes twice counts once, and a skipped step counts."""
     config = ServerConfig(
-        "", workers=2, epochs=2, steps_per_epoch=2, slices=2, policy="ps-async", hyper={},
+        "", workers=2, epochs=2, steps_per_epoch=2, slices_per_step=2, policy="ps-async", hyper={},
         schedule={"schedule": "linear", "warmup": 0, "final": 0.2},
     )  # fmt: skip
     policy = make_policy("ps-async", torch.zeros(1), Hyper(lr=1.0, workers=2), {})
@@ -80,17 +80,17 @@ def test_staleness_is_what_others_did_since_the_read():
 
 def test_what_was_lent_stays_while_others_push():
     shard, weights, _ = make_shard()
-    with shard.lend(0, torch.empty(4)) as (lent, version):
+    with shard.lend_weights(0, torch.empty(4)) as (lent, version):
         assert lent.data_ptr() == weights.data_ptr()  # nothing was copied
         shard.push(1, 0, torch.ones(4), ALIVE)
-        with shard.lend(1, torch.empty(4)) as (later, later_version):
+        with shard.lend_weights(1, torch.empty(4)) as (later, later_version):
             shard.push(0, 1, torch.ones(4), ALIVE)
             assert (lent.tolist(), version) == ([0.0] * 4, 0)
             assert (later.tolist(), later_version) == ([-1.0] * 4, 1)
     assert shard.policy.weights.tolist() == [-2.0] * 4
     assert dict(shard.staleness) == {0: 1, 1: 1}
     now = shard.policy.weights.data_ptr()
-    with shard.lend(0, torch.empty(4)):
+    with shard.lend_weights(0, torch.empty(4)):
         pass
     shard.push(0, 2, torch.ones(4), ALIVE)
     assert shard.policy.weights.data_ptr() == now  # nobody was reading: changed in place
@@ -101,7 +101,7 @@ def test_pushes_beside_a_read_take_turns_with_two_tensors():
     shard, _, _ = make_shard()
     places = set()
     for ticket in range(20):
-        with shard.lend(0, torch.empty(4)) as (lent, _):
+        with shard.lend_weights(0, torch.empty(4)) as (lent, _):
             shard.push(1, ticket, torch.ones(4), ALIVE)
             assert lent.tolist() == [-float(ticket)] * 4
         places.add(shard.policy.weights.data_ptr())
@@ -111,12 +111,12 @@ def test_pushes_beside_a_read_take_turns_with_two_tensors():
 
 def test_what_two_have_borrowed_is_free_when_both_have_read_it():
     shard, _, _ = make_shard(workers=3)
-    first, second = (shard.lend(worker, torch.empty(4)) for worker in (0, 1))
+    first, second = (shard.lend_weights(worker, torch.empty(4)) for worker in (0, 1))
     lent, _ = first.__enter__()
     assert second.__enter__()[0] is lent
     shard.push(2, 0, torch.ones(4), ALIVE)
     first.__exit__(None, None, None)
-    with shard.lend(0, torch.empty(4)):
+    with shard.lend_weights(0, torch.empty(4)):
         shard.push(2, 1, torch.ones(4), ALIVE)  # must not go where the second still reads
         assert lent.tolist() == [0.0] * 4
     second.__exit__(None, None, None)
@@ -129,7 +129,7 @@ def test_what_two_have_borrowed_is_free_when_both_have_read_it():
 def test_what_was_lent_stays_when_a_held_push_is_applied_because_workers_leave(end):
     shard, _, _ = make_shard("ps-sync")
     shard.push(0, 0, torch.ones(4), ALIVE)
-    with shard.lend(1, torch.empty(4)) as (lent, _):
+    with shard.lend_weights(1, torch.empty(4)) as (lent, _):
         end(shard)
         assert lent.tolist() == [0.0] * 4
     assert shard.policy.weights.tolist() == [-1.0] * 4
@@ -138,7 +138,7 @@ def test_what_was_lent_stays_when_a_held_push_is_applied_because_workers_leave(e
 def test_a_policy_with_its_own_view_lends_that():
     shard, weights, _ = make_shard("ps-dana")
     spare = torch.empty(4)
-    with shard.lend(0, spare) as (lent, _):
+    with shard.lend_weights(0, spare) as (lent, _):
         assert lent is spare
         shard.push(1, 0, torch.ones(4), ALIVE)
         assert lent.tolist() == [0.0] * 4
@@ -157,7 +157,7 @@ def test_nothing_lent_is_ever_torn():
     def read(worker):
         spare = torch.empty(100_000)
         while not done.is_set():
-            with shard.lend(worker, spare) as (lent, version):
+            with shard.lend_weights(worker, spare) as (lent, version):
                 for _ in range(3):
                     if not bool((lent == -version).all()):
                         torn.append(version)
@@ -209,9 +209,9 @@ def test_who_waits_when_all_tickets_have_come_may_read_though_one_is_done_again(
 def test_a_snapshot_keeps_what_was_there_when_it_was_taken():
     shard, weights, _ = make_shard()
     late, early = torch.full((4,), 9.0), torch.full((4,), 9.0)
-    shard.snapshot(early)
+    shard.request_snapshot(early)
     shard.push(0, 0, torch.ones(4), ALIVE)  # copies before it changes anything
-    shard.snapshot(late)
+    shard.request_snapshot(late)
     shard.save_snapshots()
     shard.push(0, 1, torch.ones(4), ALIVE)
     assert early.tolist() == [0.0] * 4
@@ -224,7 +224,7 @@ def test_a_snapshot_is_of_the_weights_where_workers_read_ahead_of_them():
     read, kept = torch.empty(4), torch.empty(4)
     for ticket in range(4):  # a bucket, and one more
         shard.push(ticket % 3, ticket, torch.ones(4), ALIVE)
-    shard.snapshot(kept)
+    shard.request_snapshot(kept)
     shard.view(1, read)
     shard.save_snapshots()
     assert torch.equal(kept, weights)
@@ -238,11 +238,11 @@ def test_snapshots_are_written_whole_and_read_back(tmp_path, dtype):
     buffers = torch.arange(3, dtype=torch.float32)
     failures = []
     writers = [SnapshotWriter(tmp_path, server, 2, failures.append) for server in (0, 1)]
-    writers[0].take(3, 1.5, shards, buffers)
+    writers[0].request_snapshot(3, 1.5, shards, buffers)
     writers[0].close()
     with pytest.raises(FileNotFoundError, match=r"epoch3\.1\.json is missing"):
         load_snapshot(tmp_path, 3)
-    writers[1].take(3, 1.6, shards[:1], None)
+    writers[1].request_snapshot(3, 1.6, shards[:1], None)
     writers[1].close()
     seconds, read, read_buffers = load_snapshot(tmp_path, 3)
     assert seconds == 1.5
@@ -261,21 +261,21 @@ def test_snapshots_are_written_whole_and_read_back(tmp_path, dtype):
 
 def test_the_servers_buffers_are_the_mean_of_each_workers_latest():
     mean = BufferMean(torch.full((2,), 8.0))
-    assert mean.mean().tolist() == [8.0, 8.0]
+    assert mean.compute_mean().tolist() == [8.0, 8.0]
     pushed = torch.tensor([1.0, 2.0])
     mean.push(0, pushed, ALIVE)
     pushed.zero_()  # it is the caller's again
-    assert mean.mean().tolist() == [1.0, 2.0]
+    assert mean.compute_mean().tolist() == [1.0, 2.0]
     mean.push(1, torch.tensor([5.0, 6.0]), ALIVE)
     mean.push(1, torch.tensor([3.0, 4.0]), ALIVE)
     mean.push(1, torch.tensor([9.0, 9.0]), DEAD)
-    assert mean.mean().tolist() == [2.0, 3.0]
+    assert mean.compute_mean().tolist() == [2.0, 3.0]
 
 
 def test_a_lost_workers_buffers_count_only_if_there_are_no_others():
     mean = BufferMean(torch.zeros(1))
     mean.push(0, torch.tensor([1.0]), ALIVE)
-    mean.lose(0)
-    assert mean.mean().tolist() == [1.0]
+    mean.forget_worker(0)
+    assert mean.compute_mean().tolist() == [1.0]
     mean.push(1, torch.tensor([5.0]), ALIVE)
-    assert mean.mean().tolist() == [5.0]
+    assert mean.compute_mean().tolist() == [5.0]

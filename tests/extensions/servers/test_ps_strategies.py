@@ -29,13 +29,13 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
 from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.ps.scale import LossScale
-from stratbench.extensions.servers.ps.server import serve
-from stratbench.extensions.servers.strategy import server_configs
-from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import get_option_defaults, resolve_options, strategy_class
+from stratbench.extensions.servers.ps.server import run_server
+from stratbench.extensions.servers.strategy import make_server_configs
+from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
+from stratbench.strategies import get_option_defaults, get_strategy_class, resolve_options
 from stratbench.strategies.base import Worker
 from stratbench.train import forkserver
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network.checkpointing import checkpoint_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -121,7 +121,9 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     """Losses of this worker's steps, the final weights and evaluated float buffers."""
     torch.set_num_threads(1)
     x, y = samples()
-    strategy = strategy_class(base)(strategy_class(base).Options(**get_option_defaults(base)))
+    strategy = get_strategy_class(base)(
+        get_strategy_class(base).Options(**get_option_defaults(base))
+    )
     s = settings(base, world, name)
     if base == "single" and name.startswith("nesterov-off"):
         s = replace(s, nesterov=False)
@@ -139,18 +141,18 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
     strategy.restore(saved)
     losses = []
     if strategy.kind == "server":
-        for _, where in strategy.tickets():
+        for _, where in strategy.iter_tickets():
             if name == "same-slice":
                 where = slice(where.start - where.start % GLOBAL_BATCH, None)
                 where = slice(where.start, where.start + s.per_worker_batch)
             losses.append(strategy.step(x[where], y[where]))
         own = [b.clone() for b in model.buffers() if b.is_floating_point()]
-        strategy.load_epoch(0)
+        strategy.load_snapshot(0)
     else:
         order = torch.arange(STEPS * GLOBAL_BATCH)
         losses = [strategy.step(x[i], y[i]) for i in strategy.batches(order, 0)]
         own = []
-    with strategy.evaluating() as evaluated:
+    with strategy.open_evaluation_model() as evaluated:
         weights = [
             (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
             for p in evaluated.parameters()
@@ -165,7 +167,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
 
 
 def worker_process(runs: list[tuple], rank: int, world: int, folder: Path) -> None:
-    if any(strategy_class(base).needs_group for _, base, _ in runs):
+    if any(get_strategy_class(base).needs_group for _, base, _ in runs):
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     out = {}
@@ -181,7 +183,7 @@ def server_process(config_json: str, policy: str, folder: Path) -> None:
     from stratbench.extensions.servers.wire.handshake import load_secret
 
     config = replace(ServerConfig(**json.loads(config_json)), policy=policy)
-    serve(config, load_secret(RunFolder(folder).secret), mutant_or_real)
+    run_server(config, load_secret(RunFolder(folder).secret_path), mutant_or_real)
 
 
 def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
@@ -191,11 +193,11 @@ def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
     for name, base, batchnorm in runs:
         own = folder / f"{name}-{batchnorm}"
         own.mkdir()
-        if strategy_class(base).kind != "server":
+        if get_strategy_class(base).kind != "server":
             continue
-        write_secret(RunFolder(own).secret, new_secret())
+        write_secret(RunFolder(own).secret_path, make_secret())
         policy = name if name in ("summed", "cosine-unscheduled") else base
-        for config in server_configs(
+        for config in make_server_configs(
             settings(base, world, name), STEPS * GLOBAL_BATCH, RunFolder(own), None
         ):
             arguments = (json.dumps(config.__dict__), policy, own)
@@ -368,7 +370,7 @@ def launch(
         "channels": 1,
         "size": 16,
     }
-    meta = prepare("small", data, spec=spec)
+    meta = prepare_data_set("small", data, spec=spec)
     s = replace(
         settings(strategy, gpus), model="vgg-compact", dataset="small", epochs=epochs,
         global_batch=10 * gpus, per_worker_batch=10, lr=0.01, precision="fp32", nesterov=False,
@@ -389,14 +391,14 @@ def launch(
     process = subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    return process, record, RunFolder.of_logs(logs)
+    return process, record, RunFolder.from_log_dir(logs)
 
 
 def pid_of(folder: RunFolder, name: str) -> int:
     """The process `name` of the cell, once all its workers train."""
 
     def found() -> int | None:
-        phases, pids = folder.phase_logs(), folder.pids(0)
+        phases, pids = folder.list_phase_log_paths(), folder.get_pid_list_path(0)
         if not (phases and pids.exists() and all('"train"' in p.read_text() for p in phases)):
             return None
         known = dict(line.rsplit(" ", 1) for line in pids.read_text().splitlines())
@@ -428,7 +430,7 @@ def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, warm
     assert [entry["worker"] for entry in server["lost"]] == [1]
     assert server["tickets_settled"] == 20 * 8 * 3
     assert len(found["score"]["per_epoch"]) == 20
-    assert not folder.secret.exists(), "the job's secret is removed"
+    assert not folder.secret_path.exists(), "the job's secret is removed"
     left = [*tmp_path.rglob("epoch*"), *scratch.rglob("epoch*")]
     assert not left, "evaluated snapshots are removed"
 

@@ -14,18 +14,18 @@ from stratbench.extensions.servers.ps.tickets import CompactIntSet, Ticket, Tick
 
 def test_a_plan_numbers_its_batches_by_epoch_step_and_slice():
     plan = TicketPlan(2, 3, 4)
-    tickets = [plan.ticket(n) for n in range(len(plan))]
+    tickets = [plan.get_ticket(n) for n in range(len(plan))]
     assert tickets[0] == Ticket(0, 0, 0, 0)
     assert tickets[5] == Ticket(5, 0, 1, 1)
     assert tickets[23] == Ticket(23, 1, 2, 3)
     assert len({t[1:] for t in tickets}) == 24
-    assert [plan.global_step(n) for n in (0, 3, 4, 23)] == [0, 0, 1, 5]
+    assert [plan.compute_global_step(n) for n in (0, 3, 4, 23)] == [0, 0, 1, 5]
 
 
 @pytest.mark.parametrize("number", [-1, 24])
 def test_a_ticket_outside_the_plan_is_an_error(number):
     with pytest.raises(IndexError, match=r"outside the plan's 0\.\.23"):
-        TicketPlan(2, 3, 4).ticket(number)
+        TicketPlan(2, 3, 4).get_ticket(number)
 
 
 def test_an_empty_plan_is_an_error():
@@ -45,19 +45,19 @@ def test_once_is_a_set(numbers):
 
 def test_a_worker_gets_its_own_slice_while_that_is_free():
     tickets = Tickets(TicketPlan(1, 2, 3))
-    assert [tickets.take(w).slice for w in (2, 0, 1)] == [2, 0, 1]
-    assert tickets.take(1)[2:] == (1, 1)
-    assert tickets.take(1)[2:] == (1, 0)  # the lowest of what is left
+    assert [tickets.take_next_ticket(w).slice for w in (2, 0, 1)] == [2, 0, 1]
+    assert tickets.take_next_ticket(1)[2:] == (1, 1)
+    assert tickets.take_next_ticket(1)[2:] == (1, 0)  # the lowest of what is left
 
 
 def test_only_the_holder_can_settle_and_only_once():
     tickets = Tickets(TicketPlan(1, 1, 2))
-    ticket = tickets.take(0)
+    ticket = tickets.take_next_ticket(0)
     with pytest.raises(KeyError, match="worker 1 does not hold ticket 0"):
-        tickets.settle(1, ticket.number)
-    tickets.settle(0, ticket.number)
+        tickets.record_settled(1, ticket.number)
+    tickets.record_settled(0, ticket.number)
     with pytest.raises(KeyError):
-        tickets.settle(0, ticket.number)
+        tickets.record_settled(0, ticket.number)
 
 
 @pytest.mark.slow
@@ -73,14 +73,14 @@ def test_every_ticket_is_settled_once_under_any_schedule_of_losses(data):
         worker = data.draw(st.sampled_from(sorted(live)))
         if len(live) > 1 and data.draw(st.integers(0, 9)) == 0:
             live.remove(worker)
-            lost = tickets.give_back(worker)
+            lost = tickets.take_back_tickets(worker)
             assert lost == ([holding.pop(worker)] if worker in holding else [])
         elif worker in holding:
             number = holding.pop(worker)
-            tickets.settle(worker, number)
+            tickets.record_settled(worker, number)
             settled.append((number, worker))
         else:
-            ticket = tickets.take(worker)
+            ticket = tickets.take_next_ticket(worker)
             if ticket is None:
                 assert holding  # what is left is in flight
                 continue
@@ -96,7 +96,7 @@ class Taken:
     def __init__(self):
         self.epochs = []
 
-    def take(self, epoch, seconds, shards, buffers):
+    def request_snapshot(self, epoch, seconds, shards, buffers):
         self.epochs.append((epoch, seconds))
 
 
@@ -105,9 +105,9 @@ def test_epochs_end_one_after_the_other_whichever_tickets_come():
     finished = []
     shards = {0: SimpleNamespace(finish=lambda: finished.append(True))}
     store, writer = SimpleNamespace(shards=shards, buffers=None), Taken()
-    log = EpochLog(TicketPlan(epochs=4, steps_per_epoch=2, slices=1), writer)
+    log = EpochLog(TicketPlan(epochs=4, steps_per_epoch=2, slices_per_step=1), writer)
     for second, number in enumerate((0, 2, 3, 4, 5, 1, 1, 6, 7)):
-        log.count(number, float(second), store)
+        log.count_ticket(number, float(second), store)
     assert log.ends == [
         {"epoch": 0, "end_s": 1.0},
         {"epoch": 1, "end_s": 3.0},
@@ -116,4 +116,4 @@ def test_epochs_end_one_after_the_other_whichever_tickets_come():
     ]
     assert writer.epochs == [(e["epoch"], e["end_s"]) for e in log.ends]
     assert finished == [True]
-    assert log.complete
+    assert log.is_complete

@@ -13,7 +13,7 @@ from test_launch import LOST, FakeProcess, job_with
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.servers.figures import served_run
+from stratbench.extensions.servers.figures import sum_served_run
 from stratbench.extensions.servers.node import ServedProcesses
 from stratbench.extensions.servers.runner import ServedRunner
 from stratbench.telemetry.timeline import PhaseLog
@@ -23,10 +23,10 @@ from stratbench.train.ending import Ending
 
 def joined(folder: Path, rank: int) -> None:
     """Worker `rank` has connected to its servers, and trains."""
-    log = PhaseLog(RunFolder(folder).phases(rank), rank, time.monotonic())
+    log = PhaseLog(RunFolder(folder).get_phase_log_path(rank), rank, time.monotonic())
     for event in ("start", "end"):
-        log.write("build", event)
-    log.write("train", "start")
+        log.write_phase_event("build", event)
+    log.write_phase_event("train", "start")
 
 
 @pytest.mark.parametrize(("joins", "expected"), [(False, "error"), (True, "timeout")])
@@ -51,7 +51,7 @@ def test_what_a_worker_that_servers_lost_says_itself_is_told(tmp_path, said, rea
     lost = {"status": "error", "reason": said}
     job = replace(job_with(tmp_path, [None, lost]), settings=settings("ps-sync"))
     statistics = {"error": "worker 1 was lost", "lost": [{"worker": 1, "reason": "closed"}]}
-    RunFolder(tmp_path).server_statistics(0).write_text(json.dumps(statistics))
+    RunFolder(tmp_path).get_server_statistics_path(0).write_text(json.dumps(statistics))
     exits = Exits([ProcessExit("rank1", 1)], timed_out=False)
     assert ServedRunner().classify(job, exits, None) == Ending("error", reason)
 
@@ -60,11 +60,11 @@ def test_the_record_has_what_a_lost_worker_says_itself(tmp_path):
     """An asynchronous cell that went on without one is ok."""
     lost = {"status": "error", "reason": "AcceleratorError: CUDA error: uncorrectable ECC error"}
     job = replace(job_with(tmp_path, [None, lost]), settings=settings("ps-async"))
-    assert ServedRunner().server_entry(job) is None
+    assert ServedRunner().build_server_entry(job) is None
     told = [{"worker": 1, "reason": "the connection was closed"}]
     statistics = {"server": 0, "lost": told, "step_ends_s": [1.0]}
-    RunFolder(tmp_path).server_statistics(0).write_text(json.dumps(statistics))
-    found = ServedRunner().server_entry(job)
+    RunFolder(tmp_path).get_server_statistics_path(0).write_text(json.dumps(statistics))
+    found = ServedRunner().build_server_entry(job)
     assert found == {"servers": [{"server": 0, "lost": [told[0] | {"own_reason": lost["reason"]}]}]}
 
 
@@ -89,7 +89,7 @@ def test_what_a_servers_cell_cannot_go_on_without(tmp_path, n_nodes, ended, expe
     if ended.get("rank1") == 0:
         joined(tmp_path, 1)
     workers = [FakeProcess("rank0"), FakeProcess("rank1")]
-    assert ServedProcesses(job, workers, [FakeProcess("server0")]).stuck(ended) is expected
+    assert ServedProcesses(job, workers, [FakeProcess("server0")]).cannot_succeed(ended) is expected
 
 
 def test_what_a_server_dropped_was_no_training():
@@ -99,7 +99,7 @@ def test_what_a_server_dropped_was_no_training():
          "updates": [4, 3], "staleness": [[8], [4, 1]]},
         {"train_time_s": 3.0, "updates": [4], "staleness": [[5, 2]]},
     ]  # fmt: skip
-    run = served_run([{"losses": {}}], servers, 6, per_epoch=[])
+    run = sum_served_run([{"losses": {}}], servers, 6, per_epoch=[])
     assert (run["samples_seen"], run["samples_applied"]) == (48, 40)
 
 
@@ -114,7 +114,7 @@ def test_an_epoch_whose_workers_were_all_lost_has_no_train_loss():
         for losses in ({}, {"1": {"0": [6.0, 4]}}, {"1": {"0": [3.0, 2]}})
     ]
     epochs = [{"epoch": n, "train_loss": None} for n in (1, 2)]
-    run = served_run(workers, servers, 6, per_epoch=epochs)
+    run = sum_served_run(workers, servers, 6, per_epoch=epochs)
     assert [entry["train_loss"] for entry in run["per_epoch"]] == [None, 1.5]
 
 
@@ -126,7 +126,7 @@ def test_the_busiest_server_and_the_links_are_counted(tmp_path):
     ]
     one = job(tmp_path, strategy="ps-async")
     statistics = {"workers": [{"bytes_in": 3000, "bytes_out": 1}] * 2}
-    one.folder.server_statistics(0).write_text(json.dumps(statistics))
+    one.folder.get_server_statistics_path(0).write_text(json.dumps(statistics))
     found = ServedRunner().communication(one, workers, RUN)
     assert found["local_bytes_per_step"] == 2 * 9000 / 40  # all on one node
     assert found["busiest_link_bytes_per_batch"] == 0

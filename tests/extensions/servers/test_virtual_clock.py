@@ -13,9 +13,9 @@ from policy_reference import hyper_of
 from stratbench.extensions.servers.policies import asynchronous, averaging
 from stratbench.extensions.servers.policies.policies import (
     POLICIES,
+    get_policy_class,
     make_policy,
     parse_options,
-    policy_class,
 )
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.ps.tickets import TicketPlan
@@ -182,7 +182,7 @@ OPTION_VALUES = {
 @given(schedule=schedules(), data=st.data())
 def test_every_run_ends_with_every_ticket_settled_once(name, schedule, data):
     workers, shards, plan, timing, changes = schedule
-    names = [f.name for f in fields(policy_class(name).Options) if f.name in OPTION_VALUES]
+    names = [f.name for f in fields(get_policy_class(name).Options) if f.name in OPTION_VALUES]
     options = data.draw(st.fixed_dictionaries({key: OPTION_VALUES[key] for key in names}))
     policies = policies_of(name, workers, shards, options)
     if not policies[0].survives_worker_loss:

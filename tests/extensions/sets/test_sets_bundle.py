@@ -204,7 +204,7 @@ def test_names_are_replaced_everywhere_and_alike(study_dir, tmp_path):
     assert found.cells["host"].nunique() == before.nunique()
     assert list(found.cells["host"].factorize()[0]) == list(before.factorize()[0])
     assert set("; ".join(found.cells["host"].dropna()).split("; ")) <= {"node1", "node2", "node3"}
-    assert found.hosts_replaced
+    assert found.has_replaced_hosts
     # The hosts of the samples are still those of the workers.
     told = ["rule", "strategy", "gpus", "repeat"]
     assert found.findings[told].equals(read_set(str(study_dir)).findings[told])

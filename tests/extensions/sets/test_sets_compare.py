@@ -22,7 +22,7 @@ from stratbench.analysis.records.groups import Group
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.comparing import comparison, page, regression, tables
 from stratbench.extensions.sets.comparing.compare import make_folder_name
-from stratbench.extensions.sets.comparing.comparison import compare, make_headline
+from stratbench.extensions.sets.comparing.comparison import compare_result_sets, make_headline
 from stratbench.extensions.sets.comparing.union import decide_over_sets
 from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import read_set
@@ -139,24 +139,34 @@ def test_the_intervals_are_those_of_scipy():
 
 
 def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
-    found = compare(sets["old"], sets["same"])
-    assert len(found.with_ratio) == 8
-    assert [d.kind for d in found.place_differences] == []
+    found = compare_result_sets(sets["old"], sets["same"])
+    assert len(found.cells_with_ratio) == 8
+    assert [d.kind for d in found.machine_differences] == []
     assert "do not differ in the hardware, versions and flags" in make_headline(found)
-    inside = [cell.time_ratio.low < 1 < cell.time_ratio.high for cell in found.with_ratio]
+    inside = [cell.time_ratio.low < 1 < cell.time_ratio.high for cell in found.cells_with_ratio]
     assert sum(inside) >= 7
     assert make_headline(found).startswith("Training in same takes ")
     assert (
         "times as long as in old, depending on the strategy, and no ratio differs from 1 by more"
         in (make_headline(found))
     )
-    single = [replace(c, first=replace(c.first, times=c.first.times[:1])) for c in found.with_ratio]
-    told = make_headline(replace(found, strategies=tuple(comparison.average_by_strategy(single))))
+    single = [
+        replace(
+            c,
+            first_measurements=replace(
+                c.first_measurements, train_times_s=c.first_measurements.train_times_s[:1]
+            ),
+        )
+        for c in found.cells_with_ratio
+    ]
+    told = make_headline(
+        replace(found, strategy_means=tuple(comparison.average_by_strategy(single)))
+    )
     assert "depending on the strategy, by single repeats, so that the noise is unknown." in told
-    for mean in found.strategies:
+    for mean in found.strategy_means:
         assert mean.time_ratio.value == pytest.approx(1, abs=0.02)
         assert mean.model_count == 2
-    assert [(m.strategy, m.gpus) for m in found.strategies][:3] == [
+    assert [(m.strategy, m.gpus) for m in found.strategy_means][:3] == [
         ("ddp", None),
         ("ddp", 1),
         ("ddp", 2),
@@ -167,26 +177,26 @@ def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
 
 
 def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio(sets):
-    found = compare(sets["old"], sets["fast"])
+    found = compare_result_sets(sets["old"], sets["fast"])
     text = make_headline(found)
     assert text.startswith("Training in fast takes 0.30 times as long as in old with fsdp, 0.5")
     assert "hardware, cores, threads and nodes, versions" in text
     assert "No single one of these explains a ratio." in text
-    assert {cell.group.model for cell in found.with_ratio} == {"vgg16"}
-    assert [c.no_ratio_reason for c in found.without_ratio] == ["lr 0.01 against 0.5"] * 4
-    cell = found.without_ratio[0]
-    untimed = replace(cell, other=replace(cell.other, times=()))
+    assert {cell.group.model for cell in found.cells_with_ratio} == {"vgg16"}
+    assert [c.no_ratio_reason for c in found.cells_without_ratio] == ["lr 0.01 against 0.5"] * 4
+    cell = found.cells_without_ratio[0]
+    untimed = replace(cell, other_measurements=replace(cell.other_measurements, train_times_s=()))
     assert untimed.no_ratio_reason == cell.no_ratio_reason, (
         "other work is the reason, whatever was measured"
     )
     assert text.endswith(" 4 of 8 common cells have no ratio; their strategies are ddp, fsdp.")
-    assert [(d.path, d.first, d.other) for d in found.work_differences] == [
+    assert [(d.field_path, d.first_value, d.other_value) for d in found.work_differences] == [
         ("settings.lr", "0.01", "0.5")
     ]
-    assert {d.path for d in found.place_differences} == {
+    assert {d.field_path for d in found.machine_differences} == {
         "settings.threads", "worker.gpu.name", "worker.software.torch"
     }  # fmt: skip
-    ddp, fsdp = (m for m in found.strategies if m.gpus is None)
+    ddp, fsdp = (m for m in found.strategy_means if m.gpus is None)
     assert ddp.time_ratio.value == pytest.approx(0.5, rel=0.02)
     assert fsdp.time_ratio.value == pytest.approx(0.3, rel=0.02)
     assert ddp.time_ratio.low < ddp.time_ratio.value < ddp.time_ratio.high < 1, (
@@ -199,15 +209,15 @@ def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio
 
 
 def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality(sets):
-    sure = [r for r in compare(sets["old"], sets["fast"]).rank_changes if r.is_clear]
+    sure = [r for r in compare_result_sets(sets["old"], sets["fast"]).rank_changes if r.is_clear]
     assert sure[0].ratio_in_first.low > 1 > sure[0].ratio_in_other.high
     chance = replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
     assert not chance.is_clear
     assert not replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1)).is_clear
     section = page.make_pair_section(
-        replace(compare(sets["old"], sets["fast"]), rank_changes=(chance,)), {}
+        replace(compare_result_sets(sets["old"], sets["fast"]), rank_changes=(chance,)), {}
     )
-    shown = page.render(
+    shown = page.render_comparison_page(
         page.make_page_values([sets["old"]], [section], None, None, [], [], Constraints())
     )
     assert "it may be chance</td>" in shown
@@ -216,7 +226,7 @@ def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality
 
 
 def test_of_many_changes_of_places_the_sure_ones_are_shown_and_the_rest_counted(sets):
-    found = compare(sets["old"], sets["fast"])
+    found = compare_result_sets(sets["old"], sets["fast"])
     sure = next(r for r in found.rank_changes if r.is_clear)
     chance = replace(sure, ratio_in_first=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
     for changes, more, more_sure in (
@@ -234,15 +244,17 @@ def test_what_the_audit_doubts_is_said_beside_the_ratio(sets, tmp_path):
     def busy(cell, record):
         record["provenance"]["busy_at_start"] = {"0": {"other_cpu_cores": 20.0}}
 
-    found = compare(sets["old"], read_set(str(a_set(tmp_path, "busy", change=busy)), "busy"))
-    assert all(cell.doubts == ("busy-machine",) for cell in found.with_ratio)
+    found = compare_result_sets(
+        sets["old"], read_set(str(a_set(tmp_path, "busy", change=busy)), "busy")
+    )
+    assert all(cell.doubtful_rules == ("busy-machine",) for cell in found.cells_with_ratio)
     assert (
         "The audit doubts the times of 8 of 8 ratios by these rules: busy-machine."
         in make_headline(found)
     )
     assert (
         "the audit doubts its times: busy-machine"
-        in regression.watch_regressions([found], 0.5)[0].sentence
+        in regression.watch_regressions([found], 0.5)[0].outcome_sentence
     )
 
 
@@ -252,7 +264,9 @@ def test_threads_and_what_follows_from_them_are_one_difference(sets, tmp_path):
         for worker in record["workers"]:
             worker["provenance"]["environment"]["OMP_NUM_THREADS"] = "2"
 
-    found = compare(sets["old"], read_set(str(a_set(tmp_path, "two", change=threads)), "two"))
+    found = compare_result_sets(
+        sets["old"], read_set(str(a_set(tmp_path, "two", change=threads)), "two")
+    )
     assert "old and two differ in one condition" in make_headline(found)
 
 
@@ -261,17 +275,17 @@ def test_stand_ins_of_hosts_are_not_compared(sets):
     renamed = read_set(other.source, "renamed")
     for record in renamed.records:
         record["workers"][0]["provenance"]["host"]["name"] = "node1"
-    assert {d.kind for d in compare(found, renamed).place_differences} == {"hosts"}
+    assert {d.kind for d in compare_result_sets(found, renamed).machine_differences} == {"hosts"}
     again = read_set(other.source, "again")
     for record in again.records:
         record["workers"][0]["provenance"]["host"]["name"] = "node1"
     object.__setattr__(again, "manifest", {"hosts": "replaced"})
-    assert compare(found, again).place_differences == ()
+    assert compare_result_sets(found, again).machine_differences == ()
 
 
 @pytest.mark.slow
 def test_the_committed_example_is_what_a_comparison_writes(tmp_path):
-    found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
+    found = compare_result_sets(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
     tables.write_comparison_tables(found, tmp_path)
     committed = sorted(p.relative_to(EXAMPLE) for p in EXAMPLE.rglob("*.*"))
     assert len(committed) == 5
@@ -283,10 +297,12 @@ def test_the_committed_example_is_what_a_comparison_writes(tmp_path):
 
 @pytest.mark.slow
 def test_the_paper_says_how_little_its_versions_can_be_compared():
-    found = compare(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
-    assert len(found.with_ratio) == 12
-    assert all(cell.time_ratio == (1.0, None, None) for cell in found.with_ratio)
-    assert {c.no_ratio_reason for c in found.without_ratio} == {"epochs 100 against not stated"}
+    found = compare_result_sets(read_set("paper:v1", "v1"), read_set("paper:v2", "v2"))
+    assert len(found.cells_with_ratio) == 12
+    assert all(cell.time_ratio == (1.0, None, None) for cell in found.cells_with_ratio)
+    assert {c.no_ratio_reason for c in found.cells_without_ratio} == {
+        "epochs 100 against not stated"
+    }
     assert make_headline(found).startswith(
         "v2 contains times of v1: 12 of 12 times are equal to the last digit, so that they were not "
         "measured twice. "
@@ -458,9 +474,9 @@ def test_a_set_called_as_a_page_is_refused(capsys):
 def test_one_repeat_cannot_tell(tmp_path):
     old = read_set(str(a_set(tmp_path, "one", repeats=1)), "one")
     new = read_set(str(a_set(tmp_path, "two", lambda _: 2.0, repeats=1)), "two")
-    watched = regression.watch_regressions([compare(old, new)], 0.05)
+    watched = regression.watch_regressions([compare_result_sets(old, new)], 0.05)
     assert [w.outcome for w in watched] == ["cannot tell"] * 2
-    assert "noise is unknown" in watched[0].sentence
+    assert "noise is unknown" in watched[0].outcome_sentence
     told = list(regression.describe_watch(watched, 0.05))
     assert (
         told[0]
@@ -488,17 +504,17 @@ def test_a_strategy_without_a_record_in_one_set_looks_as_in_the_other(sets, tmp_
 
 def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys):
     new = read_set(str(a_set(tmp_path, "new", change=contradictory)), "new")
-    watched = regression.watch_regressions([compare(sets["old"], new)], 0.05)
-    assert [w.sentence for w in watched if w.fails] == [
+    watched = regression.watch_regressions([compare_result_sets(sets["old"], new)], 0.05)
+    assert [w.outcome_sentence for w in watched if w.fails] == [
         "new: ddp, 4 cells rejected by the audit: vgg16 on 1 (main), vgg16 on 2 (main), "
         "resnet50 on 1 (main), resnet50 on 2 (main): no longer judged"
     ]
     assert regression.has_failures(watched)
     told = list(regression.describe_watch(watched, 0.05))
     assert told[0].endswith("nothing slower, 4 cells no longer judged.")
-    assert told[1] == f"  {watched[0].sentence}"
+    assert told[1] == f"  {watched[0].outcome_sentence}"
     fewer = read_set(str(a_set(tmp_path, "fewer", strategies=("ddp",), gpus=(1,))), "fewer")
-    watched = regression.watch_regressions([compare(sets["old"], fewer)], 0.05)
+    watched = regression.watch_regressions([compare_result_sets(sets["old"], fewer)], 0.05)
     assert [w.subject.partition(":")[0] for w in watched if w.fails] == [
         "ddp, 2 cells without a record",
         "fsdp, 4 cells without a record",
@@ -506,20 +522,20 @@ def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys
     # A record that is no measurement is none that could have ended otherwise.
     software = {"change": lambda cell, record: record["provenance"].update(software_gpu=True)}
     none = read_set(str(a_set(tmp_path, "none", **software)), "none")
-    watched = regression.watch_regressions([compare(sets["old"], none)], 0.05)
+    watched = regression.watch_regressions([compare_result_sets(sets["old"], none)], 0.05)
     assert {w.outcome for w in watched if w.fails} == {"no longer judged"}
     # What the first set cannot be held against either was never judged.
     for first in (new, fewer):
         assert not regression.has_failures(
-            regression.watch_regressions([compare(first, sets["old"])], 0.5)
+            regression.watch_regressions([compare_result_sets(first, sets["old"])], 0.5)
         )
 
 
 def test_other_work_is_named_and_fails_nothing(sets):
     """A learning rate was changed on purpose."""
-    watched = regression.watch_regressions([compare(sets["old"], sets["fast"])], 0.0)
+    watched = regression.watch_regressions([compare_result_sets(sets["old"], sets["fast"])], 0.0)
     assert not regression.has_failures(watched)
-    assert [w.sentence for w in watched if w.outcome == "not judged"] == [
+    assert [w.outcome_sentence for w in watched if w.outcome == "not judged"] == [
         f"fast: {s}, 2 cells other work: resnet50 on 1 (main), resnet50 on 2 (main): not judged"
         for s in ("ddp", "fsdp")
     ]
@@ -529,14 +545,14 @@ def test_other_work_is_named_and_fails_nothing(sets):
 def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
     cells = fixture.expand(**CELLS)
     folder = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 2): "oom"})
-    found = compare(sets["old"], read_set(str(folder), "new"))
+    found = compare_result_sets(sets["old"], read_set(str(folder), "new"))
     watched = regression.watch_regressions([found], 1.0)
-    assert [w.sentence for w in watched if w.fails] == [
+    assert [w.outcome_sentence for w in watched if w.fails] == [
         "new: fsdp on 2, vgg16 (main), OOM: no longer finishes"
     ]
     assert regression.has_failures(watched)
     # The other way round nothing is lost.
-    back = compare(read_set(str(folder), "new"), sets["old"])
+    back = compare_result_sets(read_set(str(folder), "new"), sets["old"])
     assert not regression.has_failures(regression.watch_regressions([back], 1.0))
 
 
@@ -549,14 +565,14 @@ def test_a_cell_of_which_some_repeats_no_longer_finish_is_named(sets, tmp_path):
 
     folder = fixture.write_study(tmp_path, fixture.expand(**CELLS), change=change)
     new = read_set(str(folder), "new")
-    watched = regression.watch_regressions([compare(sets["old"], new)], 1.0)
+    watched = regression.watch_regressions([compare_result_sets(sets["old"], new)], 1.0)
     told = "new: fsdp on 2, vgg16 (main), OOM: finishes less often"
-    assert [w.sentence for w in watched if w.outcome == "finishes less often"] == [told]
+    assert [w.outcome_sentence for w in watched if w.outcome == "finishes less often"] == [told]
     assert not regression.has_failures(watched)
     first, *lines = regression.describe_watch(watched, 1.0)
     assert "1 finishing less often" in first
     assert f"  {told}" in lines
-    back = regression.watch_regressions([compare(new, sets["old"])], 1.0)
+    back = regression.watch_regressions([compare_result_sets(new, sets["old"])], 1.0)
     assert not any(w.outcome == "finishes less often" for w in back)
 
 
@@ -574,14 +590,14 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
 
     cells = fixture.expand(**CELLS)
     folder = fixture.write_study(tmp_path, cells, {lost: "oom"}, change=change)
-    found = compare(sets["old"], read_set(str(folder), "new"))
-    assert [w.sentence for w in regression.watch_regressions([found], 1.0) if w.fails] == [
+    found = compare_result_sets(sets["old"], read_set(str(folder), "new"))
+    assert [w.outcome_sentence for w in regression.watch_regressions([found], 1.0) if w.fails] == [
         "new: fsdp on 2, vgg16 (main), OOM: no longer finishes",
         "new: ddp, 1 cell rejected by the audit: vgg16 on 2 (main): no longer judged",
     ]
-    [cell] = [c for c in found.cells if c.group == Group("main", *rejected)]
+    [cell] = [c for c in found.common_cells if c.group == Group("main", *rejected)]
     assert cell.no_ratio_reason == "measured in one set, rejected by the audit in the other"
-    assert cell.other.outcome == ""
+    assert cell.other_measurements.outcome == ""
 
 
 def test_other_data_of_the_same_name_are_no_match(tmp_path):
@@ -599,11 +615,11 @@ def test_other_data_of_the_same_name_are_no_match(tmp_path):
         read_set(str(a_set(tmp_path, name, change=of(*made), **one)), name)
         for name, made in {"a": (64, "1" * 64), "b": (64, "1" * 64), "c": (32, "2" * 64)}.items()
     )
-    assert [c.no_ratio_reason for c in compare(first, same).cells] == [""]
-    found = compare(first, other)
-    [cell] = found.without_ratio
+    assert [c.no_ratio_reason for c in compare_result_sets(first, same).common_cells] == [""]
+    found = compare_result_sets(first, other)
+    [cell] = found.cells_without_ratio
     assert cell.no_ratio_reason.startswith("data_spec.train_samples 64 against 32; ")
-    told = {d.path: (d.kind, d.first, d.other) for d in found.work_differences}
+    told = {d.field_path: (d.kind, d.first_value, d.other_value) for d in found.work_differences}
     assert told["settings.data_spec.train_samples"] == ("data", "64", "32")
     assert told["data.sha256"][0] == "data"
 
@@ -640,14 +656,16 @@ def config_with(**keys):
 )  # fmt: skip
 def test_mistakes_in_the_config_end_in_one_sentence(keys, told):
     with pytest.raises(ConfigError) as error:
-        validation.validate(config_with(**keys))
+        validation.validate_config(config_with(**keys))
     assert told in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_set_that_is_not_there_is_told_before_anything_runs(tmp_path):
-    found = validation.validate(config_with(sets={"a": str(tmp_path), "b": str(tmp_path / "no")}))
+    found = validation.validate_config(
+        config_with(sets={"a": str(tmp_path), "b": str(tmp_path / "no")})
+    )
     with pytest.raises(ConfigError, match=r"sets\.b = .*no': there is no such file or folder"):
         list_existing_sets(found)
     with pytest.raises(ConfigError, match="sets: is missing"):
-        list_existing_sets(validation.validate(config_with()))
+        list_existing_sets(validation.validate_config(config_with()))

@@ -15,13 +15,13 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.extensions.splitting import tensor
 from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.workload import users_code
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import describe
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.prepare import prepare_data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -137,7 +137,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts") / "text"
     spec = {"source": "markov-text", "train_samples": 128, "test_samples": 24, "vocabulary": 8,
             "sequence": 16}  # fmt: skip
-    prepare("text", folder, spec=spec)
+    prepare_data_set("text", folder, spec=spec)
     return folder
 
 
@@ -152,7 +152,7 @@ def cell(code: Path, texts: Path) -> Callable[..., Settings]:
         return settings(
             strategy, options=options, model="texts", dataset="text", gpus=gpus, epochs=1,
             global_batch=16, per_worker_batch=16 // replicas, lr=0.1, momentum=0.0, precision="fp64",
-            own_model=spec | users_code.compute_fingerprint(CALL, [code]),
+            own_model=spec | users_code.compute_code_fingerprint(CALL, [code]),
             data_spec=prepared.read_meta(texts)["spec"],
         )  # fmt: skip
 
@@ -189,7 +189,7 @@ def test_divided_as_its_user_states_it_trains_as_one_process_does(cell, trained)
         found = trained(s)
         assert losses(found) == pytest.approx(expected, abs=1e-10)
         fitted = footprint.make_footprint(
-            Request.of(s, describe("text", s.data_spec), False, s.gpus)
+            Request.from_settings(s, describe_data_set("text", s.data_spec), False, s.gpus)
         )
         assert fitted.model_states_bytes["parameters_bytes"] > 0
 
@@ -250,8 +250,8 @@ WRONG = {
 def test_what_is_stated_wrongly_is_refused_before_any_job(cell, strategy, stated, said):
     options = {key: stated[key] for key in stated if key == "sequence_parallel"}
     s = cell(strategy, 2, stated, **options)
-    request = Request.of(s, describe("text", s.data_spec), False, 2)
-    assert said in check.rehearse(request, check.check_network(request)).refusal
+    request = Request.from_settings(s, describe_data_set("text", s.data_spec), False, 2)
+    assert said in check.rehearse_strategy(request, check.check_network(request)).refusal_reason
 
 
 #: The stream between layers by positions, too.
@@ -271,12 +271,12 @@ def test_the_stream_between_layers_is_divided_by_positions(cell, trained):
         assert losses(found) == pytest.approx(expected, abs=1e-12)
         planned = footprint.make_footprint(planned_as(s))
         assert planned.model_states_bytes == found["memory"]["model_states"]
-        sent_bytes = wire_bytes(planned.collectives, s.gpus, False, s.per_worker_batch)
+        sent_bytes = compute_wire_bytes(planned.collectives, s.gpus, False, s.per_worker_batch)
         assert found["communication"]["sent_bytes_per_step"] == pytest.approx(sent_bytes)
 
 
 def planned_as(s: Settings) -> Request:
-    return Request.of(s, describe("text", s.data_spec), False, s.gpus)
+    return Request.from_settings(s, describe_data_set("text", s.data_spec), False, s.gpus)
 
 
 @pytest.mark.parametrize("left_out", ["layers.*.norm_2", "last"])

@@ -36,7 +36,7 @@ from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
 from stratbench.workload.network.gpt import GPT
@@ -119,9 +119,9 @@ class OneMicrobatch(Pipeline):
 def network(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if kind == "gpt-compact":
-        return models.build(kind, VOCABULARY, (POSITIONS,)).double()
+        return models.build_model(kind, VOCABULARY, (POSITIONS,)).double()
     if kind in models.MODELS:
-        return models.build(kind, VOCABULARY, (1, 16, 16)).double()
+        return models.build_model(kind, VOCABULARY, (1, 16, 16)).double()
     tied = kind == "tied"
     return GPT(VOCABULARY, POSITIONS, layers=LAYERS, heads=4, width=WIDTH, tied=tied).double()
 
@@ -138,7 +138,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     )  # fmt: skip
     s = replace(s, **changed)
     model = network(kind)
-    groups = models.wrap_groups(name, model)
+    groups = models.list_wrap_groups(name, model)
     if s.activation_checkpointing:
         checkpoint_blocks(groups, s.activation_checkpointing)
     worker = Worker(
@@ -186,14 +186,14 @@ def trajectory(
     mesh, each = strategy.worker.mesh, strategy.worker.settings.per_worker_batch
     saved = strategy.save()
     strategy.step(x[:each].flip(0), y[:each])
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         evaluated(x[:4])
     strategy.restore(saved)
     batches = islice(strategy.batches(torch.arange(len(x)), 0), steps_of(way))
     losses = torch.stack([strategy.step(x[i], y[i]) for i in batches])
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         scores = evaluated(x[:4])
-    if not mesh.speaks(rank):
+    if not mesh.reports_for_replica(rank):
         losses = torch.zeros_like(losses)
     if world > 1:
         dist.all_reduce(losses)
@@ -217,7 +217,7 @@ def traffic(options: dict[str, Any], rank: int, world: int) -> float:
     strategy._counts_step = False  # its own count is looked at elsewhere
     with CollectiveCount() as count:
         strategy.step(x[:BATCH], y[:BATCH])
-    sent = torch.tensor(float(sum(c.n_bytes for c in count.calls if c.kind == "send")))
+    sent = torch.tensor(float(sum(c.n_bytes for c in count.calls if c.collective_name == "send")))
     dist.all_reduce(sent)
     return float(sent)
 
@@ -229,17 +229,17 @@ def held(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     strategy._counts_step = False
     strategy.step(x[:BATCH], y[:BATCH])  # buffers for what is received are there from now on
     trace = OperatorTrace(on_cpu=True)
-    trace.tag("parameters", strategy.model.parameters())
-    trace.tag(
+    trace.tag_storages("parameters", strategy.model.parameters())
+    trace.tag_storages(
         "optimizer", (t for state in strategy.optimizer.state.values() for t in state.values())
     )
-    for part, tensors in strategy.kept_tensors().items():
-        trace.tag(part, tensors)
+    for part, tensors in strategy.list_persistent_tensors().items():
+        trace.tag_storages(part, tensors)
     first = len(trace.events)
     with trace:
         strategy.step(x[:BATCH], y[:BATCH])
     peak = torch.zeros(world)
-    peak[rank] = max(trace.live_bytes(first, len(trace.events)))
+    peak[rank] = max(trace.list_live_bytes(first, len(trace.events)))
     states = torch.zeros(world)
     states[rank] = sum(strategy.model_states().values())
     dist.all_reduce(peak)
@@ -273,7 +273,7 @@ def tried(way: str, world: int) -> dict[str, dict[str, Any]]:
 def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
     """Whether the network has so many stages."""
     kind = WAYS[way][1]
-    most = models.MODELS[kind].most_stages if kind in models.MODELS else LAYERS + 2
+    most = models.MODELS[kind].max_stages if kind in models.MODELS else LAYERS + 2
     return Pipeline(Pipeline.Options(**options)).count_stages(world) <= most
 
 
@@ -402,7 +402,7 @@ def test_a_parameter_is_where_it_is_used(found, world):
 
 @pytest.mark.parametrize(("schedule", "world"), HELD)
 def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
-    planned = footprint_of(schedule, world).each
+    planned = footprint_of(schedule, world).footprint_per_stage
     assert len(planned) == world
     seen = found[world]["held"][schedule]
     for stage, footprint in enumerate(planned):
@@ -410,14 +410,17 @@ def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
         # What is sent lives until it has gone, which the plan takes for at once; what is received may come
         # late.
         calls = [CollectiveCall(*c) for c in footprint.collectives if c[0] == "send"]
-        under_way = sum(c.wire_bytes(world, BATCH) for c in calls)
-        planned_bytes, peak = footprint.training_peak(BATCH).n_bytes, seen["peaks"][stage]
+        under_way = sum(c.count_wire_bytes(world, BATCH) for c in calls)
+        planned_bytes, peak = footprint.compute_training_peak(BATCH).n_bytes, seen["peaks"][stage]
         assert 0.98 * planned_bytes <= peak <= 1.01 * planned_bytes + under_way
 
 
 def test_1f1b_holds_fewer_activations_than_gpipe():
     """Of at most as many micro-batches as there are stages, here two of four."""
-    peaks = [footprint_of(name, 2).each[0].training_peak(512) for name in ("gpipe", "1f1b")]
+    peaks = [
+        footprint_of(name, 2).footprint_per_stage[0].compute_training_peak(512)
+        for name in ("gpipe", "1f1b")
+    ]
     gpipe, one = (p.parts_bytes["activations"] for p in peaks)
     assert 0.4 * gpipe < one < 0.65 * gpipe
 
@@ -434,7 +437,7 @@ def request(options: dict[str, Any], world: int) -> Request:
         nesterov=True, global_batch=world, per_worker_batch=1,
         options=get_option_defaults("pipeline") | options,
     )  # fmt: skip
-    return Request(planned, (POSITIONS,), VOCABULARY, local_world=world, eval_batch=4)
+    return Request(planned, (POSITIONS,), VOCABULARY, workers_per_node=world, eval_batch=4)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -453,11 +456,13 @@ def test_the_bubble_is_predicted(found, world):
 
 def cut(name: str):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
-    model = models.build(name, VOCABULARY, shape).eval()
+    model = models.build_model(name, VOCABULARY, shape).eval()
     return (
         model,
         shape,
-        list_units(model, declared.pieces_of(name, model), models.wrap_groups(name, model)),
+        list_units(
+            model, declared.make_declared_pieces(name, model), models.list_wrap_groups(name, model)
+        ),
     )
 
 
@@ -471,7 +476,7 @@ def test_pieces_are_the_forward(name):
     for unit in units:
         for piece in unit:
             x = piece.call(model, x)
-            own.update(piece.parameters(model))
+            own.update(piece.iter_parameters(model))
     assert torch.equal(x, whole)
     assert own == set(model.parameters())
 
@@ -480,10 +485,12 @@ def test_pieces_are_the_forward(name):
 def test_the_most_stages_are_the_units(name):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
     with FakeTensorMode():
-        model = models.build_without_memory(name, VOCABULARY, shape)
-    units = list_units(model, declared.pieces_of(name, model), models.wrap_groups(name, model))
-    assert len(units) == models.MODELS[name].most_stages
-    assert all(any(True for p in unit for _ in p.parameters(model)) for unit in units)
+        model = models.build_fake_model(name, VOCABULARY, shape)
+    units = list_units(
+        model, declared.make_declared_pieces(name, model), models.list_wrap_groups(name, model)
+    )
+    assert len(units) == models.MODELS[name].max_stages
+    assert all(any(True for p in unit for _ in p.iter_parameters(model)) for unit in units)
 
 
 def units(*flops: int) -> list[MeasuredUnit]:
@@ -551,7 +558,7 @@ def refused(**values: Any) -> list[str]:
     options = get_option_defaults("pipeline") | values.pop("options", {})
     block |= values
     block["networks"] = {name: name for name in block["models"]}
-    return list(Pipeline.refusals(options, block))
+    return list(Pipeline.iter_refused_values(options, block))
 
 
 def test_what_cannot_be_cut_is_refused_before_any_job():
@@ -584,7 +591,7 @@ def test_what_cannot_be_cut_is_refused_before_any_job():
 def prepared_text(folder: Path) -> None:
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": 16}  # fmt: skip
-    prepare("text", folder, spec=spec)
+    prepare_data_set("text", folder, spec=spec)
 
 
 def cell_settings(text: Path, workers: int, **options: Any) -> Settings:

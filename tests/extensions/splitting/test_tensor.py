@@ -29,7 +29,7 @@ from stratbench.telemetry.collective_count import CollectiveCount
 from stratbench.telemetry.shards import gather_full_tensor
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
-from stratbench.workload.data.prepare import prepare
+from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
 from stratbench.workload.network.checkpointing import checkpoint_blocks
 from stratbench.workload.network.gpt import GPT
@@ -121,7 +121,7 @@ class DeafAttention(TensorParallel):
 def network(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if kind in models.MODELS:
-        return models.build(kind, VOCABULARY, (1, 16, 16)).double()
+        return models.build_model(kind, VOCABULARY, (1, 16, 16)).double()
     tied = kind == "tied"
     return GPT(VOCABULARY, POSITIONS, layers=LAYERS, heads=4, width=WIDTH, tied=tied).double()
 
@@ -137,7 +137,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     )  # fmt: skip
     s = replace(s, **changed)
     model = network(kind)
-    groups = models.wrap_groups(name, model)
+    groups = models.list_wrap_groups(name, model)
     if s.activation_checkpointing:
         checkpoint_blocks(groups, s.activation_checkpointing)
     worker = Worker(
@@ -174,7 +174,7 @@ def trajectory(
         x[: strategy.worker.settings.per_worker_batch].flip(0),
         y[: BATCH // strategy.worker.data_workers],
     )
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         evaluated(x[:4])
     strategy.restore(saved)
     batches = islice(strategy.batches(torch.arange(len(x)), 0), steps_of(way))
@@ -183,7 +183,7 @@ def trajectory(
     if world > 1:
         dist.all_reduce(together)
     weights = whole_weights(model)
-    with strategy.evaluating() as evaluated, torch.no_grad():
+    with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         scores = evaluated(x[:4])
     return {
         "losses": together / world, "weights": weights, "scores": scores,
@@ -210,7 +210,7 @@ def traffic(rank: int, world: int, batch: int) -> dict[str, int]:
     with CollectiveCount() as count:
         strategy.step(x[:batch], y[:batch])
     stream = batch * POSITIONS * WIDTH * 8
-    kinds = [c.kind for c in count.calls if c.n_bytes == stream]
+    kinds = [c.collective_name for c in count.calls if c.n_bytes == stream]
     return {kind: kinds.count(kind) for kind in set(kinds)}
 
 
@@ -331,7 +331,7 @@ def refused(**values: Any) -> list[str]:
     } | values.pop("options", {})
     block |= values
     block["networks"] = {name: name for name in block["models"]}
-    return list(TensorParallel.refusals(options, block))
+    return list(TensorParallel.iter_refused_values(options, block))
 
 
 def test_what_cannot_be_divided_is_refused_before_any_job():
@@ -356,7 +356,7 @@ def prepared_cell(folder: Path, workers: int, positions: int = 16, **options: An
     """Settings of a cell that divides layers, and its data, prepared in `folder`."""
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": positions}  # fmt: skip
-    prepare("text", folder, spec=spec)
+    prepare_data_set("text", folder, spec=spec)
     options = get_option_defaults("tensor") | options
     replicas = get_mesh("tensor", options, workers).replicas
     return settings(
@@ -398,7 +398,7 @@ def test_a_collective_that_is_not_known_ends_no_training(monkeypatch):
     monkeypatch.setattr(collective_count, "detect_collective", raising)
     with CollectiveCount() as count:
         assert float(torch.ones(2).sum()) == 2
-    assert math.isnan(count.wire_bytes(2))
+    assert math.isnan(count.count_wire_bytes(2))
 
 
 def raising(*_: Any) -> None:

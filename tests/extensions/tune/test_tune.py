@@ -12,7 +12,7 @@ import yaml
 from synthetic_files import Files
 from synthetic_paired import World
 
-from stratbench.extensions.plan.needs import subject_of
+from stratbench.extensions.plan.needs import make_subject
 from stratbench.extensions.tune import sieves, space, subcommand
 from stratbench.extensions.tune.__main__ import main
 from stratbench.extensions.tune.differences import KINDS, Margin
@@ -24,13 +24,13 @@ from stratbench.extensions.tune.sieves import (
     TOO_SLOW,
     UNSUPPORTED,
     Sieved,
-    _apply_plan,
-    drop_slow,
-    sieve,
+    _filter_by_plan,
+    drop_slow_combinations,
+    filter_combinations,
 )
 from stratbench.extensions.tune.space import Combination, list_combinations, list_strategies
 from stratbench.extensions.verdict.blocks import hash_trained_settings
-from stratbench.strategies import REGISTRY, get_option_defaults, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class
 from stratbench.study.config.config import load_config
 
 TUNE = {"include": [], "exclude": [], "compile": False}
@@ -95,7 +95,7 @@ def test_what_is_tried_of_an_option_is_another_value_that_it_takes(strategy):
     for options in list(space._iter_options(strategy, 16))[1:]:
         ((key, value),) = options.items()
         assert get_option_defaults(strategy)[key] != value
-        strategy_class(strategy).Options(**options)
+        get_strategy_class(strategy).Options(**options)
 
 
 def test_only_what_is_planned_far_slower_than_the_fastest_is_dropped():
@@ -111,8 +111,8 @@ def test_only_what_is_planned_far_slower_than_the_fastest_is_dropped():
         each("deepspeed", 1.0, UNSUPPORTED),
     ]
     by_name = {s.combination.name: s for s in given}
-    drop_slow(by_name, "ddp", 1.3, {})
-    fates = {name: s.fate for name, s in by_name.items()}
+    drop_slow_combinations(by_name, "ddp", 1.3, {})
+    fates = {name: s.outcome for name, s in by_name.items()}
     assert fates == {
         "ddp": MEASURED,  # the baseline, whatever it takes
         "zero1": MEASURED,
@@ -141,8 +141,8 @@ def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
         each(Combination("fsdp"), 50.0, sharding=3.0),  # no evidence
     ]
     by_name = {s.combination.name: s for s in given}
-    drop_slow(by_name, "zero1", None, {("checkpointing", True): Margin(1.2, 9, 4)})
-    dropped = {name: s.reason for name, s in by_name.items() if s.fate == TOO_SLOW}
+    drop_slow_combinations(by_name, "zero1", None, {("checkpointing", True): Margin(1.2, 9, 4)})
+    dropped = {name: s.reason for name, s in by_name.items() if s.outcome == TOO_SLOW}
     assert dropped == {
         "ddp_checkpointing": "planned 1.21 times as long as ddp (kept up to 1.20)",
         "ddp_bucket-cap-mb-100_checkpointing": (
@@ -150,8 +150,10 @@ def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
         ),
     }
     by_name = {s.combination.name: s for s in given}
-    drop_slow(by_name, "ddp_checkpointing", None, {("checkpointing", True): Margin(1.2, 9, 4)})
-    assert by_name["ddp_checkpointing"].fate == MEASURED  # the baseline
+    drop_slow_combinations(
+        by_name, "ddp_checkpointing", None, {("checkpointing", True): Margin(1.2, 9, 4)}
+    )
+    assert by_name["ddp_checkpointing"].outcome == MEASURED  # the baseline
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_a_cell_says_what_it_has_of_each_kind(strategy, options, settings, amoun
     )
     (cell,) = study.cells
     plain = dict.fromkeys(KINDS, 0) | {"micro-batch": 4, "tensor": 1, "pipeline": 1}
-    assert sieves.measure_difference_amounts(subject_of(whole, study, cell)) == plain | amounts
+    assert sieves.measure_difference_amounts(make_subject(whole, study, cell)) == plain | amounts
 
 
 @pytest.mark.slow
@@ -227,8 +229,8 @@ def test_what_the_config_refuses_is_not_measured():
         Combination("ddp", {}, {"gradient_accumulation_steps": 3}),
         Combination("ps-sync", {}, {"gradient_accumulation_steps": 2}),
     ]
-    sieved = sieve(config_of(), "first", 2, "gpt-compact", found, "ddp")
-    assert [s.fate for s in sieved] == [UNSUPPORTED, UNSUPPORTED]
+    sieved = filter_combinations(config_of(), "first", 2, "gpt-compact", found, "ddp")
+    assert [s.outcome for s in sieved] == [UNSUPPORTED, UNSUPPORTED]
     assert "cannot be divided" in sieved[0].reason
     assert "ps-sync" in sieved[1].reason
 
@@ -236,17 +238,21 @@ def test_what_the_config_refuses_is_not_measured():
 @pytest.mark.parametrize(("needed_bytes", "fate"), [(150, MEASURED), (151, TOO_LARGE)])
 def test_half_again_a_workers_memory_is_tried(needed_bytes, fate):
     fit = SimpleNamespace(
-        room_bytes=80.0, needed_bytes=needed_bytes, verdict="tight", device="a GPU", usual_s=None
+        room_bytes=80.0,
+        needed_bytes=needed_bytes,
+        memory_verdict="tight",
+        device="a GPU",
+        usual_s=None,
     )
-    on_cpus = SimpleNamespace(request=SimpleNamespace(on_cuda=False))
+    on_cpus = SimpleNamespace(request=SimpleNamespace(is_on_cuda=False))
     planned = SimpleNamespace(state="to do", fit=fit, subject=on_cpus)
-    assert _apply_plan(Combination("ddp"), planned, memory_margin=0.25).fate == fate
+    assert _filter_by_plan(Combination("ddp"), planned, memory_margin=0.25).outcome == fate
 
 
 def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_path):
     files = Files(tmp_path, World(steps_s={"ddp": 0.1, "fsdp": 0.2}, scores={}, oom=["ddp"]))
     files.run(files.next_round())
-    failed = sieves.read_out_of_memory(str(tmp_path), "demo")
+    failed = sieves.read_out_of_memory_combinations(str(tmp_path), "demo")
     cells = [cell for cell in files.study.cells if cell.strategy == "ddp"]
     assert failed == {("ddp", hash_trained_settings(files.study.settings(cell))) for cell in cells}
 
@@ -263,8 +269,8 @@ def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_
             ),
         ]
         by_name = {s.combination.name: s for s in given}
-        drop_slow(by_name, "fsdp", None, {("checkpointing", True): Margin(1.2, 9, 4)})
-        return {name: s.fate for name, s in by_name.items()}
+        drop_slow_combinations(by_name, "fsdp", None, {("checkpointing", True): Margin(1.2, 9, 4)})
+        return {name: s.outcome for name, s in by_name.items()}
 
     assert fates(MEASURED) == {"ddp": MEASURED, "ddp_checkpointing": TOO_SLOW}
     assert fates(OUT_OF_MEMORY) == {"ddp": OUT_OF_MEMORY, "ddp_checkpointing": MEASURED}
@@ -279,10 +285,10 @@ def test_a_budget_puts_off_the_planned_slowest_and_a_larger_one_measures_them():
             for name, time_s in (("ddp", 9.0), ("zero1", 3.0), ("fsdp", 2.0), ("tensor", 4.0))
         ] + [Sieved(Combination("pipeline"), MEASURED)]
         by_name = {s.combination.name: s for s in given}
-        sieves.postpone_beyond_budget(by_name, "ddp", budget_gpu_hours)
-        later = [s for s in by_name.values() if s.fate == LATER]
+        sieves.postpone_combinations_beyond_budget(by_name, "ddp", budget_gpu_hours)
+        later = [s for s in by_name.values() if s.outcome == LATER]
         assert all("a larger budget measures it" in s.reason for s in later)
-        return [name for name, s in by_name.items() if s.fate == MEASURED]
+        return [name for name, s in by_name.items() if s.outcome == MEASURED]
 
     assert measured(0.1) == ["ddp", "fsdp", "pipeline"]
     assert measured(2.5) == ["ddp", "zero1", "fsdp", "pipeline"]
@@ -304,7 +310,7 @@ def test_rounds_are_followed_by_a_sieve_until_it_leaves_the_study_as_it_is(tmp_p
 
     monkeypatch.setattr(subcommand.subprocess, "run", run)
     given = SimpleNamespace(profile="local", sieve_only=False, study=None, config=[], set=[])
-    monkeypatch.setattr("stratbench.command.subcommands.pairs", lambda given: [])
+    monkeypatch.setattr("stratbench.command.subcommands.list_config_pairs", lambda given: [])
     assert subcommand.run_tune(given, []) == 0
     assert ran == ["tune", "verdict", "tune", "verdict", "tune"]
 

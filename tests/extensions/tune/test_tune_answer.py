@@ -79,7 +79,7 @@ def test_an_effect_is_of_pairs_that_differ_in_one_choice():
 
 def test_the_front_is_what_no_other_beats_in_time_and_memory():
     answer = TuneAnswer({}, {}, "ddp", MEASURED_ONES, None)
-    assert [m.name for m in answer.front] == [
+    assert [m.name for m in answer.pareto_front] == [
         "fsdp_reshard-never",
         "fsdp",
         "ddp_checkpointing",

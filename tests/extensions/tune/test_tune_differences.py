@@ -11,11 +11,11 @@ from stratbench.extensions.tune.differences import (
     KINDS,
     Margin,
     combine_margins,
-    find_beaten,
+    compute_upper_prediction_bound,
+    find_beaten_configurations,
     fit_margins,
-    upper_prediction_bound,
 )
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "prediction"
 PLAIN = dict.fromkeys(KINDS, 0.0) | {"micro-batch": 1.0, "tensor": 1.0, "pipeline": 1.0}
@@ -61,9 +61,9 @@ def test_pairs_that_differ_in_two_kinds_say_nothing_of_either():
 
 
 def test_one_of_twenty_sweeps_may_be_beyond_a_margin():
-    assert upper_prediction_bound([1.0, 1.2, 1.1]) == 1.2
-    assert upper_prediction_bound([1.0] * 18 + [2.0]) == 2.0
-    assert upper_prediction_bound([1.0] * 38 + [2.0]) == 1.0
+    assert compute_upper_prediction_bound([1.0, 1.2, 1.1]) == 1.2
+    assert compute_upper_prediction_bound([1.0] * 18 + [2.0]) == 2.0
+    assert compute_upper_prediction_bound([1.0] * 38 + [2.0]) == 1.0
 
 
 MARGINS = {
@@ -89,14 +89,16 @@ def test_what_no_evidence_compares_is_kept_however_slow_it_is():
         "compiled": PLAIN | {"compile": 1.0},
         "offload": PLAIN | {"offload": 1.0},
     }
-    found = find_beaten({"plain": 1.0, "compiled": 1.21, "offload": 50.0}, amounts, MARGINS)
+    found = find_beaten_configurations(
+        {"plain": 1.0, "compiled": 1.21, "offload": 50.0}, amounts, MARGINS
+    )
     assert set(found) == {"compiled"}
     assert found["compiled"] == ("plain", 1.21, 1.2)
-    assert not find_beaten({"plain": 1.0, "compiled": 1.19}, amounts, MARGINS)
+    assert not find_beaten_configurations({"plain": 1.0, "compiled": 1.19}, amounts, MARGINS)
 
 
 def test_every_row_of_the_table_names_its_source_and_licence():
-    rows = differences.read_sweeps()
+    rows = differences.read_public_sweeps()
     assert len(rows) > 100
     for each in rows:
         assert all((each["source"], each["licence"], each["url"], float(each["planned"]) > 0)), each
@@ -109,7 +111,7 @@ def test_every_row_of_the_table_names_its_source_and_licence():
 def test_options_name_kinds_that_there_are(strategy):
     from dataclasses import fields
 
-    for option in fields(strategy_class(strategy).Options):
+    for option in fields(get_strategy_class(strategy).Options):
         assert option.metadata.get("kind") in (None, *KINDS), option.name
 
 
@@ -117,7 +119,7 @@ def test_the_page_says_what_the_sieve_leaves_of_each_source_by_the_others(monkey
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import public_sweeps
 
-    rows = differences.read_sweeps()
+    rows = differences.read_public_sweeps()
     page = public_sweeps.page(rows)
     recorded = BENCHMARKS.parent / "results" / "public-sweeps.md"
     assert page == recorded.read_text(encoding="utf-8")

@@ -42,12 +42,12 @@ class World:
         equal = tuple(a in self.equal for a in strategies)
         comparisons = tuple(
             PairedComparison(
-                place=place,
+                comparison_key=place,
                 dataset="digits",
                 strategies=strategies,
-                served=tuple(a.startswith("ps") for a in strategies),
-                equal=equal,
-                arithmetic=("e", "m"),
+                uses_servers=tuple(a.startswith("ps") for a in strategies),
+                equals_ddp=equal,
+                arithmetic_keys=("e", "m"),
                 full_steps=self.full_steps,
             )
             for place in self.places
@@ -75,8 +75,8 @@ class World:
                             None if bad else step_s, None, None, 1.0, 5.0 + 75 * step_s)
                 )  # fmt: skip
         return PairedBlock(
-            place=place,
-            number=entry["block"],
+            comparison_key=place,
+            block_number=entry["block"],
             steps=entry["settings"]["steps"] or 60,
             segments=tuple(segments),
             hosts=(self.hosts[entry["block"] % len(self.hosts)],),
@@ -90,7 +90,7 @@ class World:
         time_s = self.full_steps * self.step_s(cell.strategy, cell.gpus) * self.sustained
         score = 98.0 if cell.strategy in self.equal else self.scores[cell.strategy]
         return FullRun(
-            status="ok", reason=None, score=score + rng.normal(0, 0.05), better="higher",
+            status="ok", reason=None, score=score + rng.normal(0, 0.05), better_direction="higher",
             tolerance=1.0, score_name="accuracy", gpu_seconds=cell.gpus * (time_s + 10),
             train_time_s=time_s, steps=self.full_steps,
         )  # fmt: skip
@@ -106,8 +106,8 @@ class World:
         runs = dict(evidence.full_runs)
         for entry in found.blocks:
             block = self.block(entry, evidence.seed)
-            if keep((block.place, block.number)):
-                blocks[block.place, block.number] = block
+            if keep((block.comparison_key, block.block_number)):
+                blocks[block.comparison_key, block.block_number] = block
         runs |= {cell: self.full_run(cell) for cell in found.full_runs if keep(cell)}
         return replace(evidence, blocks=blocks, full_runs=runs)
 
@@ -119,7 +119,7 @@ class World:
         rounds = []
         for _ in range(30):
             rounds.append(find_next_round(evidence))
-            if rounds[-1].done:
+            if rounds[-1].is_last:
                 return evidence, rounds
             evidence = self.follow(evidence, rounds[-1])
         raise AssertionError("the verdict does not end")

@@ -27,8 +27,8 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.verdict import blocks
 from stratbench.extensions.verdict.block import run_segments_in_order
 from stratbench.extensions.verdict.blocks import BlockPlan, Segment
-from stratbench.strategies import strategy_class
-from stratbench.train.gpu_locks import visible_gpus
+from stratbench.strategies import get_strategy_class
+from stratbench.train.gpu_locks import list_visible_gpus
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -108,8 +108,8 @@ def test_the_first_block_takes_the_limit_of_disagreement_from_itself():
 def test_whole_periods_of_a_strategy_are_timed_and_none_of_its_first_steps(
     strategy, options, length
 ):
-    cls = strategy_class(strategy)
-    assert cls(cls.Options(**options)).own_length(15, 50) == length
+    cls = get_strategy_class(strategy)
+    assert cls(cls.Options(**options)).choose_segment_steps(15, 50) == length
 
 
 def test_a_plan_comes_back_from_json_and_from_a_round():
@@ -187,7 +187,7 @@ def start_block(
 def finished(start_block) -> LaunchedBlock:
     """A block of a collective, one that diverges, and a server."""
     # Where there is no GPU, the block has to say so itself: what `auto` is, its settings do not.
-    auto = {"device": "cpu" if visible_gpus() else "auto"}
+    auto = {"device": "cpu" if list_visible_gpus() else "auto"}
     block = start_block(
         plan_of("ddp", "zero1", "ps-async"),
         **{"ddp": auto, "zero1": auto | {"lr": 1e30}, "ps-async": auto},
@@ -279,7 +279,12 @@ def test_a_killed_block_leaves_no_result_and_is_repeated_whole(start_block, tmp_
 def test_a_block_that_is_told_to_stop_ends_its_processes(start_block, signum):
     block = start_block(plan_of("ddp", steps=100_000))
     logs = block.logs / "00-ddp"
-    until(lambda: (p := RunFolder.of_logs(logs).phases(0)).exists() and '"train"' in p.read_text())
+    until(
+        lambda: (
+            (p := RunFolder.from_log_dir(logs).get_phase_log_path(0)).exists()
+            and '"train"' in p.read_text()
+        )
+    )
     family = psutil.Process(block.process.pid).children(recursive=True)
     block.process.send_signal(signum)
     output = block.finish()
@@ -291,9 +296,14 @@ def test_a_block_that_is_told_to_stop_ends_its_processes(start_block, signum):
 @pytest.mark.slow
 def test_a_killed_worker_fails_the_block_and_its_evidence_stays(start_block):
     block = start_block(plan_of("ddp", steps=100_000))
-    folder = RunFolder.of_logs(block.logs / "00-ddp")
-    until(lambda: folder.phases(0).exists() and '"train"' in folder.phases(0).read_text())
-    lines = folder.pids(0).read_text().splitlines()
+    folder = RunFolder.from_log_dir(block.logs / "00-ddp")
+    until(
+        lambda: (
+            folder.get_phase_log_path(0).exists()
+            and '"train"' in folder.get_phase_log_path(0).read_text()
+        )
+    )
+    lines = folder.get_pid_list_path(0).read_text().splitlines()
     os.kill(
         int(next(line.split()[1] for line in lines if line.startswith("rank1"))), signal.SIGKILL
     )

@@ -66,13 +66,13 @@ def wildcards(block: int) -> dict[str, str]:
 
 def test_a_round_makes_its_blocks_and_whole_trainings(tmp_path):
     found = determine_next_round(tmp_path, content())
-    assert [str(Path(p).relative_to(tmp_path)) for p in found.files()] == [
+    assert [str(Path(p).relative_to(tmp_path)) for p in found.list_files()] == [
         "s/blocks/e/vgg-compact/2gpu/block3/block.json",
         "s/cells/e/ddp/vgg-compact/2gpu/rep4/record.json",  # beyond the repeats of the study
     ]
     plan = found.get_block_plan(wildcards(3))
     assert (plan.order, plan.seed, plan.steps) == (("ddp", "ps-async"), 5, 60)
-    assert list(found.settings_of(plan)) == ["ddp", "ps-async"]
+    assert list(found.get_cell_settings(plan)) == ["ddp", "ps-async"]
     with pytest.raises(ConfigError, match="e/vgg-compact/2gpu/block2 is no block of this round"):
         found.get_block_plan(wildcards(2))
 
@@ -80,7 +80,7 @@ def test_a_round_makes_its_blocks_and_whole_trainings(tmp_path):
 def test_a_block_asks_for_the_most_that_one_of_its_strategies_needs(tmp_path):
     found = determine_next_round(tmp_path, content())
     plan = found.get_block_plan(wildcards(3))
-    request = found.request_of(plan)
+    request = found.make_block_request(plan)
     assert (request.nodes, request.cpus, request.mem_mib) == (1, 3, 3000)  # the server's
     total = 20 * (1437 // 64)
     limit_s = SEGMENT_ALLOWANCE_S + 1000 * 75 / total
@@ -117,7 +117,7 @@ def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, ca
     assert not determine_next_round(tmp_path, "not asked").has_current_verdict
     path.parent.mkdir(parents=True)
     found = determine_next_round(tmp_path, content())
-    settings = Settings(**found.settings_of(found.get_block_plan(wildcards(3)))["ddp"])
+    settings = Settings(**found.get_cell_settings(found.get_block_plan(wildcards(3)))["ddp"])
     place = {"experiment": "e", "model": "vgg-compact", "gpus": 2}
     trained = {"ddp": hash_trained_settings(settings), "taken-out-since": "0"}
     path.write_text(json.dumps({"comparisons": [place | {"trained": trained}]}))
@@ -133,14 +133,14 @@ def test_a_verdict_counts_while_strategies_are_trained_as_they_were(tmp_path, ca
 
 def test_a_job_of_the_round_reads_what_was_kept(tmp_path):
     with pytest.raises(ConfigError, match=r"round\.json cannot be read: .*snakemake verdict"):
-        determine_next_round(tmp_path, "not asked", is_job=True).files()
+        determine_next_round(tmp_path, "not asked", is_job=True).list_files()
     determine_next_round(tmp_path, content()).write_round_file()
-    assert len(determine_next_round(tmp_path, "not asked", is_job=True).files()) == 2
+    assert len(determine_next_round(tmp_path, "not asked", is_job=True).list_files()) == 2
 
 
 def test_a_command_that_fails_is_told(tmp_path):
     with pytest.raises(ConfigError, match=r"the verdict's next round failed:\nno study"):
-        determine_next_round(tmp_path, "no study").files()
+        determine_next_round(tmp_path, "no study").list_files()
 
 
 def test_a_round_that_would_be_the_next_again_ends_the_chain(tmp_path):
@@ -155,7 +155,7 @@ def test_a_round_that_would_be_the_next_again_ends_the_chain(tmp_path):
 
 def test_what_makes_a_block_stale_is_what_is_trained(tmp_path):
     found = determine_next_round(tmp_path, content())
-    stated = found.trained(found.get_block_plan(wildcards(3)))["ddp"]
+    stated = found.get_settings_in_common(found.get_block_plan(wildcards(3)))["ddp"]
     assert stated["lr"] == 0.1
     assert not {"epochs", "steps", "seed"} & set(stated)
 

@@ -22,5 +22,5 @@ def test_a_mistake_in_verdict_is_told(path, value, expected):
 
 @pytest.mark.parametrize("rounds", [1, "all"])
 def test_one_of_several_values_given_as_text_is_that_value(rounds):
-    found = validation.validate(test_config.raw() | {"verdict": {"rounds": str(rounds)}})
+    found = validation.validate_config(test_config.raw() | {"verdict": {"rounds": str(rounds)}})
     assert found["verdict"]["rounds"] == rounds

@@ -14,7 +14,7 @@ from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit import audit
 from stratbench.extensions.verdict.full_runs import read_blocks
-from stratbench.extensions.verdict.paired.evidence import comparisons_of
+from stratbench.extensions.verdict.paired.evidence import iter_comparisons
 
 RULE = {rule.id: rule for rule in audit.RULES}["full-run-against-steps"]
 
@@ -138,8 +138,8 @@ def test_a_full_run_that_takes_longer_than_its_steps_is_found_and_an_honest_one_
     slow.to_the_end()
     found = full_run_findings(slow)
     assert found
-    assert all("%" in f.figures and "blocks" in f.figures for f in found)
-    assert {f.where["strategy"] for f in found} >= {"ps-dana"}
+    assert all("%" in f.values_text and "blocks" in f.values_text for f in found)
+    assert {f.coordinates["strategy"] for f in found} >= {"ps-dana"}
 
 
 def test_a_full_run_of_other_settings_is_not_held_to_the_blocks(raced):
@@ -154,6 +154,6 @@ def test_a_full_run_of_other_settings_is_not_held_to_the_blocks(raced):
 def test_cells_that_the_plan_skips_do_not_race(tmp_path):
     study = Files(tmp_path).study
     skipped = {c.path for c in study.cells if (c.strategy, c.gpus) == ("fsdp", 2)}
-    whole, part = (list(comparisons_of(study, paths)) for paths in ((), skipped))
+    whole, part = (list(iter_comparisons(study, paths)) for paths in ((), skipped))
     assert part[0].strategies == whole[0].strategies
     assert set(whole[1].strategies) - set(part[1].strategies) == {"fsdp"}

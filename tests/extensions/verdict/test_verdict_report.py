@@ -23,7 +23,7 @@ from stratbench.extensions.paper import against
 from stratbench.extensions.verdict.blocks import add_digest
 from stratbench.extensions.verdict.paired_results import (
     BlocksEvidence,
-    paired_results,
+    collect_paired_results,
     read_verdict,
 )
 
@@ -91,7 +91,7 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
     """Three blocks on hosts of their own would do for high; the verdict knows what speaks against them."""
     cells = read_cells(told.root / "cells.csv")
     findings = read_audit(told.root / "audit.csv")
-    paired = paired_results(read_verdict(make_verdict(told)))
+    paired = collect_paired_results(read_verdict(make_verdict(told)))
     for group, found in paired.items():
         claim = found.claim and confidence and (found.claim[0], confidence)
         paired[group] = replace(found, claim=claim)
@@ -105,7 +105,7 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
 def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     """The user's GPUs are too small for the leader: the verdict does not decide against the others."""
     cells = read_cells(told.root / "cells.csv")
-    paired = paired_results(read_verdict(make_verdict(told)))
+    paired = collect_paired_results(read_verdict(make_verdict(told)))
     findings = read_audit(told.root / "audit.csv")
     finding = dict.fromkeys(findings.columns) | {
         "rule": "contradictory-time", "severity": "unusable", "affects": "all", "strategy": "ps-dana",
@@ -113,7 +113,7 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     }  # fmt: skip
     broken = pd.DataFrame([finding], columns=findings.columns)
     (found,) = decide.make_decisions(cells, broken, decide.Constraints(), [BlocksEvidence(paired)])
-    kinds = {row["strategy"]: row["status"] for row in found.matrix}
+    kinds = {row["strategy"]: row["status"] for row in found.matrix_rows}
     assert kinds["ps-dana"] == "unusable record"
     assert "slower" not in (kinds["ddp"], kinds["fsdp"])
 
@@ -129,13 +129,15 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
     for gpus in timed:
         paired = {
             k: r
-            for k, r in paired_results(read_verdict(make_verdict(told))).items()
+            for k, r in collect_paired_results(read_verdict(make_verdict(told))).items()
             if k.gpus != gpus
         }
         (found,) = decide.make_decisions(
             cells, findings, decide.Constraints(), [BlocksEvidence(paired)]
         )
-        bases = {row["gpus"]: row["basis"] for row in found.matrix if row["time_s"] is not None}
+        bases = {
+            row["gpus"]: row["basis"] for row in found.matrix_rows if row["time_s"] is not None
+        }
         assert bases[gpus] == "measured"
         assert set(bases.values()) == {"measured", "measured in paired blocks"}
 

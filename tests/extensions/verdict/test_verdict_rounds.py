@@ -95,7 +95,7 @@ def test_a_study_killed_again_and_again_comes_to_the_same_verdict(seed):
         for entry in found.blocks:
             where = (entry["experiment"], entry["gpus"], entry["block"])
             assert asked.setdefault(where, entry["strategies"]) == entry["strategies"]
-        if found.done:
+        if found.is_last:
             break
         evidence = FIVE.follow(evidence, found, keep=lambda _: rng.random() < 0.5)
     assert told(evidence) == told(whole)

@@ -19,7 +19,7 @@ from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
 from stratbench.extensions.verdict.paired.next_round import determine_next_round, find_next_round
 from stratbench.extensions.verdict.paired.rounds import Course
 from stratbench.extensions.verdict.paired.verdict import make_verdict
-from stratbench.extensions.verdict.paired_results import paired_results, read_verdict
+from stratbench.extensions.verdict.paired_results import collect_paired_results, read_verdict
 
 ONE = ComparisonKey("e", "m", 1)
 #: `ps-x` leads by 4 %.
@@ -192,7 +192,7 @@ class Copied(World):
         segments = tuple(
             replace(s, mean_step_s=s.mean_step_s and s.mean_step_s * factor) for s in block.segments
         )
-        return replace(block, number=entry["block"], segments=segments,
+        return replace(block, block_number=entry["block"], segments=segments,
                        hosts=(f"node{entry['block']}",))  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def test_copied_blocks_and_other_devices_claim_nothing_and_are_noted(world, word
     assert (comparison["claim"], comparison["confidence"]) == ("none", "low")
     assert words in comparison["text"]
     assert any(words in note for note in verdict["notes"])
-    assert not paired_results(verdict)
+    assert not collect_paired_results(verdict)
     json.dumps(verdict, allow_nan=False)
 
 
@@ -248,7 +248,7 @@ def test_milliseconds_for_seconds_are_a_doubt_and_no_drop():
             return replace(block, segments=segments)
 
     world = Mistaken(**vars(LEADS))
-    cell = world.evidence().cell(world.evidence().comparisons[0], "ps-x")
+    cell = world.evidence().make_cell(world.evidence().comparisons[0], "ps-x")
     evidence, _ = world.to_the_end(world.evidence(full_runs={cell: world.full_run(cell)}))
     (comparison,) = told(evidence)["comparisons"]
     state = {r["strategy"]: r["state"] for r in comparison["ratios"]}["ps-x"]
@@ -262,7 +262,7 @@ def test_milliseconds_for_seconds_are_a_doubt_and_no_drop():
 def test_a_block_whose_steps_take_longer_than_its_segments_is_not_used(tmp_path):
     files = Files(tmp_path)
     path = files.write_block(files.next_round()["comparisons"][0])
-    assert read_block(path).number == 1
+    assert read_block(path).block_number == 1
     content = json.loads(path.read_text())
     content["segments"][1]["mean_step_s"] *= 1000
     path.write_text(json.dumps(content))
@@ -315,13 +315,13 @@ def test_a_verdict_that_says_something_else_than_its_blocks_is_not_used(raced, c
 
 def test_the_first_round_says_that_no_cost_is_known_and_how_many_rounds_may_follow():
     found = find_next_round(LEADS.evidence())
-    assert found.outlook.startswith(
+    assert found.outlook_sentence.startswith(
         "The cost is unknown before the first block; at most 7 rounds of"
     )
     later = find_next_round(LEADS.follow(LEADS.evidence(), found))
-    assert later.outlook.startswith("This round takes about ")
+    assert later.outlook_sentence.startswith("This round takes about ")
     text = "\n".join(iter_verdict_lines(told(LEADS.evidence())))
     assert (
         "its cost is unknown before the first block; at most 7 rounds of blocks may follow" in text
     )
-    assert "Nothing more is to run" in find_next_round(LEADS.to_the_end()[0]).outlook
+    assert "Nothing more is to run" in find_next_round(LEADS.to_the_end()[0]).outlook_sentence

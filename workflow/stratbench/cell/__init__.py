@@ -1,1 +1,1 @@
-"""A cell: its coordinates and paths, its settings, its record, and its processes' folder."""
+"""Defines a cell (one training run of a study): coordinates, paths, settings, record, and run folder."""

@@ -1,4 +1,4 @@
-r"""Lists the records of cells with given statuses, so that the cells can be trained again.
+r"""Lists the records of training runs (cells) with certain statuses, so that the cells can be trained again.
 
 snakemake --profile profiles/local --forcerun \
         $(python -m stratbench.cell --study demo --status oom,timeout)
@@ -18,7 +18,7 @@ from stratbench.cell.files import read_json
 def iter_records_by_status(
     results: Path, statuses: Iterable[str], study: str = "*"
 ) -> Iterator[Path]:
-    """Yield the paths of the records with one of the statuses, sorted.
+    """Yield the paths of the records whose status is one of `statuses`, sorted.
 
     Args:
         results: The results folder.
@@ -41,7 +41,7 @@ def iter_records_by_status(
 
 
 def parse_statuses(text: str) -> list[str]:
-    """Return the statuses in a list separated by commas."""
+    """Return the statuses in a comma-separated list, such as `oom,timeout`."""
     statuses = [status.strip() for status in text.split(",")]
     for status in statuses:
         if status not in STATUSES:

@@ -1,4 +1,4 @@
-"""The cell: a point of a study's matrix, its paths, and the expansion of a matrix into cells.
+"""Defines a cell (a point of a study's matrix) and its paths, and expands a matrix into cells.
 
 This module has no slow imports, since the Snakefile uses it on every parse.
 """
@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def path(self) -> str:
-        """The cell's path below `cells/` and `logs/` of its study."""
+        """The path of the cell below the folders `cells/` and `logs/` of its study."""
         return CELL_PATTERN.format(**vars(self))
 
     def record_path(self, results: str | Path) -> Path:

@@ -19,9 +19,9 @@ class Extension:
     """Declaration of the additions of one extension to the core."""
 
     #: The purpose of the extension, in a line.
-    says: str
+    summary: str
     #: The other extensions that this extension imports.
-    needs: tuple[str, ...] = ()
+    required_extensions: tuple[str, ...] = ()
     #: Strategies by name: a class, or a function that returns the class for a strategy's name.
     strategies: Mapping[str, str] = field(default_factory=dict)
     #: Paths of the `Library` objects for libraries of models, by package (`workload.network.libraries`).
@@ -36,30 +36,30 @@ class Extension:
     keys: Mapping[str, str] = field(default_factory=dict)
     #: A function that returns a cell's request to the scheduler, as `study.resources.build_job_request` does,
     #: or None for cells of others.
-    request: str | None = None
+    build_job_request: str | None = None
     #: The class that runs the extension's cells: a `train.running.runner.Runner`.
-    runner: str | None = None
+    runner_class: str | None = None
     #: The class of an activity next to a worker's training loop: a `train.beside.beside.Beside`.
-    beside: str | None = None
+    activity_class: str | None = None
     #: Files in `workflow/rules`, which add to the lists at the top of common.smk.
-    rules: tuple[str, ...] = ()
+    rule_files: tuple[str, ...] = ()
     #: A function that adds subcommands to a `command.subcommands.SubcommandAdder`.
     commands: str | None = None
     #: Further columns of cells.csv, as tuples of arguments of `analysis.records.columns.Column`.
     columns: str | None = None
     #: A function that modifies the rows of cells.csv in place before they are written, such as their status.
-    judge: str | None = None
+    modify_cell_rows: str | None = None
     #: Modules with audit rules.
-    audited: tuple[str, ...] = ()
+    audit_modules: tuple[str, ...] = ()
     #: Additions to decisions and the report: an `analysis.records.reading.Reading`.
-    reading: str | None = None
+    report_additions: str | None = None
     #: Additions to plans: a `plan.schedule.PlanAddition`.
-    plans: str | None = None
+    plan_additions: str | None = None
 
 
 @cache
 def load_extensions() -> dict[str, Extension]:
-    """Return the declarations of the installed extensions by name, in their order.
+    """Return the declarations of the installed extensions by name, in the order of their list.
 
     Raises:
         ModuleNotFoundError: An extension needs another extension that was deleted.
@@ -68,7 +68,7 @@ def load_extensions() -> dict[str, Extension]:
     names = import_module(".extensions", "stratbench").NAMES
     by_name = {name: import_module(f".extensions.{name}", "stratbench").EXTENSION for name in names}
     for name, extension in by_name.items():
-        if lacking := set(extension.needs) - by_name.keys():
+        if lacking := set(extension.required_extensions) - by_name.keys():
             raise ModuleNotFoundError(
                 f"the extension {name} needs the deleted extension {', '.join(sorted(lacking))}; restore "
                 f"that extension, or delete {name} as well"
@@ -76,8 +76,8 @@ def load_extensions() -> dict[str, Extension]:
     return by_name
 
 
-def iter_resolved(point: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension that declares an addition of a kind, with the imported addition.
+def iter_imported_additions(point: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the imported addition of each extension that declares one for `point`.
 
     Args:
         point: Name of a field of `Extension`.
@@ -87,14 +87,14 @@ def iter_resolved(point: str) -> Iterator[tuple[str, Any]]:
             yield name, import_attribute(declared)
 
 
-def resolve_all(point: str) -> dict[str, Any]:
-    """Return the objects that extensions name at a point with names of its own."""
+def import_named_additions(point: str) -> dict[str, Any]:
+    """Return imported objects by name, for a field of `Extension` that is a mapping."""
     named = (getattr(extension, point).items() for extension in load_extensions().values())
     return {key: import_attribute(name) for each in named for key, name in each}
 
 
-def iter_keys(block: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension with keys in a block of config.yaml, and their dataclass."""
+def iter_extension_keys(block: str) -> Iterator[tuple[str, Any]]:
+    """Yield each extension with keys in a block of config.yaml, and the keys' dataclass."""
     for name, extension in load_extensions().items():
         if block in extension.keys:
             yield name, import_attribute(extension.keys[block])

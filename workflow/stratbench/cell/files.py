@@ -1,4 +1,4 @@
-"""Writes files atomically, and reads files that others may have changed."""
+"""Writes files atomically, and safely reads files that other programs may have changed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write a text to a file atomically, so that no reader sees a part."""
-    with replacing(path) as temporary, temporary.open("x", encoding="utf-8", newline="") as f:
+    """Write a text to a file atomically, so that no reader sees an incomplete file."""
+    with (
+        replace_file_atomically(path) as temporary,
+        temporary.open("x", encoding="utf-8", newline="") as f,
+    ):
         f.write(text)
         f.flush()
         os.fsync(f.fileno())
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replace_file_atomically(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, whose file replaces `path` at the end of the block.
 
     If the block raises, the old file is unchanged. An OSError always names `path`, which that of a full disk
@@ -57,7 +60,7 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a CSV file of these columns atomically.
+    """Write the rows of a CSV file with the columns `columns`, atomically.
 
     Args:
         path: File to write.
@@ -65,7 +68,7 @@ def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[
         rows: Values by column; a missing one stays empty.
     """
     with (
-        replacing(path) as unfinished,
+        replace_file_atomically(path) as unfinished,
         open(unfinished, "x", newline="", encoding="utf-8") as file,
     ):
         writer = csv.DictWriter(file, list(columns))
@@ -79,7 +82,7 @@ def format_os_error(error: OSError) -> str:
     return f"{error.strerror or error}{name}"
 
 
-def read_regular(path: str | Path, most_bytes: int) -> bytes:
+def read_regular_file(path: str | Path, most_bytes: int) -> bytes:
     """Return the bytes of a regular file of at most `most_bytes`.
 
     Raises:
@@ -106,8 +109,8 @@ def read_last_lines(path: str | Path) -> list[str]:
         return f.read().decode(errors="replace").splitlines()
 
 
-def finite(value: float | None) -> float | None:
-    """Return the value, or None if it is not finite, since JSON has no NaN."""
+def finite_or_none(value: float | None) -> float | None:
+    """Return the value, or None for NaN and infinities, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -119,11 +122,11 @@ def read_json(path: str | Path) -> Any:
             lone surrogates, or hundreds of levels.
         OSError: The file cannot be read or is not a regular file.
     """
-    return parse_json(read_regular(path, MAX_JSON_BYTES).decode("utf-8"))
+    return parse_json(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8"))
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the values in a file of JSON lines that the product appends to. Empty if there is no file."""
+    """Return the values in a JSON Lines file of the product. Empty if the file is missing."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -140,26 +143,25 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(
             text,
-            parse_constant=reject_constant,
-            parse_int=parse_whole_number,
+            parse_constant=reject_non_finite_constant,
+            parse_int=parse_integer,
             object_pairs_hook=reject_repeated_keys,
         )
-        check_ordinary([value])
+        check_displayable_values([value])
     except RecursionError:
         raise ValueError("too many levels") from None
     return value
 
 
-def reject_constant(constant: str) -> None:
+def reject_non_finite_constant(constant: str) -> None:
     """Raise ValueError for NaN or an infinity, which Python accepts in JSON."""
     raise ValueError(f"{constant} is not a number that JSON allows")
 
 
-def parse_whole_number(digits: str) -> int:
-    """Return the integer with these digits. Raise ValueError if they are too many."""
-    if (
-        len(digits) > _MAX_DIGITS
-    ):  # Python's own message on so many digits would advise to allow them
+def parse_integer(digits: str) -> int:
+    """Return the integer in a text of digits. Raise ValueError if there are too many digits."""
+    # Python's own message on so many digits would advise to allow them.
+    if len(digits) > _MAX_DIGITS:
         raise ValueError("an integer is too large for 64 bits")
     return int(digits)
 
@@ -174,13 +176,14 @@ def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def check_ordinary(values: Iterable[Any]) -> None:
+def check_displayable_values(values: Iterable[Any]) -> None:
     """Raise ValueError for a value that JSON allows but that tables or pages cannot show."""
     for value in values:  # one call per list instead of one per value, since a record has hundreds
         kind = type(value)
         if kind is str:
             if not value.isascii():
-                value.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
+                # Encoding raises UnicodeEncodeError, a ValueError, for lone surrogates.
+                value.encode()
         elif kind is float:
             if not math.isfinite(value):
                 raise ValueError("a number is too large")
@@ -188,7 +191,7 @@ def check_ordinary(values: Iterable[Any]) -> None:
             if not -_MAX_WHOLE <= value < _MAX_WHOLE:
                 raise ValueError("an integer is too large for 64 bits")
         elif kind is dict:
-            check_ordinary(value)  # its keys
-            check_ordinary(value.values())
+            check_displayable_values(value)  # checks the keys of the mapping
+            check_displayable_values(value.values())
         elif kind is list:
-            check_ordinary(value)
+            check_displayable_values(value)

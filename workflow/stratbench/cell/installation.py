@@ -18,6 +18,6 @@ REFERENCE = ROOT / "workflow" / "reference"
 
 
 def read_build_revision() -> dict[str, Any] | None:
-    """Return the git state from which this wheel was built. None in a clone or without git."""
+    """Return the git state from which this wheel was built. None in a clone, or if built without git."""
     path = CARRIED / "git.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

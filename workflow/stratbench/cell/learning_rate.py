@@ -1,4 +1,4 @@
-"""Computes the learning rate of a step from its number, so that a schedule has no state."""
+"""Computes the learning rate of a step from the step's number, so that a schedule has no state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 Schedule = Literal["constant", "cosine", "linear"]
 
 
-def share_of_lr(
+def compute_lr_factor(
     schedule: Schedule, step: int, steps: int, warmup: int, final: float = 0.0
 ) -> float:
     """Return the factor on the learning rate in step number `step`, from 0, of `steps`.
@@ -26,9 +26,8 @@ def share_of_lr(
     """
     if step < warmup:
         return (step + 1) / warmup
-    done = min(
-        1.0, (step - warmup) / max(1, steps - warmup)
-    )  # profiled steps follow the last step of the training
+    # Profiled steps follow the last step of the training.
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
     match schedule:
         case "cosine":
             return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 
 #: Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -51,12 +51,12 @@ def lock_file(descriptor: int, how: int, path: Path) -> None:
             f"{path.parent}: its file system has no locks ({e.strerror}), which are needed so that no cell "
             "is trained twice at once; mount it with locks (Lustre: -o flock; NFS: version 4, or rpc.statd "
             "on client and server), or use a folder elsewhere (results in config.yaml; TMPDIR) "
-            f"{help_address('its file system has no locks')}"
+            f"{format_help_address('its file system has no locks')}"
         ) from e
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file, and return the descriptor that holds the lock until it is closed.
+    """Lock a file, and return the descriptor. The lock lasts until the descriptor is closed.
 
     The file is created if it does not exist. Links are never followed and content is never changed.
 
@@ -67,7 +67,7 @@ def try_lock(path: Path) -> int | None:
         OSError: The file cannot be opened; NoLocks if its file system has no locks.
     """
     while True:
-        descriptor = open_lock(path)
+        descriptor = open_lock_file(path)
         try:
             lock_file(descriptor, fcntl.LOCK_EX, path)
             if os.path.samestat(os.fstat(descriptor), path.lstat()):
@@ -83,7 +83,7 @@ def try_lock(path: Path) -> int | None:
         os.close(descriptor)  # the file was deleted meanwhile, so the new file must be locked
 
 
-def open_lock(path: Path) -> int:
+def open_lock_file(path: Path) -> int:
     """Open or create a file to be locked, and return its descriptor.
 
     Every process that can read a file can lock it, so only users who may write to its folder may open it.
@@ -92,9 +92,8 @@ def open_lock(path: Path) -> int:
         OSError: The file belongs to another user and cannot be opened; the message has the remedy.
     """
     folder = path.parent.stat()
-    mode = (
-        0o600 | (folder.st_mode & 0o022) * 3
-    )  # users with write permission also get read permission
+    # Users with write permission also get read permission.
+    mode = 0o600 | (folder.st_mode & 0o022) * 3
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except PermissionError as e:
@@ -110,14 +109,14 @@ def open_lock(path: Path) -> int:
             try:
                 os.fchown(descriptor, -1, folder.st_gid)
             except OSError:
-                mode &= ~0o060  # otherwise another group could open the file
+                mode &= ~0o060  # without this, another group could open the file
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, mode)
     return descriptor
 
 
 @contextmanager
-def create_held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
+def create_temporary_locked_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]:
     """Yield a new locked folder, which is removed at the end of the block.
 
     Also remove unlocked folders with such names, which killed processes have left.
@@ -128,7 +127,8 @@ def create_held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[
         suffix: End of the new folder's name.
     """
     for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
-        with contextlib.suppress(OSError):  # another process removed it, or it is another user's
+        # Another process has removed the file, or it is another user's.
+        with contextlib.suppress(OSError):
             remove_abandoned_folder(left, prefix, suffix)
     folder, descriptor = create_locked_folder(parent, prefix, suffix)
     try:
@@ -139,7 +139,7 @@ def create_held_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[
 
 
 def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
-    """Create a folder, and return its path and the descriptor that holds its lock."""
+    """Create a folder, lock it, and return its path and the lock's descriptor."""
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
         try:

@@ -1,4 +1,4 @@
-"""Options of a strategy or a policy: plain values with defaults, checked against types and limits.
+"""Options of a strategy or policy: values with defaults, checked against types and limits.
 
 Options from a study's config, of a strategy's class and sent to a server are all checked here. The last
 functions determine which class attributes a strategy or policy does not inherit from another.
@@ -69,7 +69,7 @@ _types = cache(get_type_hints)
 
 
 def matches_type(value: Any, hint: Any) -> bool:
-    """Return whether a value has a type, where an int also counts as float."""
+    """Return whether a value has a type. An int also counts as a float."""
     if get_origin(hint) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
@@ -106,7 +106,7 @@ def list_json_types(hint: Any) -> list[str]:
     """Return the JSON types of a Python type's values, in the order of a union."""
     if get_origin(hint) is Literal:
         return list(dict.fromkeys(_JSON_TYPES[type(value)] for value in get_args(hint)))
-    if get_origin(hint) in _JSON_TYPES:  # list[float]
+    if get_origin(hint) in _JSON_TYPES:  # the type is one such as `list[float]`
         return [_JSON_TYPES[get_origin(hint)]]
     return [name for part in get_args(hint) for name in list_json_types(part)] or [
         _JSON_TYPES[hint]
@@ -130,7 +130,7 @@ def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
 
 
 def build_schema(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the JSON Schema of an object with a dataclass's fields and their defaults.
+    """Return the JSON Schema of an object with a dataclass's fields, including their defaults.
 
     Args:
         cls: The dataclass. Its fields without a default are required.
@@ -170,8 +170,8 @@ def iter_limits(spec: Field) -> Iterator[str]:
 # --- attributes that a strategy or policy must declare itself -------------------------------------
 
 
-def remove_inherited_claims(cls: type, claims: tuple[str, ...]) -> None:
-    """Reset the attributes `claims` that a new class inherited from a class with a `summary`.
+def reset_inherited_attributes(cls: type, claims: tuple[str, ...]) -> None:
+    """Reset the attributes `claims` that a new strategy or policy inherits from a complete one.
 
     A class with a `summary` is a complete strategy or policy. It keeps the attributes that it declares
     itself, and those of bases without a `summary`. So each complete class must declare its own properties.
@@ -187,5 +187,5 @@ def remove_inherited_claims(cls: type, claims: tuple[str, ...]) -> None:
 
 
 def has_own_summary(cls: type) -> bool:
-    """Return whether the class declares its own `summary`, as each class in a registry does."""
+    """Return whether a class declares its own `summary`, as each registered strategy or policy does."""
     return "summary" in vars(cls)

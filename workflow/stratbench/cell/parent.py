@@ -12,7 +12,7 @@ from itertools import pairwise
 POLL_S = 0.5
 
 
-def terminate_with(ancestor: int) -> None:
+def terminate_when_ancestor_ends(ancestor: int) -> None:
     """Start a thread that sends this process SIGTERM once `ancestor` has ended."""
     line = list_ancestors(ancestor)
 
@@ -30,7 +30,7 @@ def terminate_with(ancestor: int) -> None:
 
 
 def list_ancestors(ancestor: int) -> list[int | None]:
-    """Return the ids of this process's ancestors up to `ancestor`, empty if that has ended.
+    """Return the ids of this process's ancestors up to `ancestor`. Empty if `ancestor` has ended.
 
     A process whose parent has ended immediately gets another parent.
     """

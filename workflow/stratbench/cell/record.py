@@ -1,4 +1,4 @@
-"""Reads, writes and validates records: JSON files with the measurements of a cell."""
+"""Reads, writes and validates records: JSON files with the measurements of a cell (a training run)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stratbench.cell.extensions import load_extensions
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings, build_settings_schema
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 
 Record = dict[str, Any]
 SCHEMA_PATH = SCHEMAS / "record.schema.json"
@@ -29,7 +29,7 @@ class RecordError(ValueError):
 
 @cache
 def load_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a record, including its settings."""
+    """Return the JSON Schema of a record, including the schema of its settings."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     whole["properties"]["settings"] |= build_settings_schema()
     return whole
@@ -40,19 +40,19 @@ def compile_validator(detailed: bool = False) -> Callable[[Record], Record] | No
     """Return the compiled validator of records, or None if no validator is installed.
 
     Args:
-        detailed: Whether its exceptions name the field and the value. That takes three times as long to
-            compile, which every process that reads or writes a record does.
+        detailed: Whether the validator's exceptions name the field and the value. Such a validator takes
+            three times as long to compile, in every process that reads or writes a record.
     """
     try:
         import fastjsonschema
     except ImportError:
         return None
-    # 20 times as fast as jsonschema
+    # fastjsonschema is 20 times as fast as jsonschema.
     return fastjsonschema.compile(load_schema(), detailed_exceptions=detailed)
 
 
 def can_validate() -> bool:
-    """Return whether the package for `validate` is installed; machines that only train may lack it.
+    """Return whether the package that validates records is installed. Machines that only train may lack it.
 
     Call this before a long training, so that a missing package is found early.
     """
@@ -85,13 +85,13 @@ def validate_record(record: Record, source: str | Path = "record") -> None:
 
 
 def write_record(path: str | Path, record: Record) -> None:
-    """Write a record to `path` atomically; raise RecordError if it is invalid."""
+    """Write a record to `path` atomically. Raise RecordError if the record is invalid."""
     validate_record(record, path)
     write_atomic(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 def read_record(path: str | Path) -> Record:
-    """Return the record in `path`; raise RecordError, which names the file, if it is invalid."""
+    """Return the record in `path`. Raise RecordError, which names the file, for an invalid record."""
     try:
         record = read_json(path)
         validate_record(record, path)
@@ -105,7 +105,7 @@ def read_record(path: str | Path) -> Record:
 
 
 def read_measured_record(path: str | Path) -> Record:
-    """Return the record in `path` if it has real measurements.
+    """Return the record in `path`, unless it comes from the software GPU of the tests.
 
     Raises:
         RecordError: The record is invalid, or comes from the tests' software GPU, which measures nothing.
@@ -117,7 +117,7 @@ def read_measured_record(path: str | Path) -> Record:
 
 
 def read_failure_reason(log_dir: Path) -> str | None:
-    """Return why a cell without a record failed, by its log folder. Return None if that shows no failure."""
+    """Return why a cell without a record failed. None if its log folder shows no failure."""
     path = log_dir / FAILURE_FILE
     try:
         reason = read_json(path)["reason"]
@@ -130,8 +130,8 @@ def read_failure_reason(log_dir: Path) -> str | None:
     return reason if isinstance(reason, str) and reason else "failed; see its log"
 
 
-def is_record_of(path: str | Path, cell: str, settings: str) -> bool:
-    """Return whether the file is a valid record of a cell with these settings.
+def is_valid_record_of_cell(path: str | Path, cell: str, settings: str) -> bool:
+    """Return whether a file is a valid record of a cell with certain settings.
 
     Args:
         path: Path of the file.
@@ -145,8 +145,8 @@ def is_record_of(path: str | Path, cell: str, settings: str) -> bool:
     return record["cell"] == json.loads(cell) and record["settings"] == json.loads(settings)
 
 
-def describe_other_settings(record: Record, settings: Settings) -> str | None:
-    """Return a sentence on the differences of a record's settings from the config. Return None if equal."""
+def describe_settings_differences(record: Record, settings: Settings) -> str | None:
+    """Return a sentence on how a record's settings differ from the config's. None if equal."""
     wanted = json.loads(settings.as_json())
     recorded = record["settings"]
     keys = dict.fromkeys([*wanted, "more"])
@@ -155,7 +155,7 @@ def describe_other_settings(record: Record, settings: Settings) -> str | None:
         return None
     each = (f"{key} {recorded.get(key)} (config: {wanted.get(key)})" for key in differing)
     text = f"was trained with {', '.join(each)}; delete it to train its cell again"
-    return f"{text} {help_address('delete it to train its cell again')}"
+    return f"{text} {format_help_address('delete it to train its cell again')}"
 
 
 def get_cell(record: Record) -> Cell:

@@ -1,4 +1,4 @@
-"""The run folder, with the files that the launcher, agents, workers and servers of a cell share."""
+"""Defines the run folder, whose files the launcher, agents, workers and servers of a cell share."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class RunFolder:
     NAME: ClassVar[str] = "run"
 
     path: Path
-    local: Path | None = None
+    node_local_dir: Path | None = None
 
     @classmethod
-    def of_logs(cls, logs: Path, local: Path | None = None) -> RunFolder:
+    def from_log_dir(cls, logs: Path, local: Path | None = None) -> RunFolder:
         """Return the run folder in a cell's log folder, with an absolute path."""
         return cls((logs / cls.NAME).resolve(), local)
 
@@ -58,7 +58,7 @@ class RunFolder:
         return self.path.parent
 
     @property
-    def kept(self) -> Path:
+    def saved_state_dir(self) -> Path:
         """The folder with the state from which the cell's next attempt resumes (`train.restarts`)."""
         return self.logs / "checkpoints"
 
@@ -69,110 +69,111 @@ class RunFolder:
 
     # ------------------------------------------------------------ processes
 
-    def log(self, process: str) -> Path:
-        """Return the path of a process's output, by its name (rank3, server0)."""
+    def get_log_path(self, process: str) -> Path:
+        """Return the path of the file with a process's output, by process name (rank3, server0)."""
         return self.path / f"{process}.log"
 
-    def process_logs(self) -> list[Path]:
+    def list_log_paths(self) -> list[Path]:
         """Return the paths of the outputs of all started processes, sorted by name."""
         return sorted(self.path.glob("*.log"))
 
-    def phases(self, rank: int) -> Path:
+    def get_phase_log_path(self, rank: int) -> Path:
         """Return the path of the log of a worker's phases (`telemetry.timeline.PhaseLog`)."""
         return self.path / f"phases{rank}.jsonl"
 
-    def phase_logs(self) -> list[Path]:
+    def list_phase_log_paths(self) -> list[Path]:
         """Return the paths of the phase logs of all started workers."""
         return sorted(self.path.glob("phases*.jsonl"))
 
-    def heartbeat(self, rank: int) -> Path:
-        """Return the path of a worker's heartbeat (`telemetry.heartbeat`), which only its node reads."""
-        return self._local / f"{format_worker_name(rank)}.heartbeat"
+    def get_heartbeat_path(self, rank: int) -> Path:
+        """Return the path of a worker's heartbeat file (`telemetry.heartbeat`), which only its node reads."""
+        return self._local_dir / f"{format_worker_name(rank)}.heartbeat"
 
-    def stack(self, process: str) -> Path:
-        """Return the path of the stacks that a process writes if its agent requests them."""
+    def get_stack_path(self, process: str) -> Path:
+        """Return the path of the stack traces that a process writes on its agent's request."""
         return self.path / f"{process}.stack"
 
-    def stacks(self) -> list[Path]:
-        """Return the paths of all written stacks, sorted by process name."""
+    def list_stack_paths(self) -> list[Path]:
+        """Return the paths of all written stack traces, sorted by process name."""
         return sorted(p for p in self.path.glob("*.stack") if p.stat().st_size)
 
-    def samples(self, node: int) -> Path:
+    def get_samples_path(self, node: int) -> Path:
         """Return the path of the CSV file of a node's sampler (`telemetry.timeline.SAMPLE_COLUMNS`)."""
         return self.path / f"samples{node}.csv"
 
-    def sample_files(self) -> list[Path]:
+    def list_sample_paths(self) -> list[Path]:
         """Return the paths of the sample files of all nodes."""
         return sorted(self.path.glob("samples*.csv"))
 
-    def pids(self, node: int) -> Path:
+    def get_pid_list_path(self, node: int) -> Path:
         """Return the path of the list of processes that a node's sampler watches."""
         return self.path / f"samples{node}.pids"
 
     @property
-    def profile_trace(self) -> Path:
+    def profile_trace_path(self) -> Path:
         """The path of the profiler's trace (`profile: true`)."""
         return self.path / "profile.json.gz"
 
     # ------------------------------------------------------------ connections between processes
 
     @property
-    def store(self) -> Path:
+    def store_path(self) -> Path:
         """The path of the file store for the process group of one node's workers."""
-        return self._local / "store"
+        return self._local_dir / "store"
 
     @property
-    def secret(self) -> Path:
+    def secret_path(self) -> Path:
         """The path of the job's secret, which `servers.wire.handshake` writes, reads and checks."""
         return self.path / "secret"
 
     @property
-    def rendezvous(self) -> Path:
+    def rendezvous_path(self) -> Path:
         """The path of the servers' rendezvous files without suffix (`.0` for server 0)."""
         return self.path / "server"
 
-    def snapshots(self, shared: bool) -> Path:
+    def get_snapshot_dir(self, shared: bool) -> Path:
         """Return the path of the folder in which servers store an epoch's state for evaluation.
 
         Args:
             shared: Whether other nodes must see the folder.
         """
-        return (self.path if shared else self._local) / "snapshots"
+        return (self.path if shared else self._local_dir) / "snapshots"
 
     @property
-    def _local(self) -> Path:
-        return self.local or self.path
+    def _local_dir(self) -> Path:
+        return self.node_local_dir or self.path
 
     def write_job(self, text: str) -> Path:
-        """Store the job for the agents of other nodes, and return the file's path."""
-        write_atomic(self.job, text)
-        return self.job
+        """Write the cell's job to a file for other nodes' agents, and return the path."""
+        write_atomic(self.job_path, text)
+        return self.job_path
 
     @property
-    def job(self) -> Path:
-        """The path of the file that `write_job` writes."""
+    def job_path(self) -> Path:
+        """The path of the file with the cell's job, which `write_job` writes."""
         return self.path / "job.json"
 
     def write_endpoint(self, host: str, port: int) -> None:
-        """Write the address of rank 0's store or of a command's node 0."""
-        write_atomic(self._endpoint, json.dumps({"host": host, "port": port}))
+        """Write the host and port at which all nodes connect to node 0."""
+        write_atomic(self._endpoint_path, json.dumps({"host": host, "port": port}))
 
     def read_endpoint(self) -> tuple[str, int] | None:
-        """Return the host and port at which all nodes connect. Return None until node 0 has written them."""
-        endpoint = read_json_or_none(self._endpoint)
+        """Return the host and port at which all nodes connect. None before node 0 has written them."""
+        endpoint = read_json_if_exists(self._endpoint_path)
         return endpoint and (endpoint["host"], endpoint["port"])
 
     def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
-        """Wait until node 0 has written the address at which all nodes connect; return it.
+        """Wait until node 0 has written the address for all nodes, and return it.
 
         Raises:
-            TimeoutError: Node 0 has not written them within `limit_s`.
+            TimeoutError: Node 0 has not written the address within `limit_s`.
         """
         deadline_s = time.monotonic() + limit_s
         while (endpoint := self.read_endpoint()) is None:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(
-                    f"node 0 did not write the address at which all nodes connect to {self._endpoint} within "
+                    "node 0 did not write the address at which all nodes connect to "
+                    f"{self._endpoint_path} within "
                     f"{limit_s:g} s; its log in this folder has the reason. If there is no log, the nodes do "
                     "not share this folder: set `results` in config.yaml to a folder that all nodes share"
                 )
@@ -180,60 +181,60 @@ class RunFolder:
         return endpoint
 
     @property
-    def _endpoint(self) -> Path:
+    def _endpoint_path(self) -> Path:
         return self.path / "endpoint.json"
 
     # ------------------------------------------------------------ results
 
-    def write_worker(self, rank: int, result: dict[str, Any]) -> None:
-        """Store the results of a worker, or the reason why it failed."""
-        write_atomic(self._worker(rank), json.dumps(result))
+    def write_worker_result(self, rank: int, result: dict[str, Any]) -> None:
+        """Store the results of a worker, or the reason why the worker failed."""
+        write_atomic(self._get_worker_result_path(rank), json.dumps(result))
 
-    def read_worker(self, rank: int) -> dict[str, Any] | None:
-        """Return the result that a worker wrote at its end. Return None if it wrote none."""
-        return read_json_or_none(self._worker(rank))
+    def read_worker_result(self, rank: int) -> dict[str, Any] | None:
+        """Return the result that a worker wrote at its end. None if the worker wrote none."""
+        return read_json_if_exists(self._get_worker_result_path(rank))
 
-    def read_workers(self, world_size: int) -> dict[int, dict[str, Any]]:
+    def read_worker_results(self, world_size: int) -> dict[int, dict[str, Any]]:
         """Return the workers' results by rank, without workers that wrote none."""
-        results = {rank: self.read_worker(rank) for rank in range(world_size)}
+        results = {rank: self.read_worker_result(rank) for rank in range(world_size)}
         return {rank: result for rank, result in results.items() if result is not None}
 
-    def _worker(self, rank: int) -> Path:
+    def _get_worker_result_path(self, rank: int) -> Path:
         return self.path / f"{format_worker_name(rank)}.json"
 
-    def server_statistics(self, server: int) -> Path:
+    def get_server_statistics_path(self, server: int) -> Path:
         """Return the path of the statistics that a parameter server writes at its end."""
         return self.path / f"{format_server_name(server)}.json"
 
-    def read_server(self, server: int) -> dict[str, Any] | None:
-        """Return the statistics of a parameter server. Return None if it has not reached its end."""
-        return read_json_or_none(self.server_statistics(server))
+    def read_server_statistics(self, server: int) -> dict[str, Any] | None:
+        """Return the statistics of a parameter server. None before the server has reached its end."""
+        return read_json_if_exists(self.get_server_statistics_path(server))
 
-    def read_servers(self, n_servers: int) -> list[dict[str, Any]]:
-        """Return the statistics of the parameter servers that reached their end, in their order."""
-        each = (self.read_server(k) for k in range(n_servers))
+    def read_all_server_statistics(self, n_servers: int) -> list[dict[str, Any]]:
+        """Return the statistics of all parameter servers that reached their end, in order."""
+        each = (self.read_server_statistics(k) for k in range(n_servers))
         return [statistics for statistics in each if statistics is not None]
 
     @property
-    def progress(self) -> Path:
+    def epochs_path(self) -> Path:
         """The path of the file with the finished epochs, one JSON object per line."""
         return self.path / "progress.jsonl"
 
-    def add_epoch(self, entry: dict[str, Any]) -> None:
+    def append_epoch(self, entry: dict[str, Any]) -> None:
         """Store the result of a finished epoch, so that it survives a timeout."""
-        with self.progress.open("a", encoding="utf-8") as f:
+        with self.epochs_path.open("a", encoding="utf-8") as f:
             f.write(json.dumps(entry) + "\n")
 
     def read_epochs(self) -> list[dict[str, Any]]:
         """Return the results of all epochs that finished before the cell ended."""
-        return read_json_lines(self.progress)
+        return read_json_lines(self.epochs_path)
 
-    def write_busy(self, node: int, facts: dict[str, Any]) -> None:
+    def write_other_load(self, node: int, facts: dict[str, Any]) -> None:
         """Store the load of other processes on a node when the cell began (`telemetry.machine.busy`)."""
         write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
 
-    def foreign_processes(self, node: int) -> Path:
-        """Return the path of the file on foreign processes on a node's GPUs.
+    def get_foreign_processes_path(self, node: int) -> Path:
+        """Return the path of the file that lists foreign processes on a node's GPUs.
 
         `telemetry.machine.foreign_processes` writes the file if there were any.
         """
@@ -241,11 +242,11 @@ class RunFolder:
 
     def read_foreign_processes(self) -> dict[str, list[dict[str, Any]]]:
         """Return the foreign processes of each node that had any, by node number."""
-        return self._by_node("foreign_processes")
+        return self._read_json_by_node("foreign_processes")
 
-    def read_busy(self) -> dict[str, dict[str, Any]]:
+    def read_other_load(self) -> dict[str, dict[str, Any]]:
         """Return the load of other processes on each node at the start, by node number."""
-        return self._by_node("busy")
+        return self._read_json_by_node("busy")
 
     def write_pauses(self, node: int, pauses: list[dict[str, Any]]) -> None:
         """Store the periods in which the workers of a node were stopped (`train.nodes.paused`)."""
@@ -253,25 +254,25 @@ class RunFolder:
 
     def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
         """Return the pauses of each node that had any, by the node's number as text."""
-        return self._by_node("pauses")
+        return self._read_json_by_node("pauses")
 
-    def _by_node(self, name: str) -> dict[str, Any]:
+    def _read_json_by_node(self, name: str) -> dict[str, Any]:
         paths = sorted(self.path.glob(f"{name}*.json"))
-        return {path.stem.removeprefix(name): read_json_or_none(path) for path in paths}
+        return {path.stem.removeprefix(name): read_json_if_exists(path) for path in paths}
 
-    def write_standing(self, node: int, standing: dict[str, Any]) -> None:
+    def write_worker_states(self, node: int, standing: dict[str, Any]) -> None:
         """Store the state of a node's workers at the cell's end, by name (`train.standing`)."""
         write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
 
-    def read_standing(self) -> dict[str, dict[str, Any]]:
+    def read_worker_states(self) -> dict[str, dict[str, Any]]:
         """Return the state of all nodes' workers at the cell's end, by name."""
         return read_merged_json(self.path.glob("standing*.json"))
 
-    def write_places(self, node: int, places: dict[str, Any]) -> None:
+    def write_process_locations(self, node: int, places: dict[str, Any]) -> None:
         """Store the host of a node's processes and the GPU of its workers, by name."""
         write_atomic(self.path / f"places{node}.json", json.dumps(places))
 
-    def read_places(self) -> dict[str, dict[str, Any]]:
+    def read_process_locations(self) -> dict[str, dict[str, Any]]:
         """Return the hosts and GPUs of all nodes' processes, by name."""
         return read_merged_json(self.path.glob("places*.json"))
 
@@ -279,12 +280,12 @@ class RunFolder:
 def read_merged_json(paths: Iterable[Path]) -> dict[str, Any]:
     """Return the merged entries of several JSON objects in files that the product wrote."""
     return {
-        name: entry for path in sorted(paths) for name, entry in read_json_or_none(path).items()
+        name: entry for path in sorted(paths) for name, entry in read_json_if_exists(path).items()
     }
 
 
-def read_json_or_none(path: Path) -> Any:
-    """Return the value in a JSON file that the product wrote. Return None if there is no file."""
+def read_json_if_exists(path: Path) -> Any:
+    """Return the value in a JSON file that the product wrote. None if the file is missing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Declares every setting of a cell, with its type, limits, default and meaning.
+"""Declares every setting of a training run (cell), with its type, limits, default and meaning.
 
 The schema of config.yaml, the table in docs/configuration.md, the settings in a record and the settings that
 affect the plan all follow from these declarations.
@@ -12,8 +12,8 @@ from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
-from stratbench.cell.extensions import iter_keys
-from stratbench.cell.learning_rate import Schedule, share_of_lr
+from stratbench.cell.extensions import iter_extension_keys
+from stratbench.cell.learning_rate import Schedule, compute_lr_factor
 from stratbench.cell.options import build_field_rules, build_schema
 
 #: The value of `planned` for a setting whose every value changes memory or traffic.
@@ -45,7 +45,7 @@ def derived_field(
     Args:
         help: Meaning, as shown in the reference of the record.
         default: Default value, if any.
-        planned: As in `setting`.
+        planned: How planned memory and traffic depend on the setting, as in `setting`.
         default_factory: Returns the default value, if any.
     """
     rule = {"description": help}
@@ -85,8 +85,8 @@ class Keys:
     workers_are_jobs: ClassVar[bool] = False
 
     @classmethod
-    def complete(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the extension's part of `more` in Settings or Constraints.
+    def complete_values(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values to store for an extension's keys, in `more` of Settings or Constraints.
 
         Args:
             own: The extension's keys that the block gives.
@@ -95,8 +95,10 @@ class Keys:
         return own
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
-        """Yield messages on contradictions to a block's keys, beginning with the block's name.
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], whole: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """Yield a message per contradiction between a config block and the extension's keys there.
 
         Args:
             block: Values of the block.
@@ -110,7 +112,7 @@ Given = TypeVar("Given", bound=Keys)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything a cell is trained with, defaults resolved. Changing any of it retrains the cell.
+    """All settings that a cell is trained with, defaults included. A change of any setting retrains the cell.
 
     The cell's time limit is left out on purpose: raising it must not retrain what has finished.
     """
@@ -231,7 +233,7 @@ class Settings:
         # These fields distinguish most settings; some other fields are dicts, which have no hash.
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
-    def of(self, keys: type[Given]) -> Given:
+    def get_extension_keys(self, keys: type[Given]) -> Given:
         """Return an extension's keys, with defaults where the study gives no value."""
         return keys(**self.more.get(keys.extension, {}))
 
@@ -239,17 +241,19 @@ class Settings:
     def workers_are_jobs(self) -> bool:
         """Whether each worker is a separate job, so that the cell has no single allocation."""
         return any(
-            keys.workers_are_jobs for name, keys in iter_keys("experiment") if name in self.more
+            keys.workers_are_jobs
+            for name, keys in iter_extension_keys("experiment")
+            if name in self.more
         )
 
-    def share_of_lr(self, step: int, steps: int) -> float:
+    def compute_lr_factor(self, step: int, steps: int) -> float:
         """Return the factor on the learning rate in step number `step`, from 0, of `steps`."""
-        return share_of_lr(
+        return compute_lr_factor(
             self.schedule, step, steps, self.lr_warmup_steps, self.final_lr / self.lr
         )
 
     @property
-    def changes_lr(self) -> bool:
+    def has_changing_lr(self) -> bool:
         """Whether the learning rate differs between steps."""
         return self.schedule != "constant" or self.lr_warmup_steps > 0
 
@@ -257,12 +261,12 @@ class Settings:
         """Return the number of steps of the whole training on `train_samples` samples."""
         return self.steps or self.epochs * (train_samples // self.global_batch)
 
-    def passes(self, train_samples: int) -> int:
+    def count_passes(self, train_samples: int) -> int:
         """Return the number of passes over the training set. With `steps` the last may be incomplete."""
         return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings as in a record: `more` only if it is not empty."""
+        """Return the settings as a record stores them, without `more` if that is empty."""
         values = asdict(self)
         return values if self.more else {k: v for k, v in values.items() if k != "more"}
 
@@ -270,7 +274,7 @@ class Settings:
         """Return the settings as canonical JSON: equal settings give equal texts."""
         return json.dumps(self.as_dict(), sort_keys=True)
 
-    def as_parameter(self, key: str) -> str:
+    def format_setting(self, key: str) -> str:
         """Return one setting as a text such as `lr=0.1`; equal values give equal texts."""
         return f"{key}={json.dumps(getattr(self, key), sort_keys=True)}"
 
@@ -280,7 +284,7 @@ class Settings:
         return cls(**json.loads(text))
 
     @classmethod
-    def of_record(cls, recorded: Mapping[str, Any]) -> Settings:
+    def from_recorded_values(cls, recorded: Mapping[str, Any]) -> Settings:
         """Return the settings in a record, ignoring keys that are no longer settings."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in recorded.items() if key in known})
@@ -312,7 +316,7 @@ def build_settings_schema() -> dict[str, Any]:
             "additionalProperties": False,
             "properties": build_field_rules(keys),
         }
-        for name, keys in iter_keys("experiment")
+        for name, keys in iter_extension_keys("experiment")
     }
     rules["more"] |= {"properties": more, "additionalProperties": False}
     return {"required": [name for name in rules if name != "more"], "properties": rules}
@@ -321,7 +325,7 @@ def build_settings_schema() -> dict[str, Any]:
 def build_experiment_schema() -> dict[str, Any]:
     """Return the JSON Schema of the settings that an experiment may give, with their defaults."""
     whole = build_schema(Settings, GIVEN)
-    for _, keys in iter_keys("experiment"):
+    for _, keys in iter_extension_keys("experiment"):
         each = build_schema(keys, [f.name for f in fields(keys) if f.metadata["given"]])
         whole["required"] += each["required"]
         whole["properties"] |= each["properties"]

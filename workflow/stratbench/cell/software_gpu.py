@@ -1,4 +1,4 @@
-"""Recognises records and blocks of the software GPU of `make test-gpu-path`, which are no measurements.
+"""Detects results of the software GPU (`make test-gpu-path`), which runs no kernels and measures nothing.
 
 The software GPU counts kernels and runs none, so its times, losses and scores have no meaning.
 """
@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 
 def has_trained(record: Mapping[str, Any]) -> bool:
-    """Return whether a record's cell was trained on the software GPU."""
+    """Return whether the cell of a record was trained on the software GPU."""
     if (record.get("provenance") or {}).get("software_gpu"):
         return True
     gpus = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())

@@ -1,4 +1,4 @@
-"""Parses the arguments of `stratbench` and runs a subcommand; also as `python -m stratbench.command`.
+"""Parses the arguments of `stratbench`, or of `python -m stratbench.command`, and runs a subcommand.
 
 Subcommands import their modules when they run, since only `run`, `plan` and the check of networks need
 PyTorch.
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stratbench import __version__
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.files import format_os_error
 from stratbench.command import CommandError
 from stratbench.command.init import create_study
 from stratbench.command.subcommands import (
     SubcommandAdder,
-    add_training,
-    answer_by_rule,
-    check_no_unknown,
+    add_training_subcommand,
+    check_no_unknown_arguments,
+    print_rule_answer,
 )
 
 DESCRIPTION = """\
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands, first of the core and then of extensions."""
+    """Return the parser of all subcommands, those of the core before those of extensions."""
     whole = argparse.ArgumentParser(
         prog="stratbench",
         description=DESCRIPTION,
@@ -57,18 +57,18 @@ def build_parser() -> argparse.ArgumentParser:
     init.add_argument(
         "folder", type=Path, help="the folder to create, which must not exist or be empty"
     )
-    add_training(add, "run", "train a study, and write its report")
+    add_training_subcommand(add, "run", "train a study, and write its report")
     text = "write a report from the existing records of a study, and list the missing ones"
-    add("partial", answer_by_rule, text)
-    add("decide", answer_by_rule, "recommend a strategy from the records, with reasons")
-    for _, add_subcommands in iter_resolved("commands"):
+    add("partial", print_rule_answer, text)
+    add("decide", print_rule_answer, "recommend a strategy from the records, with reasons")
+    for _, add_subcommands in iter_imported_additions("commands"):
         add_subcommands(add)
     return whole
 
 
 def run_init(args: argparse.Namespace, others: list[str]) -> int:
     """Run `stratbench init FOLDER`, and return its exit code."""
-    check_no_unknown(others)
+    check_no_unknown_arguments(others)
     for path in create_study(args.folder):
         print(path)
     print(f"\nNext: cd {args.folder} && stratbench run")

@@ -17,7 +17,7 @@ NEEDED = {"snakemake": "snakemake", "torch": "torch torchvision"}
 QUIET = "stratbench.command.quietly"
 
 
-def require(*modules: str) -> None:
+def check_packages_installed(*modules: str) -> None:
     """Raise CommandError with installation instructions if a package is missing."""
     for module in modules:
         if is_module_missing(module):
@@ -34,7 +34,7 @@ def is_module_missing(name: str) -> bool:
         return True
 
 
-def run_rules(*arguments: str, config: Sequence[str] = (), program: str = "snakemake") -> int:
+def exec_snakemake(*arguments: str, config: Sequence[str] = (), program: str = "snakemake") -> int:
     """Replace this process by Snakemake in the current folder.
 
     Args:
@@ -55,7 +55,7 @@ def build_snakemake_command(
 ) -> list[str]:
     """Return the Snakemake command for the current folder, with its own Snakefile if any.
 
-    The parameters are those of `run_rules`.
+    The parameters are those of `exec_snakemake`.
 
     Raises:
         CommandError: The current folder has no study, or Snakemake is not installed.
@@ -65,7 +65,7 @@ def build_snakemake_command(
             "no config.yaml is in this folder: change to the folder of a study, name a result set, or create "
             "a study with `stratbench init FOLDER`"
         )
-    require("snakemake")
+    check_packages_installed("snakemake")
     snakefile = "Snakefile" if Path("Snakefile").is_file() else str(SNAKEFILE)
     command = [sys.executable, "-P", "-m", program, "--snakefile", snakefile, *arguments]
     return command + (["--config", *config] if config else [])

@@ -11,7 +11,7 @@ import sys
 
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from stratbench.study.snakemake_internals import run_with
+from stratbench.study.snakemake_internals import run_snakemake_with_handler
 
 
 class BeforeRules(logging.Handler):
@@ -27,7 +27,7 @@ class BeforeRules(logging.Handler):
 
 def main() -> None:
     """Run Snakemake with the arguments of this process, and exit with its exit code."""
-    run_with(BeforeRules())
+    run_snakemake_with_handler(BeforeRules())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Registers subcommands of `stratbench` for the core and extensions, and has their common functions."""
+"""Registers the subcommands of `stratbench`, for the core and extensions, and defines common functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stratbench.command import CommandError
-from stratbench.command.in_folder import QUIET, find_profile_folder, require, run_rules
+from stratbench.command.in_folder import (
+    QUIET,
+    check_packages_installed,
+    exec_snakemake,
+    find_profile_folder,
+)
 
 #: A function that runs a subcommand with its arguments and those for Snakemake, and returns the exit code.
 Run = Callable[[argparse.Namespace, list[str]], int]
@@ -26,13 +31,13 @@ class SubcommandAdder:
     def __call__(
         self, name: str, run: Run, text: str, study: bool = True
     ) -> argparse.ArgumentParser:
-        """Add a subcommand.
+        """Add a subcommand to the parser of `stratbench`.
 
         Args:
             name: Name of the subcommand.
             run: Function that runs the subcommand.
             text: Help of the subcommand.
-            study: Whether it runs a rule on a study and passes other options to Snakemake.
+            study: Whether the subcommand runs a rule on a study and passes other options to Snakemake.
         """
         added = self._parsers.add_parser(
             name,
@@ -53,12 +58,12 @@ class SubcommandAdder:
             )
         return added
 
-    def find(self, name: str) -> argparse.ArgumentParser:
+    def find_subcommand(self, name: str) -> argparse.ArgumentParser:
         """Return the parser of an added subcommand."""
         return self._parsers.choices[name]
 
 
-def add_training(add: SubcommandAdder, name: str, text: str) -> None:
+def add_training_subcommand(add: SubcommandAdder, name: str, text: str) -> None:
     """Add a subcommand that trains, which has the option `--profile`.
 
     Args:
@@ -66,23 +71,25 @@ def add_training(add: SubcommandAdder, name: str, text: str) -> None:
         name: Name of the subcommand.
         text: Help of the subcommand.
     """
-    add(name, run_training, text).add_argument(
+    add(name, run_training_rule, text).add_argument(
         "--profile",
         default="local",
         help="Snakemake profile: local (default), slurm, or a folder with a config.yaml",
     )
 
 
-def run_training(args: argparse.Namespace, others: list[str]) -> int:
-    """Run the workflow's default target for `stratbench run`, else the rule with the subcommand's name."""
-    require("torch")
+def run_training_rule(args: argparse.Namespace, others: list[str]) -> int:
+    """Run the default Snakemake target for `stratbench run`, else the rule with the subcommand's name."""
+    check_packages_installed("torch")
     target = [] if args.command == "run" else [args.command]
     profile = find_profile_folder(args.profile)
-    return run_rules(*target, "--profile", profile, *others, config=pairs(args))
+    return exec_snakemake(*target, "--profile", profile, *others, config=list_config_pairs(args))
 
 
-def answer_by_rule(args: argparse.Namespace, others: list[str], config: Sequence[str] = ()) -> int:
-    """Run the rule with the subcommand's name, and print only the rule's text.
+def print_rule_answer(
+    args: argparse.Namespace, others: list[str], config: Sequence[str] = ()
+) -> int:
+    """Run the Snakemake rule with the subcommand's name, and print only the rule's text.
 
     Args:
         args: Parsed arguments.
@@ -90,21 +97,23 @@ def answer_by_rule(args: argparse.Namespace, others: list[str], config: Sequence
         config: Further pairs KEY=VALUE for the config.
     """
     quiet = ("--cores", "1", "--quiet", "all")
-    return run_rules(args.command, *quiet, *others, config=[*pairs(args), *config], program=QUIET)
+    return exec_snakemake(
+        args.command, *quiet, *others, config=[*list_config_pairs(args), *config], program=QUIET
+    )
 
 
-def answer_with_torch(args: argparse.Namespace, others: list[str]) -> int:
-    """Run the rule with the subcommand's name, after a check that PyTorch is installed."""
-    require("torch")
-    return answer_by_rule(args, others)
+def print_rule_answer_with_torch(args: argparse.Namespace, others: list[str]) -> int:
+    """Run the Snakemake rule with the subcommand's name, after checking that PyTorch is installed."""
+    check_packages_installed("torch")
+    return print_rule_answer(args, others)
 
 
-def pairs(args: argparse.Namespace) -> list[str]:
+def list_config_pairs(args: argparse.Namespace) -> list[str]:
     """Return the changes to the config that the arguments give, as KEY=VALUE."""
     return [*([f"study={args.study}"] if args.study else []), *args.config]
 
 
-def check_no_unknown(others: Sequence[str]) -> None:
+def check_no_unknown_arguments(others: Sequence[str]) -> None:
     """Raise CommandError if there are unknown arguments."""
     if others:
         raise CommandError(f"unknown arguments: {' '.join(others)}; see stratbench --help")

@@ -1,4 +1,4 @@
-"""The extensions of the core: whoever deletes the folder of one deletes its name here."""
+"""Names of the extensions that the core loads. To remove one, delete its folder and its name here."""
 
 from __future__ import annotations
 

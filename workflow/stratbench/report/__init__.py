@@ -29,7 +29,7 @@ class Report:
     """
 
     def __init__(self, **facts: str | float) -> None:
-        """Start the report.
+        """Create the report of a training, and start its clock.
 
         Args:
             facts: Facts about the training: `parameters`, the model's number of parameters, shows whether two
@@ -42,7 +42,7 @@ class Report:
         workers = int(os.environ.get("WORLD_SIZE", "1"))
         torch = sys.modules.get("torch")
         known = {"torch": str(torch.__version__)} if torch else {}
-        self._write("start", facts={"workers": workers, **known, **facts})
+        self._write_event("start", facts={"workers": workers, **known, **facts})
 
     def step(self, samples: int, loss: Any = None) -> None:
         """Report a finished step of the optimizer.
@@ -55,7 +55,7 @@ class Report:
         now = isinstance(loss, float)
         if loss is not None and not now:
             self._losses.append(loss)
-        self._write("step", samples=int(samples), **({"loss": loss} if now else {}))
+        self._write_event("step", samples=int(samples), **({"loss": loss} if now else {}))
 
     def pause(self) -> None:
         """Stop the clock until `score` or `resume`, before an evaluation or a checkpoint.
@@ -65,11 +65,11 @@ class Report:
         torch = sys.modules.get("torch")
         if torch and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self._write("pause", losses=self._read_losses())
+        self._write_event("pause", losses=self._read_losses())
 
     def resume(self) -> None:
         """Continue the clock after a `pause` without a `score`."""
-        self._write("resume")
+        self._write_event("resume")
 
     def score(self, value: Any = None, test_loss: Any = None, error: Any = None) -> None:
         """Report the score of an evaluation in the task's unit, and continue the clock.
@@ -81,12 +81,12 @@ class Report:
         """
         values = {"score": value, "test_loss": test_loss, "error": error}
         numbers = {key: float(v) for key, v in values.items() if v is not None}
-        self._write("score", losses=self._read_losses(), **numbers)
+        self._write_event("score", losses=self._read_losses(), **numbers)
 
     def _read_losses(self) -> list[float]:
         losses, self._losses = [float(loss) for loss in self._losses], []
         return losses
 
-    def _write(self, event: str, **told: Any) -> None:
+    def _write_event(self, event: str, **told: Any) -> None:
         if self._file is not None:
             self._file.write(json.dumps({"event": event, "t": time.monotonic(), **told}) + "\n")

@@ -37,7 +37,9 @@ class IntervalEstimate(NamedTuple):
         """Return the estimate with an increasing function, such as exp, applied to value and ends."""
         return IntervalEstimate(*(None if x is None else change(x) for x in self))
 
-    def text(self, shown: Callable[[float], str], end: Callable[[float], str] | None = None) -> str:
+    def format_text(
+        self, shown: Callable[[float], str], end: Callable[[float], str] | None = None
+    ) -> str:
         """Return the estimate as text: `1.23 [1.10, 1.31]`, or `1.23` without an interval.
 
         Args:

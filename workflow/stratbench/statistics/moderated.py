@@ -21,9 +21,11 @@ REPEATED_LOOKS = 4.5
 SCREEN = 1.5
 #: The fraction by which an alternative may be faster before the confidence is low.
 ROUGH = 0.10
-#: The number of variances for any prior and for an unlimited one, and the maximum degrees of freedom between.
+#: Minimum number of variances for a prior, the number for an unlimited prior, and the maximum degrees of
+#: freedom of a prior from fewer.
 MIN_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
-#: The number of variances for any prior from groups, and the maximum degrees of freedom from few groups.
+#: Minimum number of variances for a prior from groups, and the maximum degrees of freedom of a prior from few
+#: groups.
 MIN_GROUPS, FEW_DOF_OF_GROUPS = 2, 4.0
 
 
@@ -36,12 +38,12 @@ class Differences(NamedTuple):
 
     @property
     def dof(self) -> np.ndarray:
-        """Degrees of freedom of the variances."""
+        """Degrees of freedom of each difference's variance."""
         return self.repeats - 1
 
 
 def compute_paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
-    """Return the paired differences of `logs` from `others`, both of shape [..., repeats] (broadcast).
+    """Return paired differences of `logs` and `others`, both of shape [..., repeats] (broadcast).
 
     NaN in an input marks a missing repeat. The mean is NaN without a common repeat, and the variance is NaN
     with fewer than two.
@@ -70,7 +72,7 @@ def estimate_variance_prior(
     fewest: int = MIN_VARIANCES,
     few_dof: float = FEW_DOF,
 ) -> Prior:
-    """Return the prior that fits some variances, shape [...].
+    """Return the common prior of some variances, shape [...].
 
     Its `dof` is infinite if the variances differ no more than estimates of a common variance would. It is at
     most `few_dof` for fewer than ENOUGH_VARIANCES variances, and 0 for fewer than `fewest`.
@@ -85,7 +87,7 @@ def estimate_variance_prior(
     count = known.sum(-1)
     if np.all(count < fewest):
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
-    from scipy.special import digamma  # its import takes 0.2 s
+    from scipy.special import digamma  # the import of scipy takes 0.2 s
 
     # There are only a few distinct degrees of freedom, so the functions are computed once for each.
     several, place = np.unique(np.where(known, dof, 1.0), return_inverse=True)
@@ -107,7 +109,7 @@ def estimate_variance_prior(
 
 def trigamma(x: np.ndarray) -> np.ndarray:
     """Return the second derivative of log gamma, faster than scipy's `polygamma`."""
-    from scipy.special import zeta  # its import takes 0.2 s
+    from scipy.special import zeta  # the import of scipy takes 0.2 s
 
     return zeta(2, x)
 
@@ -117,7 +119,7 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 
     Newton's method computes x (Smyth 2004, appendix).
     """
-    from scipy.special import zeta  # its import takes 0.2 s
+    from scipy.special import zeta  # the import of scipy takes 0.2 s
 
     x = 0.5 + 1.0 / np.asarray(y, dtype=float)
     for _ in range(50):
@@ -150,13 +152,13 @@ def moderate_variances(
 def estimate_prior_by_kind(
     variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
 ) -> Prior:
-    """Return each variance's prior, from its kind or, if too few, all kinds.
+    """Return the prior of each variance, from its kind or, if too few, all kinds.
 
     All arrays have the shape [..., G].
 
     Args:
         variances: The variances.
-        dof: Their degrees of freedom.
+        dof: Degrees of freedom of the variances.
         known: Mask of the variances to use.
         kinds: Kind of each variance.
         few: Further arguments of `estimate_variance_prior`.
@@ -198,7 +200,7 @@ class GroupScatter(NamedTuple):
             return squares / self.dof.sum(-1)
 
 
-def compute_group_scatter(logs: np.ndarray) -> GroupScatter:
+def compute_group_variances(logs: np.ndarray) -> GroupScatter:
     """Return the variance of each group of repeats around its mean, shape [..., groups].
 
     It does not depend on the group that it is compared with. Effects that all groups of a repeat share (an
@@ -232,10 +234,10 @@ def nanmedian_or_zero(values: np.ndarray) -> np.ndarray:
 def moderate_variances_by_groups(
     differences: Differences, groups: GroupScatter, served: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return variances of differences shrunk towards the groups' variances, and their degrees of freedom.
+    """Return variances of differences, shrunk towards the groups' variances, with degrees of freedom.
 
     All arrays have the shape [..., G]. The prior of a difference is the sum of the priors of its two groups.
-    Its degrees of freedom are limited by those of the other groups, and are few for two repeats.
+    The prior's degrees of freedom are limited by those of the other groups, and are few for two repeats.
 
     Args:
         differences: Differences of group i from group `first`[i].
@@ -268,7 +270,7 @@ def compute_half_widths(
     known = dof > 0
     if not known.any():
         return np.full(np.broadcast(variance, dof, repeats, tail).shape, np.inf)
-    from scipy.special import stdtrit  # its import takes 0.2 s
+    from scipy.special import stdtrit  # the import of scipy takes 0.2 s
 
     known, dof, tail = np.broadcast_arrays(known, dof, tail)
     quantile = np.full(known.shape, np.inf)

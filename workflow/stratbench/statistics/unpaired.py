@@ -70,7 +70,7 @@ def estimate_difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
 def estimate_interval(
     value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
 ) -> IntervalEstimate:
-    """Return an estimate with its t interval.
+    """Return an estimate with its t interval, from the variances of samples.
 
     There is no interval if a side has fewer than two repeats, or if no side has a variance.
 
@@ -98,7 +98,7 @@ def compute_half_width(parts: Sequence[tuple[float, int]], alpha: float) -> floa
         parts: The variance and the degrees of freedom of each mean; not all variances are 0.
         alpha: Probability beyond each end.
     """
-    from scipy.special import stdtrit  # its import takes 0.2 s
+    from scipy.special import stdtrit  # the import of scipy takes 0.2 s
 
     total = sum(variance for variance, _ in parts)
     # Dividing by the total first keeps squares of variances near 1e-160 from underflowing.

@@ -1,4 +1,4 @@
-"""Training strategies: one file per family, and a line each in this registry or in an extension.
+"""Registers the training strategies, whose families have one file each, here or in an extension.
 
 Strategy modules import torch inside functions only, so that the workflow can read a strategy's name and
 options in milliseconds.
@@ -28,41 +28,41 @@ REGISTRY: dict[str, str] = {
 }
 
 
-def strategy_class(name: str) -> type[Strategy]:
-    """Return the class registered as `name`.
+def get_strategy_class(name: str) -> type[Strategy]:
+    """Return the strategy class that is registered as `name`.
 
     Raises:
-        KeyError: When there is none.
+        KeyError: If no strategy has this name.
     """
     registered = import_attribute(REGISTRY[name])
     return registered if isinstance(registered, type) else registered(name)
 
 
 def make_strategy(name: str, options: Mapping[str, Any]) -> Strategy:
-    """Return the strategy registered as `name`, with these options."""
-    cls = strategy_class(name)
+    """Return a new instance of the strategy registered as `name`, with these options."""
+    cls = get_strategy_class(name)
     return cls(cls.Options(**options))
 
 
 @cache
 def _option_defaults(name: str) -> dict[str, Any]:
-    return asdict(strategy_class(name).Options())
+    return asdict(get_strategy_class(name).Options())
 
 
 def get_option_defaults(name: str) -> dict[str, Any]:
-    """Return the options of the strategy registered as `name`, with their defaults."""
+    """Return the options of the strategy that is registered as `name`, with their defaults."""
     return dict(_option_defaults(name))
 
 
 def resolve_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Return all options of a cell on `gpus` workers.
+    """Return all options of a strategy on `gpus` workers: the configured ones, else defaults.
 
     Args:
         name: Name of the strategy.
-        given: Options that are set; they override the defaults.
+        given: Options that are set, which override the defaults.
         gpus: Number of workers.
     """
-    return strategy_class(name).resolve(get_option_defaults(name) | given, gpus)
+    return get_strategy_class(name).resolve(get_option_defaults(name) | given, gpus)
 
 
 def get_traits(
@@ -73,14 +73,14 @@ def get_traits(
     replaced: bool = False,
     adds_up: bool = True,
 ) -> Traits:
-    """Return the traits of the strategy registered as `name`, with these options.
+    """Return the traits of the strategy that is registered as `name`, with these options.
 
     Args:
         name: Name of the strategy.
-        options: All of its options.
+        options: All options of the strategy.
         gpus: Number of workers.
-        moves_by_zeros: Whether it moves the model's parameters in steps without a gradient for them
-            (`acceptance.changes_without_gradient`), which one process and DDP leave unchanged.
+        moves_by_zeros: Whether the strategy moves parameters in steps that give them no gradient
+            (`acceptance.updates_parameters_without_gradient`), which one process and DDP leave unchanged.
         replaced: Whether workers that end are replaced.
         adds_up: Whether the loss of a batch is the mean over its parts; if not, parts of other sizes
             train something else.
@@ -90,11 +90,12 @@ def get_traits(
     if replaced:
         traits = replace(traits, ends_with_a_worker=False)
     if not adds_up:
-        parts = strategy.mesh(gpus).replicas * strategy.parts  # DDP has one for each worker
+        # DDP computes one part of a batch per worker.
+        parts = strategy.mesh(gpus).replicas * strategy.num_batch_parts
         traits = replace(
             traits,
             is_synchronous_on_one_worker=traits.is_synchronous_on_one_worker
-            and strategy.parts == 1,
+            and strategy.num_batch_parts == 1,
             equals_ddp=traits.equals_ddp and parts == gpus,
         )
     if not moves_by_zeros:
@@ -103,11 +104,11 @@ def get_traits(
 
 
 def get_mesh(name: str, options: Mapping[str, Any], gpus: int) -> Mesh:
-    """Return how the strategy registered as `name` divides its work among the workers.
+    """Return the mesh in which the strategy registered as `name` divides work among workers.
 
     Args:
         name: Name of the strategy.
-        options: All of its options.
+        options: All options of the strategy.
         gpus: Number of workers.
     """
     return make_strategy(name, options).mesh(gpus)

@@ -1,4 +1,4 @@
-"""Checks whether a strategy can train a model; jobs and `check` use it before any training."""
+"""Checks whether a strategy can train a model, for jobs and the command `check`, before any training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_model(
         model: The built model.
         worker: This worker, with a `trial` of the model.
     """
-    for reason in strategy.refusals_of_model(model, worker):
+    for reason in strategy.iter_model_refusals(model, worker):
         name = worker.settings.strategy
         raise Refused(f"{models.describe_model(network)}: {name} cannot train it: {reason}")
 
@@ -43,7 +43,7 @@ SCORES, ROUNDED_SCORES = 1e-3, 5e-2
 
 
 @contextmanager
-def refusing_changed_scores(
+def refuse_changed_scores(
     strategy: Strategy,
     network: str | models.Model,
     model: nn.Module,
@@ -75,14 +75,14 @@ def refusing_changed_scores(
         expected = model.eval()(x).float()
     model.train()
     yield
-    with strategy.evaluating() as divided, torch.no_grad():
+    with strategy.open_evaluation_model() as divided, torch.no_grad():
         actual = divided(x).float()
     bound = SCORES if worker.settings.precision in ("fp32", "fp64") else ROUNDED_SCORES
     if actual.shape == expected.shape:
         error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
     else:
         error = torch.full((), torch.inf, device=x.device)
-    if not worker.mesh.speaks(worker.rank):
+    if not worker.mesh.reports_for_replica(worker.rank):
         error.zero_()
     if worker.world_size > 1:
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
@@ -100,8 +100,10 @@ def refusing_changed_scores(
         )
 
 
-def check_batch(network: str | models.Model, batchnorm: bool, samples: int, parts: int) -> None:
-    """Raise Refused if a worker would normalise over a single sample.
+def check_batchnorm_samples(
+    network: str | models.Model, batchnorm: bool, samples: int, parts: int
+) -> None:
+    """Raise Refused if a worker's BatchNorm would normalise over a single sample.
 
     Args:
         network: Name of the model, or the description of a user's own.
@@ -109,7 +111,7 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
         samples: Samples per step of a worker.
         parts: Number of parts in which the worker computes its samples.
     """
-    if samples < compute_least_samples(batchnorm, parts):
+    if samples < compute_min_samples(batchnorm, parts):
         within = "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
         raise Refused(
             f"{models.describe_model(network)}: it normalises over the batch (BatchNorm), but a worker's "
@@ -117,16 +119,16 @@ def check_batch(network: str | models.Model, batchnorm: bool, samples: int, part
         )
 
 
-def compute_least_samples(batchnorm: bool, parts: int) -> int:
-    """Return the smallest number of samples per step of a worker.
+def compute_min_samples(batchnorm: bool, parts: int) -> int:
+    """Return the smallest number of samples per step that a worker can train with.
 
-    It is two per part with BatchNorm, else one per step.
+    The number is two per part with BatchNorm, else one per step.
     """
     return 2 * parts if batchnorm else 1
 
 
-def changes_without_gradient(strategy: Strategy, trial: Trial, s: Settings) -> bool:
-    """Return whether the strategy changes parameters in steps in which they get no gradient.
+def updates_parameters_without_gradient(strategy: Strategy, trial: Trial, s: Settings) -> bool:
+    """Return whether the strategy changes parameters in steps without a gradient for these parameters.
 
     Some strategies then use a gradient of zeros, which changes a parameter by momentum, weight decay or
     AdamW's moments.
@@ -137,4 +139,4 @@ def changes_without_gradient(strategy: Strategy, trial: Trial, s: Settings) -> b
         s: Settings of the cell.
     """
     goes_on = s.momentum or s.weight_decay or s.betas
-    return bool(strategy.updates_by_zeros and trial.at_times and goes_on)
+    return bool(strategy.updates_by_zeros and trial.sometimes_without_gradient and goes_on)

@@ -1,9 +1,10 @@
-"""Defines what the training loop needs of a strategy, which is a way to train with N workers.
+"""Defines a strategy (a way to train with N workers) as the training loop needs it.
 
 The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for each epoch
-`batches`, `step` for each batch, and `evaluating`; finally `report` and `close`. A strategy of kind `server`
-has no common epochs: see the extension `servers`. No code in `step` may synchronise the device. This module
-imports torch inside functions only: the workflow reads strategies' names and options on every parse.
+`batches`, `step` for each batch, and `open_evaluation_model`; finally `report` and `close`. A strategy of
+kind `server` has no common epochs: see the extension `servers`. No code in `step` may synchronise the device.
+This module imports torch inside functions only: the workflow reads strategies' names and options on every
+parse.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.options import Options, remove_inherited_claims
+from stratbench.cell.options import Options, reset_inherited_attributes
 from stratbench.cell.text.words import format_names
 from stratbench.strategies.mesh import Mesh
-from stratbench.workload.network.precision import autocast, effective_dtypes, scores_for_loss
-from stratbench.workload.tasks import Classification, Task, divide_or_zero, loss_and_weight
+from stratbench.workload.network.precision import (
+    convert_scores_for_loss,
+    create_autocast_context,
+    get_effective_dtypes,
+)
+from stratbench.workload.tasks import Classification, Task, compute_loss_and_weight, divide_or_zero
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +83,7 @@ class Traits:
 
 @dataclass
 class Worker:
-    """A worker process: its place among the workers, its device, its model and its reports."""
+    """A worker process as a strategy sees it: settings, rank, device, shard groups and callbacks."""
 
     #: Settings of the cell.
     settings: Settings
@@ -87,7 +92,7 @@ class Worker:
     #: Number of workers.
     world_size: int
     #: Number of workers on this worker's node.
-    local_world: int
+    local_world_size: int
     #: Device that this worker computes on.
     device: torch.device
     #: Folder of the run's files.
@@ -95,17 +100,17 @@ class Worker:
     #: The model's sharding groups in forward order: (label, modules).
     wrap_groups: list[tuple[str, list[nn.Module]]]
     #: Function that a step calls between forward and backward. It sleeps if the study slows this worker.
-    delay: Callable[[], None] = lambda: None
+    delay_step: Callable[[], None] = lambda: None
     #: Function that a step calls with the name of each of its phases when the phase ends.
-    mark: Callable[[str], None] = lambda phase: None
+    mark_phase_end: Callable[[str], None] = lambda phase: None
     #: Training task.
     task: Task = field(default_factory=Classification)
     #: Whether the task returns its loss as a sum and a weight (`tasks.LossKind`).
-    weighs: bool = False
+    has_weighted_loss: bool = False
     #: Number of steps of all epochs, over which a schedule changes the learning rate.
     total_steps: int = 1
     #: Counts compilations if the settings use torch.compile.
-    watch: CompileWatch | None = None
+    compile_watch: CompileWatch | None = None
     #: Heartbeat to update on progress, or None if no process reads it.
     heartbeat: Heartbeat | None = None
     #: Result of a trial step of the model if it is a user's own.
@@ -113,12 +118,12 @@ class Worker:
     #: Division of the workers, or None if each has a replica of the model.
     mesh: Mesh | None = None
     #: Hash of the model's initial weights, which all workers build from one seed.
-    start: str = ""
+    initial_weights_hash: str = ""
     #: Shape of one sample, as the model takes it.
     input_shape: tuple[int, ...] = ()
     #: Makes the worker's channel to parameter servers from a function that connects to an incarnation of the
     #: servers within a number of seconds. None: that function makes it.
-    channel_by: Callable[[Callable[[int | None, float], Any]], Any] | None = None
+    make_server_channel: Callable[[Callable[[int | None, float], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
         self.mesh = self.mesh or Mesh(self.world_size)
@@ -129,8 +134,8 @@ class Worker:
         return self.mesh.place(self.rank).replica
 
     @property
-    def draws(self) -> int:
-        """Index of this worker's random stream, shared by workers with equal layers and samples."""
+    def random_stream_index(self) -> int:
+        """Index of this worker's random stream. Workers with equal layers and samples share a stream."""
         return self.rank // self.mesh.tensor
 
     @property
@@ -167,11 +172,12 @@ class Strategy:
     #: `collective`: all workers take each step together. `server`: workers send gradients to parameter
     #: servers and receive weights. `own`: a user's program trains, with its own loop.
     kind: ClassVar[Literal["collective", "server", "own"]] = "collective"
-    #: Packages that it needs in addition to stratbench's, as `name==version` (`strategies/needs.py`).
+    #: Packages that the strategy needs in addition to stratbench's, as `name==version`
+    #: (`strategies/needs.py`).
     needs: ClassVar[tuple[str, ...]] = ()
     #: Training loop of the strategy in place of `train.loop.train`, as "module:function". None: that loop.
     loop: ClassVar[str | None] = None
-    #: Name of the update policy of its servers. None: it has no servers.
+    #: Name of the update policy of the strategy's parameter servers, or None without servers.
     policy: ClassVar[str | None] = None
     #: Family of the strategy, which determines its colour in figures; `other` is black.
     family: ClassVar[
@@ -187,38 +193,40 @@ class Strategy:
             "other",
         ]
     ] = "other"
-    #: Number of its marker in figures among its family's markers, for families that several extensions share:
-    #: without one of them, the others keep their markers. None: the next free number in the registry's order.
+    #: Number of the strategy's marker in figures among its family's markers, for families that several
+    #: extensions share: without one of them, the others keep their markers. None: the next free number in the
+    #: registry's order.
     mark: ClassVar[int | None] = None
-    #: One line for documentation and reports.
+    #: Description of the strategy in one line, for documentation and reports.
     summary: ClassVar[str]
     #: Formula for reports of how the weights W are updated. g is a gradient, velocity SGD's direction, lr the
     #: learning rate of a global batch, eta that of one push of a worker, and N the number of workers.
     rule: ClassVar[str] = ""
-    #: Largest number of workers that it can use, or None without a limit.
+    #: Largest number of workers that the strategy can use, or None without a limit.
     max_workers: ClassVar[int | None] = None
-    #: Whether it needs a torch.distributed process group.
+    #: Whether the strategy needs a torch.distributed process group.
     needs_group: ClassVar[bool] = True
-    #: Whether it shards the model by its wrap groups. The record then has these groups.
+    #: Whether the strategy shards the model by its wrap groups. The record then has these groups.
     uses_wrap_groups: ClassVar[bool] = False
-    #: Whether it divides the model's layers among workers, for which the model must declare how.
+    #: Whether the strategy divides the model's layers among workers, for which the model must declare how.
     divides_network: ClassVar[bool] = False
     #: Whether a worker waits for activations of other workers, so that no computation hides their transfer.
     waits_for_activations: ClassVar[bool] = False
     #: Whether a rank computes and stores the same with any number of workers, so that the plan needs to
     #: predict only one number of workers.
     alike_on_any_count: ClassVar[bool] = False
-    #: Kinds of collectives that its steps may start (`CollectiveCall.kind`), for the measurement of links.
-    #: None: unknown, and all kinds are measured.
+    #: Names of collectives that its steps may start (`CollectiveCall.collective_name`), for the measurement
+    #: of links. None: unknown, and all kinds are measured.
     collectives: ClassVar[tuple[str, ...] | None] = None
     #: Phases of a step that contain no wait for other workers: they show how the workers' computation times
     #: differ. It is empty if each phase may contain waits.
     own_phases: tuple[str, ...] = ()
-    #: Reason why its workers cannot join and leave during the training, as a clause, or None if they can.
+    #: Reason why the strategy's workers cannot join and leave during the training, as a clause, or None if
+    #: they can.
     rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
     #: Reason why an interrupted training restarts from step 0, as a clause, or None if its state is saved.
     begins_anew: ClassVar[str | None] = "it does not say that all its state can be kept"
-    #: Whether its first steps differ from later ones, so that the plan has to look at later steps.
+    #: Whether the strategy's first steps differ from later ones, so that the plan has to look at later steps.
     warms_up: ClassVar[bool] = False
     #: Whether a parameter without a gradient in a step is updated by a gradient of zeros, not left unchanged.
     updates_by_zeros: ClassVar[bool] = False
@@ -228,7 +236,7 @@ class Strategy:
     evaluated_on: ClassVar[str] = "the only worker's weights and BatchNorm statistics"
     #: Sentence on parts of a step's time that the breakdown cannot separate, or None if there are none.
     breakdown_note: ClassVar[str | None] = None
-    #: Dataclass of its options.
+    #: Dataclass of the strategy's options.
     Options: ClassVar[type[Options]] = Options
     #: Model that was given to `setup`.
     model: nn.Module
@@ -239,14 +247,14 @@ class Strategy:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        remove_inherited_claims(cls, CLAIMS)
+        reset_inherited_attributes(cls, CLAIMS)
 
     def __init__(self, options: Options) -> None:
         self.options = options
 
     @classmethod
     def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
-        """Return the options for a cell with `gpus` workers, including values that follow from others."""
+        """Return the options for a cell with `gpus` workers, including those that others determine."""
         return options
 
     @classmethod
@@ -255,7 +263,7 @@ class Strategy:
 
         Args:
             name: Name of the strategy.
-            options: All of its options.
+            options: All options of the strategy.
             gpus: Number of workers.
             per_worker_batch: Samples per step of a worker.
         """
@@ -265,13 +273,15 @@ class Strategy:
         """Raise ValueError if the options are not valid for the cluster's nodes.
 
         Args:
-            options: All of its options.
+            options: All options of the strategy.
             gpus: Number of workers.
             per_node: Maximum number of workers per node.
         """
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield a message for each value of an experiment that the strategy does not support.
 
         The messages have the form `.key = ...: reason`.
@@ -282,9 +292,7 @@ class Strategy:
     def explain_fixed_workers(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
-        """Return why workers cannot join and leave with these options and values.
-
-        The result is None if they can.
+        """Return why workers cannot join or leave during training. None if they can.
 
         Args:
             options: All options of the strategy.
@@ -294,9 +302,7 @@ class Strategy:
 
     @classmethod
     def restart_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return why a training restarts from step 0 with these options and values.
-
-        The result is None if it does not.
+        """Return why an interrupted training cannot resume and restarts from step 0. None if it resumes.
 
         Args:
             options: All options of the strategy.
@@ -306,28 +312,28 @@ class Strategy:
 
     @classmethod
     def packages(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the packages that the strategy needs with these options: `needs`, and others by option."""
+        """Return the packages that the strategy needs: those in `needs`, and others by option."""
         return cls.needs
 
     @classmethod
-    def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        """Return the user's files that its options name, by their names.
+    def list_user_files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
+        """Return the user's files that the strategy's options name, by file name.
 
-        If one of them changes, cells are trained again.
+        If one of these files changes, cells are trained again.
         """
         return {}
 
     @classmethod
-    def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a sentence for each requirement of its options that this machine does not meet."""
+    def iter_unmet_requirements(cls, options: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a sentence per requirement of the strategy's options that this machine does not meet."""
         yield from ()
 
-    def refusals_of_model(self, model: nn.Module, worker: Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: Worker) -> Iterator[str]:
         """Yield reasons why the strategy cannot train a model, each with its remedy.
 
         It is called before `setup`. `worker.trial` has the result of a trial step.
         """
-        s, sparse = worker.settings, worker.trial.sparse
+        s, sparse = worker.settings, worker.trial.sparse_gradient_parameters
         by = {
             "AdamW does not take": s.optimizer == "adamw",
             "weight_decay cannot be added to": bool(s.weight_decay),
@@ -339,16 +345,16 @@ class Strategy:
             )
 
     @classmethod
-    def on_fakes(cls) -> AbstractContextManager:
-        """Return a context in which its libraries work with fake tensors and process groups."""
+    def support_fake_tensors(cls) -> AbstractContextManager:
+        """Return a context in which the strategy's libraries work with fake tensors and process groups."""
         return nullcontext()
 
     def forget_batch(self) -> None:
-        """Free everything that depends on the batch size. The next step may have another one."""
+        """Free everything that depends on the batch size, which may differ in the next step."""
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
-        """Return the number of samples of a worker in one `step`, also outside of training."""
+        """Return the number of samples of a worker in one call of `step`."""
         return s.per_worker_batch
 
     def traits(self, gpus: int) -> Traits:
@@ -364,12 +370,12 @@ class Strategy:
         return Mesh(gpus)
 
     @property
-    def plain_steps(self) -> int:
-        """Number of first steps with plain gradient averaging, before the strategy's own kind of step."""
+    def num_plain_steps(self) -> int:
+        """Number of first steps that only average gradients, before the strategy's own kind of step."""
         return 0
 
     @property
-    def parts(self) -> int:
+    def num_batch_parts(self) -> int:
         """Number of equal parts into which the strategy divides each batch.
 
         It divides each part of gradient accumulation instead if a batch has several.
@@ -377,7 +383,7 @@ class Strategy:
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the fraction of a step in which a worker waits for layers of others.
+        """Return the fraction of a step in which a worker waits for other workers' layers.
 
         The result is None if unknown.
 
@@ -386,19 +392,19 @@ class Strategy:
         return 0.0
 
     @property
-    def first_steps(self) -> tuple[int, ...]:
-        """Index of the training's first step of each kind, for the plan."""
+    def list_first_steps_by_kind(self) -> tuple[int, ...]:
+        """Indices of the training steps at which a new kind of step begins."""
         return (0,)
 
     @property
-    def period(self) -> int:
-        """Number of steps after which the strategy's work repeats.
+    def steps_per_period(self) -> int:
+        """Number of steps after which the strategy's pattern of work repeats.
 
         The work repeats only once the last kind of step has begun.
         """
         return 1
 
-    def own_length(self, discarded: int, timed: int) -> tuple[int, int]:
+    def choose_segment_steps(self, discarded: int, timed: int) -> tuple[int, int]:
         """Return the numbers of steps to discard and to time in a segment.
 
         Whole periods of the strategy are timed. Its first steps are discarded, because most steps of a
@@ -408,12 +414,15 @@ class Strategy:
             discarded: Smallest number of steps to discard.
             timed: Smallest number of steps to time.
         """
-        first, period = max(self.first_steps[-1], self.plain_steps), self.period
+        first, period = (
+            max(self.list_first_steps_by_kind[-1], self.num_plain_steps),
+            self.steps_per_period,
+        )
         before = first + -(-max(0, discarded - first) // period) * period
         return before, -(-timed // period) * period
 
-    def exchanges(self, steps: int) -> int:
-        """Return in how many of the first `steps` of a training workers communicate."""
+    def count_exchanges(self, steps: int) -> int:
+        """Return the number of steps with communication among the first `steps` of a training."""
         return steps
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
@@ -425,13 +434,13 @@ class Strategy:
         raise NotImplementedError
 
     @property
-    def adds_again(self) -> bool:
-        """Whether backward adds to a gradient several times. It is complete only at the end."""
-        return bool(self.worker.trial and self.worker.trial.again)
+    def accumulates_repeatedly(self) -> bool:
+        """Whether backward adds to a gradient several times, until the last sum is complete."""
+        return bool(self.worker.trial and self.worker.trial.repeatedly_added_parameters)
 
-    def frozen_written(self) -> list[Tensor]:
+    def list_changed_frozen_parameters(self) -> list[Tensor]:
         """Return the frozen parameters that forward changes, which are saved and restored like buffers."""
-        written = set(self.worker.trial.overwritten if self.worker.trial else ())
+        written = set(self.worker.trial.overwritten_parameters if self.worker.trial else ())
         named = self.model.named_parameters() if written else ()
         return [p for name, p in named if name in written and not p.requires_grad]
 
@@ -444,7 +453,7 @@ class Strategy:
         """
         return []
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         """Return tensors that persist between steps besides model, optimizer and `extra_state`, by purpose.
 
         The purposes are `gradients`, `buckets`, `communication` and `received`; the plan shows the memory of
@@ -453,7 +462,7 @@ class Strategy:
         """
         return {}
 
-    def late_tensors(self) -> list[Tensor]:
+    def list_late_tensors(self) -> list[Tensor]:
         """Return the persistent tensors that only a later step than the first creates."""
         return []
 
@@ -468,7 +477,7 @@ class Strategy:
         from stratbench.strategies.saved import SavedState
         from stratbench.workload.network.changes import Attributes
 
-        names = self.worker.trial.attributes if self.worker.trial else ()
+        names = self.worker.trial.changed_attributes if self.worker.trial else ()
         attributes = Attributes(self.model, names) if names else None
         tensors = self.weights_and_buffers()
         return SavedState(tensors, self.optimizer, self.extra_state(), attributes)
@@ -496,7 +505,7 @@ class Strategy:
         raise NotImplementedError
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Compute the gradients of a batch without an update. Return those that this worker holds.
+        """Compute a batch's gradients without an update; return the gradients that this worker holds.
 
         Parameters without a gradient have zeros. The list is empty if the strategy does not know its
         gradients; compiled code is then not checked.
@@ -504,7 +513,7 @@ class Strategy:
         return []
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
         """Yield the model in evaluation mode, with the weights and buffers to evaluate."""
         self.model.eval()
         try:
@@ -529,7 +538,7 @@ class Strategy:
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this worker reports for all, known after the training."""
+        """Whether this worker reports the results of all workers, which is known after the training."""
         return self.worker.rank == 0
 
     def report(self) -> dict[str, Any]:
@@ -537,7 +546,7 @@ class Strategy:
         raise NotImplementedError
 
     def communication(self) -> dict[str, Any] | None:
-        """Return this rank's communication per training step, or None if it is unknown.
+        """Return this rank's communication per training step, or None if the communication is unknown.
 
         It has `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`. If
         known, it also has mean times per step: `total_ms` of communication, of which `overlapped_ms` run
@@ -546,8 +555,8 @@ class Strategy:
         """
         return None
 
-    def check_alike(self) -> None:
-        """Raise Refused if workers have called different collectives; called between epochs."""
+    def check_equal_collectives(self) -> None:
+        """Raise Refused if workers have called different collectives. All workers call it between epochs."""
 
     def close(self) -> None:
         """Release the resources that `setup` acquired, after the last measurement."""
@@ -568,12 +577,12 @@ class Collective(Strategy):
     chunked: ChunkedLoss | None = None
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
-        """Wrap a model in a module whose forward and backward synchronise the workers. Return it."""
+        """Return a model wrapped in a module whose forward and backward synchronise the workers."""
         raise NotImplementedError
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
         self.worker, self.model = worker, model
-        # With buffers, forward may begin by a wait for those of another worker.
+        # If the model has buffers, forward may begin with a wait for the buffers of another worker.
         if any(True for _ in model.buffers()):
             self.own_phases = ()
         if worker.settings.loss_chunks > 1:
@@ -591,13 +600,13 @@ class Collective(Strategy):
         No other code builds an optimizer. Its state should exist before the first step, as the moments do
         here: the plan assumes that the first step needs the memory of any step.
         """
-        kind, settings = self.optimizer_kind()
+        kind, settings = self.get_optimizer_class()
         optimizer = kind(self.local, **settings)
-        self.begin_states(optimizer, self.local)
+        self.create_optimizer_states(optimizer, self.local)
         return optimizer
 
-    def optimizer_kind(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Return the optimizer's class and its keyword arguments."""
+    def get_optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Return the class of the optimizer, and the keyword arguments to construct it."""
         import torch
 
         s = self.worker.settings
@@ -616,8 +625,10 @@ class Collective(Strategy):
             common["fused"] = False
         return torch.optim.SGD, common | {"momentum": s.momentum, "nesterov": s.nesterov}
 
-    def begin_states(self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
-        """Create the optimizer's state for each of `tensors`, as its first step would."""
+    def create_optimizer_states(
+        self, optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]
+    ) -> None:
+        """Create the optimizer's state for each of `tensors`, as the optimizer's first step would."""
         import torch
 
         s = self.worker.settings
@@ -652,19 +663,19 @@ class Collective(Strategy):
         return self.parameters
 
     def link_gradients(self) -> None:
-        """Assign the gradients to `updated_tensors`, if these are not the parameters themselves."""
+        """Assign the gradients to `updated_tensors`, unless these are the parameters themselves."""
 
-    def before_update(self) -> None:
-        """Set the step's learning rate and clip the gradients, if the settings require it."""
+    def prepare_update(self) -> None:
+        """Set the step's learning rate, and clip the gradients if the settings require clipping."""
         s = self.worker.settings
-        if s.changes_lr:
-            share = s.share_of_lr(self.steps, self.worker.total_steps)
+        if s.has_changing_lr:
+            share = s.compute_lr_factor(self.steps, self.worker.total_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = s.lr * share
         if s.max_grad_norm is not None:
-            self.clip(s.max_grad_norm)
+            self.clip_gradients(s.max_grad_norm)
 
-    def clip(self, norm: float) -> None:
+    def clip_gradients(self, norm: float) -> None:
         """Scale the gradients down if their norm is larger than `norm`, without synchronising the device."""
         from torch.nn.utils import clip_grads_with_norm_
 
@@ -676,9 +687,9 @@ class Collective(Strategy):
         """Return the Euclidean norm of the full gradient on the device, without synchronising."""
         from torch.nn.utils import get_total_norm
 
-        return get_total_norm([t.grad for t in self.normed_tensors() if t.grad is not None])
+        return get_total_norm([t.grad for t in self.list_normed_tensors() if t.grad is not None])
 
-    def normed_tensors(self) -> list[Tensor]:
+    def list_normed_tensors(self) -> list[Tensor]:
         """Return the tensors whose gradients this worker adds to the gradient norm.
 
         A tensor that several workers hold is counted by one of them.
@@ -686,14 +697,14 @@ class Collective(Strategy):
         return self.local
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with autocast(self.worker.settings.precision, self.worker.device):
-            return self.mean_loss(x, y)
+        with create_autocast_context(self.worker.settings.precision, self.worker.device):
+            return self.compute_mean_loss(x, y)
 
-    def mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
+    def compute_mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of the compiled or wrapped model on part of a batch."""
         if self.chunked is None:
-            return self.loss_of(self.compiled(x), y)
-        with self.chunked.against(y):
+            return self.compute_part_loss(self.compiled(x), y)
+        with self.chunked.compute_loss_against(y):
             return self.compiled(x)
 
     def make_chunked_loss(self) -> ChunkedLoss:
@@ -710,25 +721,27 @@ class Collective(Strategy):
         tokens = torch.empty(shape, dtype=torch.int64, device=worker.device).zero_()
         return ChunkedLoss(self.model, tokens, worker.settings.loss_chunks, worker.task.loss)
 
-    def loss_of(self, outputs: Tensor, y: Tensor) -> Tensor:
+    def compute_part_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a part of the batch, on which backward is called.
 
         If the task returns a sum and a weight, each target counts as 1 here. The weight of the global batch
         is known only after the last part of the last worker; `correct_by_weight` then corrects the loss.
         """
-        outputs = scores_for_loss(outputs, self.worker.settings.precision)
-        loss, weight = loss_and_weight(self.worker.task, outputs, y)
+        outputs = convert_scores_for_loss(outputs, self.worker.settings.precision)
+        loss, weight = compute_loss_and_weight(self.worker.task, outputs, y)
         if weight is None:
             return loss
         from stratbench.telemetry.shards import get_local_shard
 
         self.part_weights.append(get_local_shard(weight))
         return loss * (
-            self.worker.settings.gradient_accumulation_steps * self.parts / self.count_targets(y)
+            self.worker.settings.gradient_accumulation_steps
+            * self.num_batch_parts
+            / self.count_targets(y)
         )
 
     def count_targets(self, y: Tensor) -> float:
-        """Return the number of targets of a worker's batch: its weight without weighted targets.
+        """Return the number of targets in a worker's batch, each of which weighs 1.
 
         Args:
             y: Targets of any samples, which show the number of targets per sample.
@@ -755,26 +768,26 @@ class Collective(Strategy):
         for weight in self.part_weights:
             own += weight
         self.part_weights.clear()
-        factor = divide_or_zero(full, self.mean_weight(own))
+        factor = divide_or_zero(full, self.average_batch_weight(own))
         by_kind: dict[Any, list[Tensor]] = {}
-        for gradient in self.gradients():
+        for gradient in self.list_gradients():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, dtype), gradients in by_kind.items():
             multiply_all(gradients, factor.to(device, dtype))
         return loss * factor.to(loss.dtype)
 
-    def mean_weight(self, own: Tensor) -> Tensor:
-        """Return the mean weight of the replicas' batches, `own` being that of this worker."""
+    def average_batch_weight(self, own: Tensor) -> Tensor:
+        """Return the mean weight of the replicas' batches. `own` is the weight of this worker's batch."""
         import torch.distributed as dist
 
         w = self.worker
         if w.world_size > 1:
-            if not w.mesh.speaks(w.rank):
+            if not w.mesh.reports_for_replica(w.rank):
                 own.zero_()
             dist.all_reduce(own)
         return own / w.mesh.replicas
 
-    def gradients(self) -> list[Tensor]:
+    def list_gradients(self) -> list[Tensor]:
         """Return the gradients that this worker's optimizer uses in the next update."""
         from stratbench.telemetry.shards import get_local_shard
 
@@ -798,13 +811,17 @@ class Collective(Strategy):
     def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute the batch's gradients of `updated_tensors`, and return the mean loss of the batch."""
         parts = self.worker.settings.gradient_accumulation_steps
-        loss = self.add_gradients(x, y) if parts == 1 else self.accumulate(x, y, parts)
+        loss = self.add_gradients(x, y) if parts == 1 else self.accumulate_gradients(x, y, parts)
         self.link_gradients()
-        return self.correct_by_weight(loss, self.count_targets(y)) if self.worker.weighs else loss
+        return (
+            self.correct_by_weight(loss, self.count_targets(y))
+            if self.worker.has_weighted_loss
+            else loss
+        )
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.compute_gradients(x, y)
-        self.before_update()
+        self.prepare_update()
         self.update()
         self.steps += 1
         return loss
@@ -818,7 +835,7 @@ class Collective(Strategy):
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def accumulate(self, x: Tensor, y: Tensor, parts: int) -> Tensor:
+    def accumulate_gradients(self, x: Tensor, y: Tensor, parts: int) -> Tensor:
         """Add the gradients of the batch in equal parts; return the batch's mean loss.
 
         The last part synchronises the gradients. Memory for activations is that of one part.
@@ -830,19 +847,19 @@ class Collective(Strategy):
         """
         loss = 0.0
         for part, (own_x, own_y) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True), 1):
-            with self.synchronising(part == parts):
+            with self.create_sync_context(part == parts):
                 loss += self.add_gradients(own_x, own_y, parts, part == parts)
         return loss
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
-        """Return the context for a part of a batch.
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
+        """Return the context that decides whether a part of a batch synchronises gradients.
 
         Gradients are synchronised only in the `last` part.
         """
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Run forward and backward of one part of a batch. Return its share of the mean loss.
+        """Run forward and backward of one batch part; return its share of the mean loss.
 
         Args:
             x: Inputs.
@@ -850,13 +867,13 @@ class Collective(Strategy):
             parts: Number of parts.
             last: Whether this is the last part.
         """
-        mark = self.worker.mark
+        mark = self.worker.mark_phase_end
         loss = self.forward(x, y)
         if parts > 1:
             loss = loss / parts
         mark("forward")
         if self.worker.settings.slowdown and last:
-            self.worker.delay()
+            self.worker.delay_step()
             mark("slowdown")
         self.backward(loss if self.scaler is None else self.scaler.scale(loss))
         mark("backward")
@@ -873,7 +890,7 @@ class Collective(Strategy):
         yield from mine[:, w.data_rank]
 
     def weights_and_buffers(self) -> list[Tensor]:
-        return [*self.local, *self.frozen_written(), *self.model.buffers()]
+        return [*self.local, *self.list_changed_frozen_parameters(), *self.model.buffers()]
 
     def state_tensors(self) -> list[Tensor]:
         """Return the tensors of this worker's training state, always in the same number and order."""
@@ -887,16 +904,16 @@ class Collective(Strategy):
         others = [t for t in [*states, *self.extra_state()] if torch.is_tensor(t)]
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
-    def counts(self) -> dict[str, Any]:
-        """Return the counts since `reset` that no tensor holds, as values for JSON."""
-        scale = None if self.scaler is None else self.scaler.counts()
+    def export_counts(self) -> dict[str, Any]:
+        """Return, as values for JSON, the counts since `reset` that are not in tensors."""
+        scale = None if self.scaler is None else self.scaler.export_counts()
         return {"steps": self.steps, "scale": scale}
 
-    def go_on(self, counts: dict[str, Any]) -> None:
-        """Restore the values that `counts` returned; it must be called after `reset`."""
+    def load_counts(self, counts: dict[str, Any]) -> None:
+        """Restore the values that `export_counts` returned; it must be called after `reset`."""
         self.steps = counts["steps"]
         if self.scaler is not None:
-            self.scaler.go_on(counts["scale"])
+            self.scaler.load_counts(counts["scale"])
 
     def optimizer_dtype(self) -> str | None:
         """Return the number formats of the optimizer's state per weight, or None without such state."""
@@ -907,10 +924,13 @@ class Collective(Strategy):
         return ", ".join(list_dtype_names(moments)) or None
 
     def report(self) -> dict[str, Any]:
-        s, skipped = self.worker.settings, 0 if self.scaler is None else self.scaler.skipped_steps()
+        s, skipped = (
+            self.worker.settings,
+            0 if self.scaler is None else self.scaler.count_skipped_steps(),
+        )
         return {
             "details": {"skipped_steps": skipped, "optimizer_dtype": self.optimizer_dtype()}
-            | effective_dtypes(s.precision, self.worker.device),
+            | get_effective_dtypes(s.precision, self.worker.device),
             "evaluated_on": self.evaluated_on,
             "updates_applied": self.steps - skipped,
         }
@@ -939,32 +959,32 @@ def list_dtype_names(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def sparse_gradient_reason(names: Sequence[str], reason: str) -> str:
-    """Return a sentence on unsupported sparse gradients of some parameters, with the remedy."""
+    """Return a sentence on parameters with sparse gradients, which are not supported, with the remedy."""
     listed = format_names(names)
     return f"the gradient of {listed} is sparse, which {reason}; build the layer with sparse=False"
 
 
-def iter_sharding_refusals(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
+def iter_unshardable_model_reasons(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
     """Yield reasons why a strategy that shards parameters would train a user's model wrongly.
 
     Args:
         trial: Result of a trial step of the model.
         as_parameters: Whether the shards replace the parameters in the model's modules.
     """
-    if trial.hooked:
-        yield lost_hooks_reason(trial.hooked)
-    if as_parameters and trial.elsewhere:
-        yield wrong_reference_reason(trial.elsewhere)
-    if as_parameters and trial.remade:
-        yield changed_class_reason(trial.remade)
-    if trial.overwritten:
-        yield lost_changes_reason(trial.overwritten)
-    if trial.again:
-        yield describe_repeated_gradients(trial.again)
+    if trial.hooked_parameters:
+        yield lost_hooks_reason(trial.hooked_parameters)
+    if as_parameters and trial.parameters_read_elsewhere:
+        yield wrong_reference_reason(trial.parameters_read_elsewhere)
+    if as_parameters and trial.class_dependent_parameters:
+        yield changed_class_reason(trial.class_dependent_parameters)
+    if trial.overwritten_parameters:
+        yield lost_changes_reason(trial.overwritten_parameters)
+    if trial.repeatedly_added_parameters:
+        yield describe_repeated_gradients(trial.repeatedly_added_parameters)
 
 
 def lost_hooks_reason(names: Sequence[str]) -> str:
-    """Return a sentence on gradient hooks that are lost if shards replace parameters, with remedy."""
+    """Return a sentence on gradient hooks that sharding the parameters would remove, with the remedy."""
     return (
         f"{format_names(names)} has a gradient hook, which would stay on the whole parameter while its "
         "shards are trained; change the gradient in forward instead (torch.where, detach, an autograd "
@@ -973,7 +993,7 @@ def lost_hooks_reason(names: Sequence[str]) -> str:
 
 
 def wrong_reference_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward reads from elsewhere than their module's attribute."""
+    """Return a sentence on parameters that forward does not read from their module's attribute."""
     return (
         f"forward reads {format_names(names)} from a list or dictionary instead of its module's attribute, "
         "but only the attribute gets the shards that are trained; read the attribute, or use "
@@ -998,7 +1018,7 @@ def lost_changes_reason(names: Sequence[str]) -> str:
 
 
 def diverging_replicas_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward changes by its data. Replicas would diverge."""
+    """Return a sentence on parameters that forward changes depending on data, which makes replicas differ."""
     return (
         f"forward writes values to {format_names(names)} that depend on the batch, so the workers' replicas "
         "would diverge; store them in a buffer (register_buffer), or change how forward uses the parameter"
@@ -1006,7 +1026,7 @@ def diverging_replicas_reason(names: Sequence[str]) -> str:
 
 
 def describe_repeated_gradients(names: Sequence[str]) -> str:
-    """Return a sentence on gradients to which one backward adds several times, with the remedy."""
+    """Return a sentence on gradients to which one backward adds repeatedly, with the remedy."""
     return (
         f"backward adds to the gradient of {format_names(names)} several times, and the first sum would be "
         "used as the whole gradient (reentrant checkpointing calls a block again); checkpoint with "
@@ -1049,7 +1069,7 @@ def compile_if_requested(module: nn.Module, s: Settings) -> nn.Module:
 
 
 def describe_ring_traffic(sent_bytes: float) -> dict[str, Any]:
-    """Return `Strategy.communication` of ring collectives, by which a worker receives what it sends.
+    """Return `Strategy.communication` for ring collectives, where a worker receives as much as it sends.
 
     See Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """

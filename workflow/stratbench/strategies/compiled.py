@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.workload.generators import Generators
 from stratbench.workload.users_code import Refused
 
@@ -27,8 +27,8 @@ RANDOM_FACTOR = 10.0
 MAX_MEMORY = 0.5
 
 
-def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
-    """Raise Refused if compiled code computes other gradients of a batch than eager code.
+def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
+    """Raise Refused if compiled code and eager code compute different gradients of a batch.
 
     All workers must call it. `Strategy.restore` undoes its changes, except for the random generators.
 
@@ -44,22 +44,22 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
             flush=True,
         )
         return
-    before = Generators.now(worker.device)
+    before = Generators.capture_states(worker.device)
     compiled, strategy.compiled = strategy.compiled, getattr(strategy, "module", strategy.model)
     eager = strategy.gradients_of(x, y)
     strategy.compiled = compiled
     if not eager:
         return
-    is_random = before.differ_from(Generators.now(worker.device))
+    is_random = before.differ_from(Generators.capture_states(worker.device))
     compiled_gradients = strategy.gradients_of(x, y)
     if is_random:
-        error, bound = _largest_norm_ratio(compiled_gradients, eager), RANDOM_FACTOR
+        error, bound = _compute_largest_norm_ratio(compiled_gradients, eager), RANDOM_FACTOR
         apart = "whose norms differ from eager ones by a factor of {:.3g}"
     else:
         s = worker.settings
         is_rounded = s.precision not in ("fp32", "fp64")
         error, bound = (
-            _relative_distance(compiled_gradients, eager),
+            _compute_relative_distance(compiled_gradients, eager),
             ROUNDED_BOUND if is_rounded else BOUND,
         )
         apart = "which differ from eager ones by {:.3g} of their norm"
@@ -67,30 +67,30 @@ def check_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) ->
         raise Refused(
             f"model {worker.settings.model!r}: compile = true: the code that PyTorch {torch.__version__} "
             f"compiles computes wrong gradients, {apart.format(worst)}; set compile to false "
-            f"{help_address('computes wrong gradients')}"
+            f"{format_help_address('computes wrong gradients')}"
         )
 
 
-def _relative_distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the norm of the difference relative to the expected norm.
+def _compute_relative_distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """Return the norm of the difference of two gradients, divided by the expected gradient's norm.
 
-    The result is 0 if that is 0 or not finite.
+    The result is 0 if the expected norm is 0 or not finite.
     """
-    size = _total_norm(expected)
+    size = _compute_total_norm(expected)
     if not size.isfinite() or size == 0:
         return torch.zeros_like(size)
-    return _total_norm([a - b for a, b in zip(actual, expected, strict=True)]) / size
+    return _compute_total_norm([a - b for a, b in zip(actual, expected, strict=True)]) / size
 
 
-def _largest_norm_ratio(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the largest factor between the norms of corresponding gradients, without negligible ones."""
+def _compute_largest_norm_ratio(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
+    """Return the largest factor by which corresponding gradients' norms differ, ignoring negligible norms."""
     norms = torch.stack(
         [
-            torch.stack([_total_norm([a]), _total_norm([b])])
+            torch.stack([_compute_total_norm([a]), _compute_total_norm([b])])
             for a, b in zip(actual, expected, strict=True)
         ]
     )
-    size = _total_norm(expected)
+    size = _compute_total_norm(expected)
     norms = norms[norms[:, 1] > 1e-3 * size]
     if not size.isfinite() or not len(norms):
         return torch.ones_like(size)
@@ -98,7 +98,7 @@ def _largest_norm_ratio(actual: Sequence[Tensor], expected: Sequence[Tensor]) ->
     return torch.maximum(ratio, 1 / ratio).max()
 
 
-def _total_norm(tensors: Sequence[Tensor]) -> Tensor:
+def _compute_total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of all tensors together, in float64."""
     each = [t.detach().to_dense() if t.is_sparse else t.detach() for t in tensors]
     wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in each]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SixteenBits:
-    """Sends gradients in 16 bits, after dividing them by the number of workers, as torch's hooks do.
+    """Communication hook that sends gradients in 16 bits, after dividing them by the number of workers.
 
     The sum then overflows only where the mean does. torch's own hook for bfloat16 does not support gloo.
     """
@@ -32,13 +32,13 @@ class SixteenBits:
         return future.then(lambda done: buffer.copy_(sent))
 
     def reset(self) -> None:
-        """Do nothing: there is no state between steps."""
+        """Do nothing, because compression to 16 bits has no state between steps."""
 
-    def kept_tensors(self) -> list[Tensor]:
+    def list_persistent_tensors(self) -> list[Tensor]:
         return []
 
-    def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
-        """Return the mean number of bytes that a step reduces, over the first `steps` steps."""
+    def compute_mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
+        """Return the mean number of bytes all-reduced per step over the first `steps` steps."""
         return sum(2.0 * p.numel() for p in parameters)
 
 
@@ -81,22 +81,22 @@ class PowerSGD:
         return mean
 
     def reset(self) -> None:
-        """Forget the compression error and the step count; the next steps are sent uncompressed."""
+        """Reset the compression error and the step count; the next steps are sent uncompressed."""
         self._state = self._make_state()
 
-    def skip_start(self) -> None:
-        """Compress from the next step on."""
+    def begin_compression(self) -> None:
+        """Make the communication hook compress gradients from the next step on."""
         self._state.iter = self._start
 
-    def kept_tensors(self) -> list[Tensor]:
+    def list_persistent_tensors(self) -> list[Tensor]:
         """Return the compression errors and the factors that the next step uses."""
         s = self._state
         return [
             t for state in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in state.values()
         ]
 
-    def mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
-        """Return the mean number of bytes that a step reduces, over the first `steps` steps."""
+    def compute_mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
+        """Return the mean number of bytes all-reduced per step over the first `steps` steps."""
         whole = sent = 0
         for p in parameters:
             n, m = p.shape[0] if p.dim() else 1, p[0].numel() if p.dim() else 1

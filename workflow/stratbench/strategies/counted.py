@@ -1,4 +1,4 @@
-"""Base of strategies whose communication is counted in an untimed step, since no formula gives it."""
+"""Base of strategies without a formula for their traffic, which is counted in an untimed step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Counted(base.Collective):
-    """Counts the communication of the first warm-up step, or of the last one if the strategy `warms_up`.
+    """Counts the communication of the first warm-up step, or of the last if the strategy `warms_up`.
 
     The first steps of a strategy that `warms_up` do other work than most steps.
     """
@@ -39,7 +39,7 @@ class Counted(base.Collective):
 
         with CollectiveCount() as count:
             loss = super().step(x, y)
-        self._sent_bytes = count.wire_bytes(self.worker.world_size)
+        self._sent_bytes = count.count_wire_bytes(self.worker.world_size)
         self._counts_step = self.warms_up
         return loss
 

@@ -37,7 +37,7 @@ def no_gradient_reason(names: Sequence[str]) -> str:
 
 
 class SampledTimes(NamedTuple):
-    """Number of steps that DDP has timed, and sums of their times."""
+    """The number of steps that DDP has timed, and the sums of their times."""
 
     steps: int
     communication_ms: float
@@ -45,7 +45,7 @@ class SampledTimes(NamedTuple):
 
 
 def read_sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
-    """Return the sums of times that DDP has logged so far.
+    """Return the sums of the step times that DDP has logged so far.
 
     DDP stores means without the number of steps, which follows from the iteration. See
     torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
@@ -123,18 +123,18 @@ class DDP(base.Collective):
 
     @property
     def compress(self) -> str:
-        """Name of the gradient compression."""
+        """Name of the gradient compression that the options select."""
         return self.options.compress
 
     @property
-    def plain_steps(self) -> int:
+    def num_plain_steps(self) -> int:
         return self.options.powersgd_start_step if self.compress == "powersgd" else 0
 
     @classmethod
     def explain_fixed_workers(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
-        """Return why workers cannot join and leave with PowerSGD or fp16. The result is None if they can."""
+        """Return why workers cannot join and leave with PowerSGD or fp16. None with other options."""
         if options.get("compress") == "powersgd":
             return (
                 "each worker keeps PowerSGD's compression error of its own gradients, which is lost with the "
@@ -154,7 +154,9 @@ class DDP(base.Collective):
         return cls.begins_anew
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         kind, precision = options.get("compress", "none"), values["precision"]
         if kind in ("fp16", "bf16") and precision == "fp64":
             yield (
@@ -182,21 +184,21 @@ class DDP(base.Collective):
             ring_copies={"none": 2, "powersgd": None}.get(self.compress, 1),
         )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
-        if trial.by_chance:
-            yield base.skipped_at_random_reason(trial.by_chance)
-        elif trial.by_data:
-            yield base.skipped_by_data_reason(trial.by_data)
-        elif trial.unused:
-            yield no_gradient_reason(trial.unused)
-        if trial.again:
-            yield base.describe_repeated_gradients(trial.again)
-        if trial.parted:
-            yield base.diverging_replicas_reason(trial.parted)
-        if trial.sparse:
+        if trial.randomly_called_modules:
+            yield base.skipped_at_random_reason(trial.randomly_called_modules)
+        elif trial.data_dependent_modules:
+            yield base.skipped_by_data_reason(trial.data_dependent_modules)
+        elif trial.parameters_without_gradient:
+            yield no_gradient_reason(trial.parameters_without_gradient)
+        if trial.repeatedly_added_parameters:
+            yield base.describe_repeated_gradients(trial.repeatedly_added_parameters)
+        if trial.data_dependent_parameters:
+            yield base.diverging_replicas_reason(trial.data_dependent_parameters)
+        if trial.sparse_gradient_parameters:
             yield base.sparse_gradient_reason(
-                trial.sparse, "DDP does not average as one process would"
+                trial.sparse_gradient_parameters, "DDP does not average as one process would"
             )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -215,7 +217,7 @@ class DDP(base.Collective):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
-        from stratbench.workload.torch_internals import log_each_step
+        from stratbench.workload.torch_internals import log_each_ddp_step
 
         module = DistributedDataParallel(
             model,
@@ -226,7 +228,7 @@ class DDP(base.Collective):
         # On a GPU, DDP waits for CUDA events in each timed step, so its default interval is kept there.
         self._sample_every = SAMPLE_INTERVAL if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
-            log_each_step(module)
+            log_each_ddp_step(module)
         self.compressor = self.make_comm_hook(worker.world_size)
         if self.compressor is not None:
             module.register_comm_hook(None, self.compressor.hook)
@@ -245,14 +247,14 @@ class DDP(base.Collective):
                 return PowerSGD(self.options.powersgd_rank, self.options.powersgd_start_step)
         return None
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.module.no_sync()
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
-        return super().kept_tensors() | {"communication": self.late_tensors()}
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
+        return super().list_persistent_tensors() | {"communication": self.list_late_tensors()}
 
-    def late_tensors(self) -> list[Tensor]:
-        return [] if self.compressor is None else self.compressor.kept_tensors()
+    def list_late_tensors(self) -> list[Tensor]:
+        return [] if self.compressor is None else self.compressor.list_persistent_tensors()
 
     def reset(self) -> None:
         super().reset()
@@ -264,7 +266,7 @@ class DDP(base.Collective):
         w = self.worker.world_size
         gradients = sum(p.nbytes for p in self.parameters)
         if self.compressor is not None:
-            gradients = self.compressor.mean_bytes(self.parameters, self.steps)
+            gradients = self.compressor.compute_mean_bytes(self.parameters, self.steps)
         buffers = sum(b.nbytes for b in self.model.buffers())
         # Buffers are broadcast in a ring before a step's first forward, in which the last rank sends nothing.
         traffic = base.describe_ring_traffic((w - 1) / w * (2 * gradients + buffers))
@@ -282,13 +284,13 @@ class DDP(base.Collective):
         return traffic
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
         import torch.distributed as dist
 
         # This overwrites the other ranks' statistics, as the next forward would.
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)
-        with super().evaluating() as model:
+        with super().open_evaluation_model() as model:
             yield model
 
     def report(self) -> dict[str, Any]:
@@ -299,5 +301,5 @@ class DDP(base.Collective):
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
         report["details"]["bucket_bytes"] = [int(n) for n in str(sizes).split(",") if n.strip()]
         if self.compressor is not None:
-            report["details"]["feedback_bytes"] = sum(t.nbytes for t in self.late_tensors())
+            report["details"]["feedback_bytes"] = sum(t.nbytes for t in self.list_late_tensors())
         return report

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-def refuse_uneven(option: str, workers: int, gpus: int) -> None:
+def check_equal_groups(option: str, workers: int, gpus: int) -> None:
     """Raise ValueError if a cell's workers cannot form equal groups.
 
     Args:
@@ -21,7 +21,7 @@ def refuse_uneven(option: str, workers: int, gpus: int) -> None:
 
 
 class MeshCoordinate(NamedTuple):
-    """A worker's place in a mesh: its replica, its stage and its number among tensor workers, from 0."""
+    """A worker's coordinate in a mesh: its replica, pipeline stage and tensor worker, each from 0."""
 
     replica: int
     stage: int
@@ -47,24 +47,24 @@ class Mesh:
     @property
     def workers(self) -> int:
         """Number of workers of the cell."""
-        return self.replicas * self.members
+        return self.replicas * self.workers_per_replica
 
     @property
-    def members(self) -> int:
+    def workers_per_replica(self) -> int:
         """Number of workers that share one replica of the model."""
         return self.tensor * self.stages
 
     def place(self, rank: int) -> MeshCoordinate:
-        """Return the place of the worker with a rank in the mesh."""
+        """Return the mesh coordinate of the worker with rank `rank`."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.replicas)
         return MeshCoordinate(replica, stage, tensor)
 
-    def rank(self, at: MeshCoordinate) -> int:
-        """Return the rank of the worker at a place in the mesh."""
+    def get_rank(self, at: MeshCoordinate) -> int:
+        """Return the rank of the worker at a mesh coordinate."""
         return (at.stage * self.replicas + at.replica) * self.tensor + at.tensor
 
-    def speaks(self, rank: int) -> bool:
-        """Return whether a worker reports for its replica: the first worker of its last stage."""
+    def reports_for_replica(self, rank: int) -> bool:
+        """Return whether a worker reports for its replica. The first worker of its last stage does."""
         at = self.place(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

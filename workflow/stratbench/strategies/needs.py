@@ -1,4 +1,4 @@
-"""Checks before any training that packages are installed which only some strategies need."""
+"""Checks, before any training, that the packages which only some strategies need are installed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Used = tuple[str, "type[Strategy]", Mapping[str, Any]]
 
 
 def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
-    """Raise Missing if this Python lacks a package that a strategy needs.
+    """Raise Missing if this Python environment lacks a package that a strategy needs.
 
     Args:
         name: Name of the strategy in the study.
         cls: Class of the strategy.
-        options: All of its options.
+        options: All options of the strategy.
     """
     for reason in iter_missing_requirements([(name, cls, options)]):
         raise Missing(reason)
@@ -40,7 +40,11 @@ def iter_missing_requirements(strategies: Iterable[Used]) -> Iterator[str]:
             distribution, version = pin.split("==")
             wanted.setdefault((distribution, version), {})[name] = None
     yield from _iter_missing_packages(wanted)
-    lacks = (f"{name}: {reason}" for name, cls, o in strategies for reason in cls.faults_here(o))
+    lacks = (
+        f"{name}: {reason}"
+        for name, cls, o in strategies
+        for reason in cls.iter_unmet_requirements(o)
+    )
     yield from dict.fromkeys(lacks)
 
 

@@ -15,7 +15,7 @@ from stratbench.workload.network.changes import Attributes
 
 
 class Stateful(Protocol):
-    """An object with a state of its own, such as torch's schedulers and samplers."""
+    """An object that has state, such as torch's schedulers and samplers."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -47,7 +47,7 @@ class SavedState:
         extra: Sequence[Tensor | Stateful],
         attributes: Attributes | None = None,
     ) -> None:
-        """Copy the present state.
+        """Copy the present state of tensors, optimizer and other objects to host memory.
 
         Args:
             tensors: Tensors to copy.
@@ -78,7 +78,7 @@ class SavedState:
         optimizer: torch.optim.Optimizer | None,
         extra: Sequence[Tensor | Stateful],
     ) -> None:
-        """Restore the saved values, in the order in which they were saved.
+        """Restore the saved values into tensors, optimizer and objects, in the order of saving.
 
         State that the optimizer has created since then, such as moments of its first step, is removed.
 

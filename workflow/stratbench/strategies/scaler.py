@@ -24,21 +24,21 @@ class SharedScaler(ObservableScaler):
         self._shared = shared
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
-    def observe(self, flags: Iterable[torch.Tensor]) -> None:
+    def process_overflow_flags(self, flags: Iterable[torch.Tensor]) -> None:
         for flag in flags:
             if self._shared:
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             self._skipped += (flag > 0).squeeze()
 
-    def counts(self) -> dict[str, Any]:
-        """Return the loss scale and counts of steps as values for JSON. This waits for the device."""
-        return self.state_dict() | {"skipped": self.skipped_steps()}
+    def export_counts(self) -> dict[str, Any]:
+        """Return the loss scale and step counts as values for JSON. This waits for the device."""
+        return self.state_dict() | {"skipped": self.count_skipped_steps()}
 
-    def go_on(self, counts: dict[str, Any]) -> None:
-        """Restore the values that `counts` returned."""
+    def load_counts(self, counts: dict[str, Any]) -> None:
+        """Restore the loss scale and the step counts that `export_counts` returned."""
         self.load_state_dict({key: value for key, value in counts.items() if key != "skipped"})
         self._skipped.fill_(counts["skipped"])
 
-    def skipped_steps(self) -> int:
-        """Return the number of steps skipped because of an overflow; this waits for the device."""
+    def count_skipped_steps(self) -> int:
+        """Return the number of steps skipped because of an overflow, after waiting for the device."""
         return int(self._skipped)

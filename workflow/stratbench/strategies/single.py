@@ -1,4 +1,4 @@
-"""`single`: a plain training loop in one process, with which overhead is compared."""
+"""`single`: a plain training loop in one process, the baseline for other strategies' overhead."""
 
 from __future__ import annotations
 

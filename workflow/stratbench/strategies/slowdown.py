@@ -1,4 +1,4 @@
-"""Makes chosen workers slower, in the same way under every strategy, to study stragglers."""
+"""Slows chosen workers down, in the same way under every strategy, to study stragglers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Slowdown:
         self._active = factor > 1 or sigma > 0
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         s: Settings,
         rank: int,
@@ -44,7 +44,7 @@ class Slowdown:
         classes: int,
         device: torch.device,
     ) -> Slowdown:
-        """Return the slowdown that the settings ask for on a rank. Without one, it never waits.
+        """Return the slowdown that the settings define for a rank, perhaps none.
 
         Args:
             s: Settings of the cell.
@@ -71,8 +71,8 @@ class Slowdown:
         synchronise(self.device)
         time.sleep((self.factors[-1] - 1) * self.compute_s)
 
-    def summary(self) -> dict[str, Any]:
-        """Return this worker's factors and its undelayed step time, for the record."""
+    def summarize_delays(self) -> dict[str, Any]:
+        """Return this worker's slowdown factors and undelayed step time, for the record."""
         return {
             "factor": self.factor,
             "sigma": self.sigma,
@@ -97,25 +97,28 @@ def measure_step_s(
     """
     import statistics
 
-    from stratbench.strategies import strategy_class
+    from stratbench.strategies import get_strategy_class
     from stratbench.telemetry.clock import synchronise
     from stratbench.workload.data.device_data import make_example_batch
-    from stratbench.workload.network.precision import autocast, batch_format
-    from stratbench.workload.tasks import get_task, loss_and_weight, takes_values
+    from stratbench.workload.network.precision import (
+        create_autocast_context,
+        get_batch_memory_format,
+    )
+    from stratbench.workload.tasks import compute_loss_and_weight, get_task, has_value_targets
 
     state = {k: v.clone() for k, v in model.state_dict().items()}
     dtype = next(model.parameters()).dtype
-    samples = strategy_class(s.strategy).samples_per_step(s) // s.gradient_accumulation_steps
-    layout = batch_format(s.precision, device.type)
+    samples = get_strategy_class(s.strategy).samples_per_step(s) // s.gradient_accumulation_steps
+    layout = get_batch_memory_format(s.precision, device.type)
     task = get_task(s, shape)
-    of = takes_values(task), s.task == "text-classification"
+    of = has_value_targets(task), s.task == "text-classification"
     x, y = make_example_batch(samples, shape, classes, device, dtype, layout, *of)
     times = []
     for _ in range(4):
         synchronise(device)
         begun = time.perf_counter()
-        with autocast(s.precision, device):
-            loss, _ = loss_and_weight(task, model(x), y)
+        with create_autocast_context(s.precision, device):
+            loss, _ = compute_loss_and_weight(task, model(x), y)
         loss.backward()
         synchronise(device)
         times.append(time.perf_counter() - begun)

@@ -1,1 +1,1 @@
-"""config.yaml becomes cells, and cells become jobs: validation, resources, schedulers. No torch."""
+"""Turns config.yaml into training runs (cells), and cells into jobs of a scheduler. Never imports torch."""

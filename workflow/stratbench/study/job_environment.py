@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.workload.data.own_data import PLACES_VARIABLE, format_places_for_jobs
+from stratbench.workload.data.own_data import PLACES_VARIABLE, format_data_paths_for_jobs
 from stratbench.workload.users_code import CODE_VARIABLE
 
 
 def add_cache_command(settings: Any, cache: Path) -> None:
-    """Make jobs use the folder `cache` as XDG_CACHE_HOME if their node lacks a writable home.
+    """Make jobs use the folder `cache` as XDG_CACHE_HOME on nodes without a writable home.
 
     Snakemake does not start without a folder for its cache. A user's own XDG_CACHE_HOME is kept.
 
@@ -34,7 +34,7 @@ def add_cache_command(settings: Any, cache: Path) -> None:
 
 
 def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
-    """Set environment variables that this process and its jobs need. They do not affect results.
+    """Set environment variables that jobs and this process need but that do not affect results.
 
     Jobs find the package in `package_root` and this interpreter, even if a rule activates a conda
     environment. They find data files in the folder that the config names. If that folder were a rule's
@@ -55,7 +55,7 @@ def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:
         os.environ["STRATBENCH_SLURM_CONF"] = os.environ["SLURM_CONF"]
     folders = [str(Path(folder).expanduser().resolve()) for folder in config["code"]]
     os.environ[CODE_VARIABLE] = os.pathsep.join(folders)
-    os.environ[PLACES_VARIABLE] = format_places_for_jobs(config.get("datasets", {}))
+    os.environ[PLACES_VARIABLE] = format_data_paths_for_jobs(config.get("datasets", {}))
     data = config["data"]
     if data["root"]:
         os.environ["STRATBENCH_DATA"] = str(Path(data["root"]).expanduser().resolve())

@@ -1,4 +1,4 @@
-"""Writes files that pass values and the config of a run to its jobs.
+"""Writes files that pass a run's config and other values to the run's jobs.
 
 The command of a job has `--values FILE`, and `@NAME` in place of each value that is too long for a command
 line. Both files are written before the first job starts. A job on SLURM thus uses the config of its
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import replacing
+from stratbench.cell.files import replace_file_atomically
 from stratbench.study import snakemake_internals as internals
 
 OPTION = "--values"
@@ -26,20 +26,20 @@ CONFIGS = Path(".snakemake/configs")
 
 
 def save_config_for_jobs(workflow: Any) -> None:
-    """Save a run's config to a file. Make its jobs read this file instead of config.yaml.
+    """Save a run's config to a file, which the run's jobs read instead of config.yaml.
 
     Args:
         workflow: Snakemake's workflow, before its first job.
     """
     text = json.dumps(internals.get_config(workflow), default=str)
     path = CONFIGS / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    with replacing(path) as temporary:
+    with replace_file_atomically(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     internals.set_job_config(workflow, path)
 
 
 def has_saved_config(workflow: Any) -> bool:
-    """Return whether this process is a job whose config was saved by `save_config_for_jobs`."""
+    """Return whether this process is a job that reads the config saved by `save_config_for_jobs`."""
     return any(
         Path(p).parent.parts[-2:] == CONFIGS.parts
         for p in internals.get_command_line_config_files(workflow)
@@ -47,14 +47,14 @@ def has_saved_config(workflow: Any) -> bool:
 
 
 def write_values(jobs: Iterable[Any]) -> None:
-    """Write the file of values of each Snakemake job whose command names such a file."""
+    """Write the file of values for each Snakemake job whose command names such a file."""
     for job in jobs:
-        command = internals.get_command(job)
+        command = internals.get_rule_command(job)
         if OPTION in command:
             names = re.findall(r" @(\w+)", command)
             text = json.dumps({name: getattr(job.params, name) for name in names})
             # The file need not survive a crash of the machine: the jobs are then planned again.
-            with replacing(f"{job.log[0]}.json") as temporary:
+            with replace_file_atomically(f"{job.log[0]}.json") as temporary:
                 temporary.write_text(text, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The training jobs of a study: cells, settings and resources."""
+"""Lists the training jobs of a study, with their cells, settings and resources."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from stratbench.study.resources import JobRequest, PlannedNeeds, build_job_reque
 
 
 class Jobs:
-    """The training jobs of a study. Answers are cached, since Snakemake asks for them often."""
+    """The training jobs of a study. Values are cached, because Snakemake asks for them often."""
 
     def __init__(self, config: Mapping[str, Any], study: Study) -> None:
-        """Take a study and the validated config that has it."""
+        """Store a study and the validated config that contains it."""
         self.results: str = config["results"]
         self._study = study
         self._cluster = config["cluster"]
@@ -29,7 +29,7 @@ class Jobs:
         self._requests: dict[Cell, JobRequest] = {}
 
     @cached_property
-    def skipped(self) -> dict[str, str]:
+    def skip_reasons(self) -> dict[str, str]:
         """Reasons why cells are skipped, by the cell's path.
 
         A cell is skipped if the plan calls it infeasible and `cluster.skip_infeasible` is true.
@@ -37,7 +37,7 @@ class Jobs:
         if not self._cluster["skip_infeasible"]:
             return {}
         reasons = {
-            path: self._plan.why_infeasible(cell, self.settings_of(cell), self._cluster)
+            path: self._plan.infeasible_reason(cell, self.resolve_settings(cell), self._cluster)
             for path, cell in self._cells.items()
         }
         return {path: reason for path, reason in reasons.items() if reason}
@@ -47,11 +47,11 @@ class Jobs:
         return [
             str(cell.record_path(self.results))
             for path, cell in self._cells.items()
-            if path not in self.skipped
+            if path not in self.skip_reasons
         ]
 
-    def cell_of(self, wildcards: Mapping[str, str]) -> Cell:
-        """Return the cell that a training job's wildcards name.
+    def find_cell(self, wildcards: Mapping[str, str]) -> Cell:
+        """Return the cell that the wildcards of a training job name.
 
         A verdict may ask for more repeats of a cell than the config does.
 
@@ -64,26 +64,26 @@ class Jobs:
             raise ConfigError(f"{path} is not a cell of the study {self._study.name!r}")
         return self._cells.get(path) or replace(first, repeat=int(wildcards["repeat"]))
 
-    def settings_of(self, cell: Cell) -> Settings:
+    def resolve_settings(self, cell: Cell) -> Settings:
         """Return the settings that a cell is trained with."""
         if cell not in self._settings:
             self._settings[cell] = self._study.settings(cell)
         return self._settings[cell]
 
-    def request_of(self, cell: Cell) -> JobRequest:
-        """Return what a cell requests from the scheduler."""
+    def build_job_request(self, cell: Cell) -> JobRequest:
+        """Return the resources that a cell's job requests from the scheduler."""
         if cell not in self._requests:
             needs = PlannedNeeds(
-                host_mem_mib=self._plan.host_mem_mib(cell),
-                servers_mem_mib=self._plan.servers_mem_mib(cell),
-                longest_s=self.longest_s(cell),
+                host_mem_mib=self._plan.get_host_mem_mib(cell),
+                servers_mem_mib=self._plan.get_servers_mem_mib(cell),
+                max_time_s=self.estimate_max_time_s(cell),
             )
             limit_s = self._study.time_limit_s(cell)
             self._requests[cell] = build_job_request(
-                cell, self.settings_of(cell), self._cluster, limit_s, needs
+                cell, self.resolve_settings(cell), self._cluster, limit_s, needs
             )
         return self._requests[cell]
 
-    def longest_s(self, cell: Cell) -> float | None:
+    def estimate_max_time_s(self, cell: Cell) -> float | None:
         """Return the plan's upper estimate of a cell's time in seconds, or None without one."""
-        return self._plan.longest_s(cell, self.settings_of(cell), self._cluster)
+        return self._plan.get_max_time_s(cell, self.resolve_settings(cell), self._cluster)

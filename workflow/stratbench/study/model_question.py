@@ -1,4 +1,4 @@
-"""The question that `stratbench plan --model NAME --gpus N` asks, and its command-line options."""
+"""Defines the question of `stratbench plan --model NAME --gpus N`, and its command-line options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Question:
 
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options of a question, except for its model and data set."""
+    """Add a question's command-line options, except those for model and data set."""
     add = parser.add_argument
     add(
         "--gpus",
@@ -56,13 +56,13 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
 
 
 def format_question_options(args: argparse.Namespace) -> dict[str, str]:
-    """Return a question's set options as texts, without its model and data set."""
+    """Return the set options of a question as texts, except model and data set."""
     names = [f.name for f in fields(Question) if f.name not in ("model", "dataset")]
     return {f"--{n}": str(v) for n in names if (v := getattr(args, n)) is not None}
 
 
 def read_question(args: argparse.Namespace) -> Question:
-    """Return the question that parsed command-line arguments state."""
+    """Return the question that parsed command-line arguments ask."""
     return Question(**{f.name: getattr(args, f.name) for f in fields(Question)})
 
 

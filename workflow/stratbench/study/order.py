@@ -16,25 +16,25 @@ from stratbench.study.snakemake_internals import start_jobs_in_order
 REPEATS, COMPARISONS, PLACES = 1000, 1000, 1000
 
 
-def priority(cell: Cell) -> int:
+def compute_job_priority(cell: Cell) -> int:
     """Return Snakemake's priority of a cell's job, above 0; the highest priority is trained first.
 
     An earlier repeat comes first. Within a repeat, the cells that are compared (those of one experiment and
     model) follow one another. The order of these cells, and of the comparisons, differs between repeats. It
     depends on the cell's names alone, so it does not change when a cell is added.
     """
-    comparison = drawn(COMPARISONS, cell.study, cell.experiment, cell.model, cell.repeat)
-    number = drawn(PLACES, cell.study, cell.path)
+    comparison = draw_integer(COMPARISONS, cell.study, cell.experiment, cell.model, cell.repeat)
+    number = draw_integer(PLACES, cell.study, cell.path)
     return (max(0, REPEATS - cell.repeat) * COMPARISONS + comparison) * PLACES + number + 1
 
 
-def drawn(below: int, *names: str | int) -> int:
+def draw_integer(below: int, *names: str | int) -> int:
     """Return a pseudo-random integer from 0 to `below` - 1 that depends on `names` alone."""
     digest = hashlib.sha256("\n".join(map(str, names)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % below
 
 
-def start_by_priority(workflow: Any) -> None:
+def start_jobs_by_priority(workflow: Any) -> None:
     """Make Snakemake start the jobs that it chooses together in the order of their priorities.
 
     Snakemake chooses jobs by priority, but starts the chosen ones in any order, which on SLURM becomes the

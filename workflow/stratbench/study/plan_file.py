@@ -1,4 +1,4 @@
-"""Reads plan.json for the rules: the predicted memory and time of cells, and which cells cannot run.
+"""Reads plan.json for the rules: predicted memory and time of each cell, and which cells cannot run.
 
 `plan/` writes this file. Nothing heavy is imported: the Snakefile uses this module on every parse.
 """
@@ -17,7 +17,7 @@ from stratbench.cell.settings import Settings
 
 
 class PlanFile:
-    """The cells in a study's plan.json; there are none if the file is missing or unreadable."""
+    """The cells in a study's plan.json. Without a readable file there are none."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -29,18 +29,20 @@ class PlanFile:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             self.gpu, self.cells = None, {}
 
-    def host_mem_mib(self, cell: Cell) -> int:
+    def get_host_mem_mib(self, cell: Cell) -> int:
         """Return the host memory in MiB that the cell needs on a node. The result is 0 if it is unknown."""
         return self._get_planned_needs(cell).get("host_mem_mib") or 0
 
-    def servers_mem_mib(self, cell: Cell) -> int:
+    def get_servers_mem_mib(self, cell: Cell) -> int:
         """Return the host memory in MiB of all of the cell's servers together.
 
         The result is 0 if it is unknown.
         """
         return self._get_planned_needs(cell).get("servers_mem_mib") or 0
 
-    def longest_s(self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]) -> float | None:
+    def get_max_time_s(
+        self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
+    ) -> float | None:
         """Return the plan's upper estimate of the cell's time in seconds.
 
         The result is None if it is unknown.
@@ -49,7 +51,7 @@ class PlanFile:
 
         Args:
             cell: The cell.
-            settings: Its settings.
+            settings: Settings of the cell.
             cluster: The `cluster` block of the config.
         """
         planned = self._get_planned_needs(cell)
@@ -59,7 +61,7 @@ class PlanFile:
             else None
         )
 
-    def why_infeasible(
+    def infeasible_reason(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
         """Return the reason why the cell cannot run, or None if the plan knows none.
@@ -68,7 +70,7 @@ class PlanFile:
 
         Args:
             cell: The cell.
-            settings: Its settings.
+            settings: Settings of the cell.
             cluster: The `cluster` block of the config.
         """
         planned = self._get_planned_needs(cell)
@@ -84,7 +86,7 @@ class PlanFile:
         )
 
     def _get_planned_needs(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the planned needs of the cell.
+        """Return the memory and time that the plan predicts for a cell.
 
         The needs of its first repeat replace them if the cell is not in the plan. A verdict adds repeats and
         blocks, which the plan does not have.
@@ -103,7 +105,7 @@ _PLANNED = {
 
 
 def _check_planned_fields(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a cell in plan.json, after a check of their types.
+    """Return the fields of a cell in plan.json, after checking their types.
 
     Raises:
         TypeError: If a field has another type, or is negative.

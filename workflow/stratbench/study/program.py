@@ -1,4 +1,4 @@
-"""Runs programs of the package for a rule, one after the other in one process.
+"""Runs programs of the package for a Snakemake rule, one after the other in one process.
 
     python -m stratbench.study.program $PPID [--values FILE] [--hold FOLDER] -m MODULE ARGUMENTS [-m ...]
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from stratbench.cell.files import format_os_error
 from stratbench.cell.locks import NoLocks, try_lock
-from stratbench.cell.parent import terminate_with
+from stratbench.cell.parent import terminate_when_ancestor_ends
 from stratbench.study.job_values import insert_values
 
 LOCK = ".lock"
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--hold", type=Path, help="folder to lock against other runs meanwhile")
     args = parser.parse_args(own)
     signal.signal(signal.SIGTERM, partial(stop_process_tree, os.getpid()))
-    terminate_with(args.parent)
+    terminate_when_ancestor_ends(args.parent)
     try:
         with lock_folder(args.hold) if args.hold else nullcontext():
             for module, *arguments in programs:
@@ -70,7 +70,7 @@ def find_main(name: str):
 
 
 def stop_process_tree(pid: int, signum: int, frame: object) -> None:
-    """End this process and all that it has started; a signal handler.
+    """Handle a signal by ending this process and all processes that it has started.
 
     Args:
         pid: Process that has set the handler. A fork of this process only ends itself.

@@ -1,4 +1,4 @@
-"""Texts on why cells are not trained, or have failed: one line per reason."""
+"""Formats the reasons why cells are not trained or have failed, one line per reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LINES = 12
 def iter_failure_summary(
     failed: Iterable[tuple[Any, Path]], results: str, since_s: float
 ) -> Iterator[str]:
-    """Yield a summary's lines of what failed in a run of Snakemake, or nothing.
+    """Yield lines that summarise what failed in a run of Snakemake. Empty without failures.
 
     Args:
         failed: Cell or block of each failed job, and the job's log.
@@ -39,7 +39,7 @@ def iter_failure_summary(
         return
     counts = {"cell": len(cells), "block": len(blocks)}
     yield f"Failed: {join_with_and(format_count(n, what) for what, n in counts.items() if n)}"
-    lines = [*format_reasons(cells), *blocks]
+    lines = [*format_skip_reasons(cells), *blocks]
     yield from (f"  {line}" for line in lines[:MAX_LINES])
     if len(lines) > MAX_LINES:
         yield f"  and {format_count(len(lines) - MAX_LINES, 'other reason')}"
@@ -56,14 +56,14 @@ def _read_failure_reason(log_dir: Path, since_s: float) -> str:
     return (reason or NO_EVIDENCE).removeprefix("ModelError: ")
 
 
-def format_reasons(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
+def format_skip_reasons(reasons: Iterable[tuple[Cell, str]]) -> list[str]:
     """Return a line for each reason for which cells are not trained.
 
     The line names all cells with this reason.
     """
     groups: dict[str, list[Cell]] = {}
     for cell, reason in reasons:
-        groups.setdefault(remove_subject(reason), []).append(cell)
+        groups.setdefault(remove_cell_from_reason(reason), []).append(cell)
     return [
         f"{_join_names(c.model for c in cells)} with {_join_names(c.strategy for c in cells)} on "
         f"{format_worker_counts({c.gpus for c in cells})} ({format_count(len(cells), 'cell')} of "
@@ -76,8 +76,8 @@ def _join_names(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def remove_subject(reason: str) -> str:
-    """Return a reason without the model and strategy that its line already names."""
+def remove_cell_from_reason(reason: str) -> str:
+    """Return a reason without the names of model and strategy, which its line already has."""
     return reason.partition(" cannot train it: ")[2] or reason
 
 

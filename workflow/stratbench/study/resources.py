@@ -1,4 +1,4 @@
-"""The resources that a cell requests from a scheduler: the rules request them, and the plan shows them.
+"""Computes the resources that a cell's job requests from the scheduler, for the rules and the plan.
 
 Nothing heavy is imported: the Snakefile uses this module on every parse. `cluster` is the block of
 config.yaml.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.settings import Settings
 
 #: Time limit in minutes of a job whose cell has neither a time limit nor a planned time.
@@ -31,10 +31,10 @@ class JobRequest:
         cpus: CPU cores per node.
         mem_mib: Memory per node in MiB.
         runtime_min: Time limit in minutes.
-        planned_mib: Whether the memory is the plan's, not the config's.
+        is_memory_planned: Whether the memory is the plan's, not the config's.
         server_cpus: The cores among `cpus` that are for parameter servers.
-        workers: Largest number of workers that are jobs of their own; 0 if the workers run in this job.
-        worker: Request of each worker that is a job of its own.
+        workers: Maximum number of workers that are separate jobs, or 0 if the workers run in this job.
+        worker: Request of each worker that is a separate job.
         gpu_type: SLURM's name of the GPUs' type, or None for any type.
     """
 
@@ -43,7 +43,7 @@ class JobRequest:
     cpus: int
     mem_mib: int
     runtime_min: int
-    planned_mib: bool = False
+    is_memory_planned: bool = False
     server_cpus: int = 0
     workers: int = 0
     worker: JobRequest | None = None
@@ -56,8 +56,8 @@ class JobRequest:
         return f"gpu:{of_type}{self.gpus}" if self.gpus else ""
 
     @property
-    def options(self) -> list[str]:
-        """Options of sbatch that make this request."""
+    def sbatch_options(self) -> list[str]:
+        """The command-line options of sbatch for this request."""
         where = [f"--nodes={self.nodes}", f"--ntasks={self.nodes}"]
         gpus = [f"--gres={self.gres}"] if self.gpus else []
         memory = [f"--mem={self.mem_mib}M"] if self.mem_mib else []
@@ -65,10 +65,10 @@ class JobRequest:
         return [*where, *gpus, cpus, *memory, time]
 
     @property
-    def sbatch(self) -> str:
-        """The sbatch command of this request, and that of workers in their own jobs."""
-        each = f"; up to {self.workers} times: {self.worker.sbatch}" if self.worker else ""
-        return f"sbatch {' '.join(self.options)}{each}"
+    def sbatch_command(self) -> str:
+        """The sbatch command of this request, followed by that of workers in separate jobs."""
+        each = f"; up to {self.workers} times: {self.worker.sbatch_command}" if self.worker else ""
+        return f"sbatch {' '.join(self.sbatch_options)}{each}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +78,12 @@ class PlannedNeeds:
     Attributes:
         host_mem_mib: Host memory in MiB of the processes on the node with the most workers.
         servers_mem_mib: Host memory in MiB of all servers together.
-        longest_s: Upper estimate of the cell's time in seconds.
+        max_time_s: Upper estimate of the cell's time in seconds.
     """
 
     host_mem_mib: int = 0
     servers_mem_mib: int = 0
-    longest_s: float | None = None
+    max_time_s: float | None = None
 
 
 NO_PLAN = PlannedNeeds()
@@ -96,8 +96,8 @@ def build_job_request(
     time_limit_s: float | None,
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return a cell's request: an extension's if one replaces it, else the plain one."""
-    for _, make_request in iter_resolved("request"):
+    """Return a cell's resource request, from the extension that replaces it if any."""
+    for _, make_request in iter_imported_additions("build_job_request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
     return build_plain_request(cell, settings, cluster, time_limit_s, needs)
@@ -138,29 +138,29 @@ def build_plain_request(
         gpus=of_node if on_gpus else 0,
         cpus=worker_cpus + server_cpus,
         mem_mib=mem_mib,
-        runtime_min=runtime_min(time_limit_s, cluster, needs.longest_s),
-        planned_mib=planned_mib,
+        runtime_min=compute_job_runtime_min(time_limit_s, cluster, needs.max_time_s),
+        is_memory_planned=planned_mib,
         server_cpus=server_cpus,
         gpu_type=cluster["gpu_type"] if on_gpus else None,
     )
 
 
 def count_nodes(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """Return the number of nodes that the cell spans."""
+    """Return the number of nodes on which a cell runs."""
     return count_nodes_of_workers(cell.gpus, cluster)
 
 
 def count_nodes_of_workers(gpus: int, cluster: Mapping[str, Any]) -> int:
-    """Return the number of nodes that a cell with `gpus` workers spans."""
+    """Return the number of nodes on which a cell with `gpus` workers runs."""
     return -(-gpus // cluster["gpus_per_node"])
 
 
 def count_workers_per_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
-    """Return the number of workers per node of a cell. Its last node may have fewer."""
+    """Return the number of workers per node of a cell. The last node may have fewer."""
     return -(-cell.gpus // count_nodes(cell, cluster))
 
 
-def runtime_min(
+def compute_job_runtime_min(
     time_limit_s: float | None, cluster: Mapping[str, Any], planned_s: float | None = None
 ) -> int:
     """Return the scheduler's time limit of a cell's job, in minutes.
@@ -188,7 +188,7 @@ def combine_requests(requests: Iterable[JobRequest], runtime_min: int) -> JobReq
         cpus=max(r.cpus for r in requests),
         mem_mib=max(r.mem_mib for r in requests),
         runtime_min=runtime_min,
-        planned_mib=any(r.planned_mib for r in requests),
+        is_memory_planned=any(r.is_memory_planned for r in requests),
         server_cpus=max(r.server_cpus for r in requests),
         gpu_type=next((r.gpu_type for r in requests if r.gpu_type), None),
     )

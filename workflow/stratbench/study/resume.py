@@ -1,4 +1,4 @@
-"""Decides, before Snakemake starts cells, which existing records it keeps and which it makes again."""
+"""Decides, before Snakemake starts training, which existing records are kept and which are made again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stratbench.cell import record
 from stratbench.cell.settings import Settings
 from stratbench.study import snakemake_internals as internals
 
-#: Names of data sets on which `replace_results_of_other_data` has already printed its message.
+#: Names of data sets on which `retrain_results_of_changed_data` has already printed its message.
 _told: set[str] = set()
 
 
-def note_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
-    """Tell Snakemake which training jobs have finished without its knowledge, and restart it if needed.
+def report_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
+    """Tell Snakemake which jobs have finished without its knowledge, and restart Snakemake if needed.
 
     If Snakemake was killed while a cell trained, it regards the cell's record as incomplete and would delete
     it, although a record is always complete. Snakemake does not know the settings of a cell that finished on
@@ -28,15 +28,15 @@ def note_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
     for job in jobs:
         if not all(Path(path).exists() for path in job.output):
             continue
-        planned = internals.is_planned(workflow, job)
+        planned = internals.is_planned_job(workflow, job)
         # The job has finished since Snakemake planned it, so a new plan leaves it out.
         again |= planned and internals.had_missing_output(workflow, job)
         cut_off = planned and internals.has_incomplete_files(workflow, job)
         unknown = not planned and not internals.has_metadata(workflow, job)
-        if (cut_off or unknown) and record.is_record_of(
+        if (cut_off or unknown) and record.is_valid_record_of_cell(
             job.output.record, job.params.cell, job.params.settings
         ):
-            internals.mark_finished(workflow, job)
+            internals.mark_job_finished(workflow, job)
             if cut_off:
                 again = True
                 print(
@@ -44,15 +44,15 @@ def note_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
                     file=sys.stderr,
                 )
     if again:
-        internals.restart(workflow)
+        internals.restart_snakemake(workflow)
 
 
-def replace_results_of_other_data(workflow: Any, path: Path, wanted: Settings) -> None:
-    """Make Snakemake replace a result that was trained on other data than `wanted` has.
+def retrain_results_of_changed_data(workflow: Any, path: Path, wanted: Settings) -> None:
+    """Make Snakemake replace a result if it was trained on data other than `wanted` describes.
 
-    Snakemake does so by itself if it remembers the settings of the file. It does not remember them in a copy
-    of the folder, or if Snakemake in another folder has made the file since. It is called when the job is
-    planned, also in a dry run.
+    Snakemake replaces the result by itself if it remembers the settings of the
+    file. Snakemake does not remember them in a copy of the folder, or if Snakemake in another folder has
+    made the file since. The function is called when the job is planned, also in a dry run.
 
     Args:
         workflow: Snakemake's workflow.
@@ -68,7 +68,7 @@ def replace_results_of_other_data(workflow: Any, path: Path, wanted: Settings) -
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # the code that reads the file reports that it is missing or unreadable
     if others:
-        internals.force(workflow, str(path))
+        internals.force_file(workflow, str(path))
         if wanted.dataset not in _told:
             _told.add(wanted.dataset)
             print(

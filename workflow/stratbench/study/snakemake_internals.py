@@ -1,4 +1,4 @@
-"""Uses of Snakemake's undocumented names, in one module to check when Snakemake is upgraded.
+"""Wraps Snakemake's undocumented names, in one module to check when Snakemake is upgraded.
 
 Two parts of Snakemake are replaced while it runs: the class of its executor and the `run` of its scheduler.
 In each function `workflow`, `job` and `rule` are Snakemake's objects; a rule is `rules.NAME`.
@@ -17,17 +17,17 @@ from typing import Any
 # ------------------------------------------------------------ how it was started
 
 
-def is_main(workflow: Any) -> bool:
-    """Return whether this process plans the run, as opposed to being one of its jobs."""
+def is_planning_process(workflow: Any) -> bool:
+    """Return whether this Snakemake process plans the run instead of running one job."""
     return workflow.is_main_process
 
 
-def is_local(workflow: Any) -> bool:
+def runs_jobs_locally(workflow: Any) -> bool:
     """Return whether jobs run on this machine."""
     return workflow.local_exec
 
 
-def is_on_slurm(workflow: Any) -> bool:
+def submits_jobs_to_slurm(workflow: Any) -> bool:
     """Return whether jobs are submitted to SLURM."""
     return not workflow.local_exec and workflow.executor_plugin.name == "slurm"
 
@@ -39,13 +39,13 @@ def uses_conda(workflow: Any) -> bool:
     return DeploymentMethod.CONDA in workflow.deployment_settings.deployment_method
 
 
-def has_prefix(workflow: Any, path: str) -> bool:
+def changes_path_by_prefix(workflow: Any, path: str) -> bool:
     """Return whether a module's `prefix:` changes `path`."""
     return workflow.modifier.path_modifier.replace_prefix(path) != path
 
 
 def get_config_files(workflow: Any) -> Sequence[Path]:
-    """Return all files that Snakemake reads its config from."""
+    """Return all config files that Snakemake reads."""
     return workflow.configfiles
 
 
@@ -59,7 +59,7 @@ def get_config(workflow: Any) -> dict[str, Any]:
 
 
 def set_job_config(workflow: Any, path: Path) -> None:
-    """Make jobs read the config only from `path`, without files and options of this run."""
+    """Make jobs read the config from `path` only, ignoring the run's config files and options."""
     settings = workflow.config_settings
     settings.configfiles, settings.config_args = [path.absolute()], []
 
@@ -72,29 +72,29 @@ def get_job_settings(workflow: Any) -> Any | None:
 # ------------------------------------------------------------ planned and failed jobs
 
 
-def is_of_rule(job: Any, rule: Any) -> bool:
+def is_job_of_rule(job: Any, rule: Any) -> bool:
     return job.rule.name == rule.rule.name
 
 
 def get_jobs(workflow: Any, rule: Any) -> list[Any]:
-    """Return the rule's jobs in the job graph (DAG), including those that need not run."""
-    return [job for job in workflow.dag.jobs if is_of_rule(job, rule)]
+    """Return the rule's jobs in the job graph (DAG), including jobs that need not run."""
+    return [job for job in workflow.dag.jobs if is_job_of_rule(job, rule)]
 
 
-def is_planned(workflow: Any, job: Any) -> bool:
+def is_planned_job(workflow: Any, job: Any) -> bool:
     return workflow.dag.needrun(job)
 
 
-def iter_planned(workflow: Any) -> Iterator[Any]:
-    """Yield all jobs that are to run."""
+def iter_planned_jobs(workflow: Any) -> Iterator[Any]:
+    """Yield all jobs that Snakemake is going to run."""
     yield from workflow.dag.needrun_jobs()
 
 
-def iter_failed(workflow: Any) -> Iterator[Any]:
+def iter_failed_jobs(workflow: Any) -> Iterator[Any]:
     yield from workflow.scheduler.failed
 
 
-def get_command(job: Any) -> str:
+def get_rule_command(job: Any) -> str:
     """Return the command of the job's rule before wildcards and parameters are filled in."""
     return job.rule.shellcmd or ""
 
@@ -109,8 +109,8 @@ def is_forced_file(workflow: Any, path: str) -> bool:
     return path in workflow.dag.forcefiles
 
 
-def force(workflow: Any, path: str) -> None:
-    """Make Snakemake create the file `path` again. It must be called while the jobs are planned."""
+def force_file(workflow: Any, path: str) -> None:
+    """Make Snakemake create the file `path` again. This must be called while jobs are planned."""
     workflow.dag.forcefiles.add(path)
 
 
@@ -126,19 +126,19 @@ def has_incomplete_files(workflow: Any, job: Any) -> bool:
 
 
 def has_metadata(workflow: Any, job: Any) -> bool:
-    """Return whether Snakemake has stored how the job's files were made."""
+    """Return whether Snakemake has stored metadata on how the job's files were made."""
     return workflow.persistence.has_metadata(job)
 
 
-def mark_finished(workflow: Any, job: Any) -> None:
-    """Make Snakemake store that the job has made its files."""
+def mark_job_finished(workflow: Any, job: Any) -> None:
+    """Make Snakemake store that the job has created its output files."""
     workflow.async_run(workflow.persistence.finished(job))
 
 
 # ------------------------------------------------------------ the run
 
 
-def run_with(handler: logging.Handler) -> None:
+def run_snakemake_with_handler(handler: logging.Handler) -> None:
     """Run Snakemake on this process's arguments with a log handler. Exit with its exit code."""
     import snakemake.cli
 
@@ -147,15 +147,15 @@ def run_with(handler: logging.Handler) -> None:
     snakemake.cli.main()
 
 
-def restart(workflow: Any) -> None:
-    """Restart Snakemake in this process, so that it plans with the files that now exist."""
+def restart_snakemake(workflow: Any) -> None:
+    """Restart Snakemake in this process, so that it plans again with the existing files."""
     workflow.persistence.unlock()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
 
 
 def end_run(workflow: Any) -> None:
-    """End the run as Snakemake does at a SIGTERM; a signal handler may call this.
+    """End the run as Snakemake does at a SIGTERM; signal handlers may call this function.
 
     Snakemake's own handler takes a lock, and would deadlock if the main thread holds this lock.
     """
@@ -179,12 +179,12 @@ def extend_executor(workflow: Any, methods: type) -> Any:
     return executor
 
 
-def fail_silently(workflow: Any, job: Any) -> None:
+def fail_job_silently(workflow: Any, job: Any) -> None:
     """Report to the scheduler that a job has failed, without printing its command line."""
     workflow.scheduler.error_callback(job)
 
 
-def avoid_nodes(executor: Any, nodes: str) -> None:
+def exclude_nodes(executor: Any, nodes: str) -> None:
     """Make the SLURM plugin exclude `nodes` from all later submissions."""
     if hasattr(executor, "_failed_nodes"):
         executor._failed_nodes.add(nodes)

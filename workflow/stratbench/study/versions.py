@@ -9,11 +9,11 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from stratbench.cell.installation import INSTALLED, ROOT
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 
 
-def requirements() -> list[str]:
-    """Return the required packages with their oldest versions, as pyproject.toml has them.
+def list_required_packages() -> list[str]:
+    """Return the packages that pyproject.toml requires, with their oldest versions.
 
     Return an empty list in a copy of the workflow without that file.
     """
@@ -37,6 +37,6 @@ def describe_old_packages(needed: Iterable[str]) -> list[str]:
         if not requirement.specifier.contains(version, prereleases=True):
             sentences.append(
                 f"{requirement.name} {version} is too old: stratbench needs {requirement}; "
-                f"pip install '{requirement}' {help_address('is too old')}"
+                f"pip install '{requirement}' {format_help_address('is too old')}"
             )
     return sentences

@@ -1,4 +1,4 @@
-"""Clocks of a training cell: one for training steps, one for the phases around the training.
+"""Clocks of a training run: one for training steps, one for the phases around the training.
 
 `StepClock` times epochs and steps without synchronising the device between steps. `Phases` times set-up,
 warm-up, evaluation and other phases outside of the training.
@@ -31,7 +31,7 @@ _STEP = 0  # label of the stamp that ends a step; labels of named phases count f
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a device has completed all queued work. On a CPU there is nothing to wait for."""
+    """Wait until a device has completed all queued work. A CPU has no such queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -39,17 +39,17 @@ def synchronise(device: torch.device) -> None:
 class StepClock:
     """Times training epochs and their steps on one device.
 
-    The caller calls `begin()`, `tick()` after each step, and `end()`. Only `begin` and `end` synchronise the
-    device. On a CPU a tick reads the monotonic clock. On CUDA it records an event in the current stream,
-    which `end` reads. A step's time is then the time between two events on the device, including waits for
-    the host.
+    The caller calls `begin_epoch()`, `mark_step_end()` after each step, and `end()`. Only `begin_epoch` and
+    `end` synchronise the device. On a CPU a mark reads the monotonic clock. On CUDA a mark records an event
+    in the current stream, which `end` reads. A step's time is then the time between two
+    events on the device, including waits for the host.
 
-    `mark(name)` ends the phase `name` of the current step, which began at the preceding mark or tick. The
-    time between a step's last mark and its tick is the phase `other`. On CUDA, phases are times of the
+    `mark_phase_end(name)` ends the phase `name` of the current step, which began at the preceding mark. The
+    time between a step's last phase and its end is the phase `other`. On CUDA, phases are times of the
     current stream: a collective on its own stream counts only if the current stream waits for it.
 
-    `begin` leaves a CUDA device idle, so that the host need not wait for space in the device's queue. The
-    time to issue the next steps is then the host's own (`issue_ms`).
+    `begin_epoch` leaves a CUDA device idle, so that the host need not wait for space in the device's
+    queue. The time to issue the next steps is then the host's own (`shortest_issue_ms`).
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class StepClock:
         self._epoch_starts_s: list[float] = []
         self._epoch_times_s: list[float] = []
         self._step_ms = array("d")
-        self._phases: dict[str, tuple[int, float]] = {}  # steps with the phase, and their sum in ms
+        # Per phase: number of steps with it, and the sum of their times in ms.
+        self._phases: dict[str, tuple[int, float]] = {}
         self._own = own
         self._own_ms: deque[float] = deque(maxlen=OWN_STEPS)
         self._issue_ms: float | None = None
@@ -91,11 +92,11 @@ class StepClock:
         self.core_waits = CoreWaits()
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether an epoch has begun and not ended."""
         return self._running
 
-    def begin(self, goes_on: bool = False) -> None:
+    def begin_epoch(self, goes_on: bool = False) -> None:
         """Start the clock of an epoch, after waiting for the device.
 
         Args:
@@ -103,33 +104,33 @@ class StepClock:
         """
         if self._running:
             raise RuntimeError(
-                "StepClock.begin: the preceding epoch has not ended; call end() first"
+                "StepClock.begin_epoch: the preceding epoch has not ended; call end() first"
             )
         self._running, self._goes_on = True, goes_on
         synchronise(self.device)
-        self.core_waits.begin()
+        self.core_waits.begin_span()
         self._begun_ns = self._issued_ns = time.perf_counter_ns()
         self._left_to_issue = _ISSUED_STEPS if self._on_cuda else 0
         self._stamps.append(self._record_event() if self._on_cuda else self._begun_ns)
 
-    def tick(self) -> None:
+    def mark_step_end(self) -> None:
         """Mark the end of a training step."""
         if self._left_to_issue:
             self._note_issue_time()
         self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
         if self._heartbeat is not None:
-            self._heartbeat.step()
+            self._heartbeat.record_step()
         if self._on_cuda and len(self._labels) > _UNREAD_EVENTS:
             self._compute_oldest_steps()
 
-    def mark(self, phase: str) -> None:
+    def mark_phase_end(self, phase: str) -> None:
         """Mark the end of `phase` within the current step."""
         self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(self._label_of.get(phase) or self._add_label(phase))
 
     def end(self) -> None:
-        """Stop the clock of the epoch, after waiting for the device. Compute the times of its steps."""
+        """Stop the clock of the epoch after waiting for the device. Compute its step times."""
         if not self._running:
             raise RuntimeError("StepClock.end: no epoch has begun; call begin() first")
         if self._on_cuda and self._heartbeat is not None:
@@ -181,12 +182,12 @@ class StepClock:
         return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
 
     @property
-    def own_ms(self) -> list[float]:
-        """Time of each of the last steps without waits for other workers, in ms."""
+    def step_without_waits_ms(self) -> list[float]:
+        """Time of each of the last steps in ms, minus waits for other workers."""
         return list(self._own_ms)
 
     @property
-    def issue_ms(self) -> float | None:
+    def shortest_issue_ms(self) -> float | None:
         """Shortest time in ms in which the host issued a step.
 
         Only the first two steps after each `begin` count. The time is None on a CPU, where the host is the
@@ -195,7 +196,7 @@ class StepClock:
         """
         return self._issue_ms
 
-    def history(self) -> dict[str, Any]:
+    def export_history(self) -> dict[str, Any]:
         """Return all measured times up to the last `end` as values for JSON, for `load_history`."""
         return {
             "epoch_starts_s": self.epoch_starts_s,
@@ -212,7 +213,7 @@ class StepClock:
         self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
 
     def _note_issue_time(self) -> None:
-        """Store the time in which the host has issued the step that ends here."""
+        """Store how long the host took to issue the training step that ends now."""
         now_ns = time.perf_counter_ns()
         took_ms = (now_ns - self._issued_ns) / 1e6
         self._issue_ms = took_ms if self._issue_ms is None else min(took_ms, self._issue_ms)
@@ -230,7 +231,8 @@ class StepClock:
         label = len(self._label_of) + 1
         if label > 255:
             raise ValueError(
-                f"StepClock.mark: {phase!r} is the 256th name of a phase; use the same names in each step"
+                f"StepClock.mark_phase_end: {phase!r} is the 256th name of a phase; use the same "
+                "names in each step"
             )
         self._label_of[phase] = label
         return label
@@ -239,11 +241,11 @@ class StepClock:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
     def _wait_for_each_step(self, heartbeat: Heartbeat) -> None:
-        """Wait for each queued step. Update the heartbeat, since the queue may take many steps' time."""
+        """Wait for each queued step, and update the heartbeat after each."""
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()
-            heartbeat.alive()
+            heartbeat.record_progress()
 
     def _compute_oldest_steps(self) -> None:
         """Compute the times of the oldest steps that the device has completed.
@@ -256,7 +258,7 @@ class StepClock:
                 self._compute_steps(length)
 
     def _compute_steps(self, length: int) -> None:
-        """Compute the times of the first `length` stamps, the last of which ends a step."""
+        """Compute step times from the first `length` time stamps, which end with a step."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
         in_step: dict[str, float] = {}
@@ -298,14 +300,14 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         synchronise(self.device)
-        self._log.write(name, "start")
+        self._log.write_phase_event(name, "start")
         begun_ns = time.perf_counter_ns()
         yield
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - begun_ns
         self._total_ns[name] = self._total_ns.get(name, 0) + elapsed_ns
-        self._log.write(name, "end")
+        self._log.write_phase_event(name, "end")
 
     def as_dict(self) -> dict[str, float]:
-        """Return the total seconds of each phase, that of `setup` by the key `setup_s`."""
+        """Return the total seconds of each phase by name, where `setup` has the key `setup_s`."""
         return {f"{name}_s": ns / 1e9 for name, ns in self._total_ns.items()}

@@ -67,11 +67,11 @@ def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     if is_all:
         return CollectiveCall(kind, n_bytes, waiter=waiter)
     first, second, *_ = *torch.distributed.get_process_group_ranks(group), 0, 0
-    return CollectiveCall(kind, n_bytes, ranks, stride=max(1, second - first), waiter=waiter)
+    return CollectiveCall(kind, n_bytes, ranks, rank_stride=max(1, second - first), waiter=waiter)
 
 
 def _get_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
-    """Return what waits for a collective (`CollectiveCall.waiter`), by its argument `async_op`."""
+    """Return what waits for a collective (a value of `CollectiveCall.waiter`), from `async_op`."""
     if op.namespace == _FUNCTIONAL:
         return "user"
     names = [argument.name for argument in get_arguments(op)]
@@ -108,12 +108,14 @@ class CollectiveCount(TorchDispatchMode):
         self.calls: list[CollectiveCall] = []
         self._is_whole = True
 
-    def wire_bytes(self, world_size: int) -> float:
+    def count_wire_bytes(self, world_size: int) -> float:
         """Return the bytes that a rank sent by ring algorithms.
 
         The result is NaN after an unknown collective.
         """
-        return sum(c.wire_bytes(world_size) for c in self.calls) if self._is_whole else math.nan
+        return (
+            sum(c.count_wire_bytes(world_size) for c in self.calls) if self._is_whole else math.nan
+        )
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t is DTensor for t in types):

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 
-def missing_compiler(cuda: bool) -> str | None:
-    """Return why torch.compile cannot work on this machine, with the remedy. The result is None if it can.
+def missing_compiler_reason(cuda: bool) -> str | None:
+    """Return why torch.compile cannot work on this machine, with the remedy. None if it can.
 
-    It needs a C++ compiler for a CPU, and Triton and a C compiler for a GPU.
+    torch.compile needs a C++ compiler for a CPU, and Triton and a C compiler for a GPU.
     """
     wanted = ("CC", "gcc") if cuda else ("CXX", "g++")
     command = os.environ.get(wanted[0]) or wanted[1]
@@ -42,12 +42,12 @@ class CompileWatch:
 
         self.compilations, self.seconds = 0, 0.0
         self._begun, self._warm = 0.0, 0
-        watch_compiler(self._start, self._end)
+        watch_compiler(self._note_compile_start, self._note_compile_end)
 
-    def _start(self, _: Any) -> None:
+    def _note_compile_start(self, _: Any) -> None:
         self._begun = time.perf_counter()
 
-    def _end(self, _: Any) -> None:
+    def _note_compile_end(self, _: Any) -> None:
         self.compilations += 1
         self.seconds += time.perf_counter() - self._begun
 
@@ -55,7 +55,7 @@ class CompileWatch:
         """Mark the end of the warm-up, after which a compilation counts as a recompilation."""
         self._warm = self.compilations
 
-    def summary(self) -> dict[str, float]:
+    def summarize_compilations(self) -> dict[str, float]:
         """Return the number of compilations, their seconds, and the number after the warm-up."""
         return {
             "compilations": self.compilations,

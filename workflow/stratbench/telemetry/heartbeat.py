@@ -31,7 +31,7 @@ STEPS, PAUSES = 10.0, 2.0
 
 
 class Heartbeat:
-    """The heartbeat that a worker writes, by `step` after a training step, by `alive` otherwise."""
+    """The heartbeat file that a worker writes after each training step and at other progress."""
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
@@ -41,19 +41,19 @@ class Heartbeat:
         self._calls = 0
         self._steps = self._longest_step_ns = self._longest_pause_ns = 0
         self._last_ns = monotonic_ns()
-        self._write()
+        self._write_file()
 
-    def step(self) -> None:
-        """Store that a training step is complete; on CUDA, that it is queued or complete."""
+    def record_step(self) -> None:
+        """Store that a training step is complete, or on CUDA that the step is queued."""
         now_ns = monotonic_ns()
         span_ns = now_ns - self._last_ns
         if span_ns > self._longest_step_ns:
             self._longest_step_ns = span_ns
         self._last_ns = now_ns
         self._steps += 1
-        self._write()
+        self._write_file()
 
-    def call(self, group: int) -> None:
+    def record_group_call(self, group: int) -> None:
         """Store that a shard group is called, in which workers may wait for each other."""
         if self._calls < MAX_CALLS:
             _CALL.pack_into(self._map, _FORM.size + _CALLS.size + self._calls * _CALL.size, group)
@@ -61,18 +61,18 @@ class Heartbeat:
             _CALLS.pack_into(self._map, _FORM.size, self._calls)
 
     def forget_calls(self) -> None:
-        """Forget the stored calls, because another step begins."""
+        """Forget the stored calls of shard groups, because another step begins."""
         self._calls = 0
         _CALLS.pack_into(self._map, _FORM.size, 0)
 
-    def alive(self) -> None:
+    def record_progress(self) -> None:
         """Store progress other than a training step: a phase, or a batch of an evaluation."""
         now_ns = monotonic_ns()
         self._longest_pause_ns = max(self._longest_pause_ns, now_ns - self._last_ns)
         self._last_ns = now_ns
-        self._write()
+        self._write_file()
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         _FORM.pack_into(
             self._map, 0, self._steps, self._last_ns, self._longest_step_ns, self._longest_pause_ns
         )
@@ -83,19 +83,19 @@ class HeartbeatReading(NamedTuple):
 
     Attributes:
         steps: Number of completed steps.
-        quiet_s: Seconds since the last progress.
+        without_progress_s: Seconds since the last progress.
         longest_step_s: Longest time in seconds from any progress to the end of the next step.
         longest_pause_s: Longest time in seconds before other progress, such as the warm-up or a batch of an
             evaluation.
     """
 
     steps: int
-    quiet_s: float
+    without_progress_s: float
     longest_step_s: float
     longest_pause_s: float
 
     @property
-    def patience_s(self) -> float:
+    def max_without_progress_s(self) -> float:
         """Seconds without progress after which the worker counts as hung.
 
         Steps of a slow training take similar times, so 10 times the longest step is a hang. The warm-up
@@ -106,9 +106,9 @@ class HeartbeatReading(NamedTuple):
         return max(SHORTEST_HANG_S, steps_s, pauses_s)
 
     @property
-    def hangs(self) -> bool:
-        """Whether the worker has made no progress for longer than `patience_s`."""
-        return self.quiet_s > self.patience_s
+    def is_hung(self) -> bool:
+        """Whether the worker has made no progress for longer than `max_without_progress_s`."""
+        return self.without_progress_s > self.max_without_progress_s
 
 
 def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> HeartbeatReading | None:
@@ -129,7 +129,7 @@ def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> Hear
     )
 
 
-def read_calls(path: Path) -> list[int]:
+def read_shard_group_calls(path: Path) -> list[int]:
     """Return the numbers of the shard groups that a worker has called, in order.
 
     The list has the calls of the worker's last step.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.shards import free_gathered, get_local_shard
+from stratbench.telemetry.shards import free_gathered_parameters, get_local_shard
 from stratbench.workload.torch_internals import free_cublas_workspaces
 
 METHOD_RESET = "vmhwm"
@@ -48,7 +48,7 @@ class MemoryMeter:
         self._idle_bytes = _read_resident_bytes() if self.device.type == "cpu" else None
 
     def start(self) -> None:
-        """Forget earlier peaks. Use the present memory as the base; this waits for the device."""
+        """Forget earlier peaks, and use the present memory as base. This waits for the device."""
         if self.device.type == "cuda":
             self._nvml = self._nvml or Nvml()
             torch.cuda.synchronize(self.device)
@@ -103,7 +103,7 @@ class MemoryMeter:
         return figures
 
     def _read_nvml_memory(self) -> dict[str, int]:
-        gpu = self._nvml.gpu_of(get_cuda_uuid(self.device)) if self._nvml else None
+        gpu = self._nvml.find_gpu_by_uuid(get_cuda_uuid(self.device)) if self._nvml else None
         if gpu is None:
             return {}
         figures = {
@@ -114,13 +114,14 @@ class MemoryMeter:
 
 
 def _read_requested_bytes(device: torch.device) -> dict[str, int]:
-    """Return the peak of bytes requested from CUDA's caching allocator, and cuBLAS's share of it.
+    """Return the peak of bytes requested from CUDA's caching allocator, and cuBLAS's share of these.
 
     cuBLAS allocates a workspace per thread and stream with its first matrix product; the function frees these
     workspaces. Requests are counted before the allocator rounds them up.
     """
     before = torch.cuda.memory_stats(device)
-    if not before.get("requested_bytes.all.peak"):  # another allocator (cudaMallocAsync)
+    # Another allocator, such as cudaMallocAsync, lacks this statistic.
+    if not before.get("requested_bytes.all.peak"):
         return {}
     free_cublas_workspaces()
     kept_bytes = (
@@ -134,7 +135,7 @@ def _read_requested_bytes(device: torch.device) -> dict[str, int]:
 
 
 def get_cuda_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a CUDA device (`GPU-...`). The result is None if torch does not report it."""
+    """Return the UUID of a CUDA device (`GPU-...`). None if torch does not report UUIDs."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return None
@@ -152,7 +153,7 @@ def measure_model_states(
     or not they exist now. The optimizer's bytes are those of the tensors in its state. Parameters that FSDP2
     has left gathered are freed first, since they would count in full.
     """
-    free_gathered(model)
+    free_gathered_parameters(model)
     parameters = list(model.parameters())
     state = get_optimizer_state(optimizer).values() if optimizer is not None else ()
     return {
@@ -217,7 +218,7 @@ def _read_peak_resident_bytes(method: str) -> int:
 
 
 def _read_status_bytes(field: str) -> int | None:
-    """Return a size field of /proc/self/status in bytes. The result is None if there is no such field."""
+    """Return a size field of /proc/self/status in bytes. None if the field is missing."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -54,7 +54,7 @@ class Pause(NamedTuple):
 
 
 class _ClockReading(NamedTuple):
-    """A reading of both clocks, and of the time that the thread has waited for a core."""
+    """A reading of two clocks, without and with sleep, and of the thread's time waiting for a core, in s."""
 
     monotonic_s: float
     with_sleep_s: float
@@ -79,15 +79,15 @@ class PauseWatch:
         self._ended.set()
         self._start_thread.join()
 
-    def look(self) -> None:
+    def wait_for_latest_reading(self) -> None:
         """Wait until `pauses` has all pauses up to now, including one that has just ended."""
         now_s = time.monotonic()
         with self._new_look:
             self._new_look.wait_for(lambda: self._looked_s >= now_s or self._ended.is_set())
 
     @property
-    def stopped_s(self) -> float:
-        """Total length of all pauses, in seconds of `time.monotonic`."""
+    def total_pause_s(self) -> float:
+        """Total length of all pauses so far, in seconds of `time.monotonic`."""
         return sum(pause.length_s - pause.asleep_s for pause in self.pauses)
 
     @property
@@ -135,9 +135,7 @@ def _read_waited_seconds(counts: Any) -> float:
 
 
 def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) -> Pause | None:
-    """Return the pause between two readings.
-
-    The result is None if the time between them has other explanations.
+    """Return the pause between two readings. None if waits for a core explain their distance.
 
     Those are the period of the readings and waits for a core.
     """

@@ -25,7 +25,9 @@ from stratbench.telemetry.shards import gather_full_tensor
 _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
 
 
-def worker_provenance(device: torch.device | str, nvml: Nvml | None = None) -> dict[str, Any]:
+def collect_worker_provenance(
+    device: torch.device | str, nvml: Nvml | None = None
+) -> dict[str, Any]:
     """Return host, libraries, flags, environment and device of this rank, as values for JSON.
 
     Keys: `device`, `host`, `load_1m` (at the call), `software`, `flags`, `environment`, `slurm` (inside a
@@ -57,7 +59,7 @@ def collect_host_facts() -> dict[str, Any]:
 
 
 def hash_state(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of named weights.
+    """Return the SHA-256 of a model's named weights.
 
     The hash is over the name, dtype, shape and bytes of each, sorted by name. Equal weights have equal
     hashes, regardless of device, memory layout, sharding and wrapper: the name prefixes of DDP and
@@ -126,10 +128,7 @@ def _list_torch_flags() -> dict[str, Any]:
 
 
 def _call_if_supported(ask: Callable[[], Any]) -> Any | None:
-    """Call `ask`.
-
-    Return its result, or None if this build of torch does not support it.
-    """
+    """Return the result of a query of PyTorch. None if this build of torch lacks it."""
     try:
         return ask()
     except (AttributeError, RuntimeError, ImportError):
@@ -146,13 +145,13 @@ def _collect_gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
     }
     if uuid := get_cuda_uuid(device):
         gpu["uuid"] = uuid
-    if nvml_gpu := nvml.gpu_of(uuid):
-        gpu |= nvml_gpu.static()
+    if nvml_gpu := nvml.find_gpu_by_uuid(uuid):
+        gpu |= nvml_gpu.read_identity_and_settings()
     facts: dict[str, Any] = {"gpu": gpu}
     if nvml.reason:
         facts["nvml_reason"] = nvml.reason
     if driver := nvml.driver():
         facts["driver"] = driver
-    if topology := nvml.topology():
+    if topology := nvml.list_gpu_pair_paths():
         facts["topology"] = topology
     return facts

@@ -60,7 +60,7 @@ class Sampler:
         foreign_processes: str | os.PathLike[str] | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Start the sampler process.
+        """Start the sampler process of this node.
 
         Args:
             out: CSV file of samples to write.
@@ -93,10 +93,10 @@ class Sampler:
 
     @property
     def pid(self) -> int | None:
-        """Id of the sampler process, or None if it could not start."""
+        """Process id of the sampler, or None if the sampler could not start."""
         return self._process.pid if self._process else None
 
-    def watch(self, label: str, pid: int, below: bool = False) -> None:
+    def watch_process(self, label: str, pid: int, below: bool = False) -> None:
         """Add a process to all samples, the first of which is taken now.
 
         Args:
@@ -110,7 +110,7 @@ class Sampler:
             self._process.send_signal(_WAKE)
 
     def stop(self) -> bool:
-        """Make the sampler take a last sample and end. Return whether it has done so within MAX_STOP_S."""
+        """Make the sampler take a last sample and end. Return whether it ended within MAX_STOP_S."""
         self._pids_file.unlink(missing_ok=True)
         if self._process is None:
             return False
@@ -124,7 +124,7 @@ class Sampler:
 
 
 class CellProcesses:
-    """The processes of the cell on this node, which the launcher lists in a file.
+    """The processes of a cell on this node, read from a file that the launcher writes.
 
     The launcher appends a line `label pid` per process. A line that ends with `below` includes all
     descendants of the process. A process that has ended is left out.
@@ -137,7 +137,7 @@ class CellProcesses:
         self._with_below: set[str] = set()
         self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
-    def refresh(self) -> bool:
+    def read_new_processes(self) -> bool:
         """Read new lines of the launcher's file, and return whether there were any."""
         if self._pids_file is None:
             return False
@@ -157,8 +157,8 @@ class CellProcesses:
                 self._with_below.add(label)
         return bool(new)
 
-    def sample(self) -> list[dict[str, Any]]:
-        """Return a row of the timeline per running process; its first row has no `cpu_pct`.
+    def sample_processes(self) -> list[dict[str, Any]]:
+        """Return a timeline row per running process. A process's first row has no `cpu_pct`.
 
         In a row for several processes, memory that they share counts for each of them.
         """
@@ -194,7 +194,7 @@ class CellProcesses:
         used_s = sum(t - before.get(pid, 0.0) for pid, t in cpu_times_s.items())
         return {"cpu_pct": round(100 * used_s / (now_s - then_s), 1)}
 
-    def cores(self) -> set[int]:
+    def list_cores(self) -> set[int]:
         """Return the cores on which any of the processes may run."""
         cores: set[int] = set()
         for process in self._processes.values():
@@ -219,7 +219,7 @@ def _measure_process(process: psutil.Process) -> tuple[float, int]:
 
 
 class Host:
-    """Samples the node as a whole: its load, memory, and use of cores since the previous sample."""
+    """Samples the whole node: load, memory, and use of cores since the previous sample."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -227,7 +227,7 @@ class Host:
         self._asked_s = time.monotonic()
 
     def sample(self) -> dict[str, Any]:
-        """Return a row of the timeline.
+        """Return a timeline row with the node's load, memory and use of cores.
 
         The row is without the use of cores if the previous sample is too recent.
         """
@@ -248,7 +248,7 @@ class Host:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the sampler's command line."""
+    """Parse the command line of the sampler process."""
     parser = argparse.ArgumentParser(prog="stratbench.telemetry.sampler", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="CSV file of samples to write")
     parser.add_argument("--period-s", type=float, default=0.5, help="seconds between samples")
@@ -309,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
                 period_s=options.period_s,
                 origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
             )
-    except OSError as error:  # a full disk
+    except OSError as error:  # the error may be a full disk
         print(f"sampler: {error.strerror}: {options.out}; the timeline ends", file=sys.stderr)
         return 1
     return 0
@@ -348,19 +348,19 @@ def sample_until(
     count, in_time = 0, True
     while True:
         ending = stop.is_set() or os.getppid() != parent_pid
-        if watched.refresh():
-            _bind_to_cores(allowed_cores - watched.cores())
+        if watched.read_new_processes():
+            _bind_to_cores(allowed_cores - watched.list_cores())
         t_s = round(time.monotonic() - origin_s, 3)
-        rows = [{"t_s": t_s} | row for row in (host.sample(), *watched.sample())]
+        rows = [{"t_s": t_s} | row for row in (host.sample(), *watched.sample_processes())]
         pcie_snapshots = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
         rows += sample_gpus(gpus, origin_s, pcie_snapshots)
         file.write(_format_csv({"node": node} | row for row in rows))
         file.flush()
         if foreign_processes is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
-            foreign_processes.look(t_s)
+            foreign_processes.poll_gpus(t_s)
         if ending:
             if foreign_processes is not None:
-                foreign_processes.write()
+                foreign_processes.write_file()
             return
         count += in_time
         in_time = _wait_until_due(wake, begun_s + count * period_s, parent_pid)
@@ -368,7 +368,7 @@ def sample_until(
 
 
 def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names so, and print why any cannot be sampled."""
+    """Return the GPUs with names from CUDA_VISIBLE_DEVICES, and print which cannot be sampled."""
     gpus = []
     for name in names:
         if (gpu := nvml.find_named_gpu(name)) is not None:
@@ -384,7 +384,7 @@ def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
 
 
 def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> list[dict[str, Any]]:
-    """Return a row of the timeline per GPU, with the time of its energy reading.
+    """Return a timeline row per GPU, with the time of the GPU's energy reading.
 
     Snapshots of PCIe, which block the sampler, are taken after the energy of all GPUs was read.
 
@@ -397,7 +397,7 @@ def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> l
     for gpu in gpus:
         name = gpu.uuid() if gpu.index is None else gpu.index
         t_s = round(time.monotonic() - origin_s, 3)
-        rows.append({"t_s": t_s, "kind": "gpu", "id": name, **gpu.counters()})
+        rows.append({"t_s": t_s, "kind": "gpu", "id": name, **gpu.read_counters()})
     if pcie_snapshots:
         for gpu, row in zip(gpus, rows, strict=True):
             if "pcie_tx_bytes" not in row:
@@ -434,7 +434,7 @@ def _set_lowest_priority() -> None:
 
 
 def _bind_to_cores(cores: set[int]) -> None:
-    """Bind this process to some cores, if there are any and the system supports affinity."""
+    """Bind this process to some cores, if any, where the system supports affinity."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:

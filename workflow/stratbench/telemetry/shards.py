@@ -22,7 +22,7 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def free_gathered(model: nn.Module) -> None:
+def free_gathered_parameters(model: nn.Module) -> None:
     """Free the gathered parameters that FSDP2 keeps after forward; the shards stay."""
     if not torch.distributed.is_available():
         return

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stratbench.cell.files import replacing
+from stratbench.cell.files import replace_file_atomically
 from stratbench.cell.run_folder import parse_rank
 
 # Columns of a sample file. `kind` is host, process or gpu. `id` is the node's name, the label that the
@@ -31,12 +31,12 @@ SAMPLE_COLUMNS = (
     "cpu_pct",
     "cores_pct",  # host: percent in use of each core, separated by blanks
     "cpu_time_s",  # process: CPU time so far
-    "rss_bytes",  # process
-    "load_1m",  # host
-    "mem_available_bytes",  # host
+    "rss_bytes",  # process: resident memory
+    "load_1m",  # host: load average over one minute
+    "mem_available_bytes",  # host: memory that new processes could use
     # host: physical memory in use; gpu: memory in use on the device
     "mem_used_bytes",
-    # gpu; see nvml.Gpu.counters
+    # The columns from here on are for GPUs (see nvml.Gpu.read_counters).
     "gpu_util_pct",
     "mem_bus_util_pct",
     "power_w",
@@ -55,7 +55,7 @@ SAMPLE_COLUMNS = (
 
 
 class PhaseLog:
-    """Writes the phases of a rank to a log, with one JSON object per line: t_s, rank, phase, event.
+    """Appends the phases of a rank to a log, as one JSON object per line with t_s, rank, phase and event.
 
     `event` is `start` or `end`. Each line is flushed at once, so that a killed rank loses at most its last
     line.
@@ -68,7 +68,7 @@ class PhaseLog:
         origin_s: float,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the log.
+        """Open the log of a rank's phases for appending.
 
         Args:
             path: File to append to.
@@ -81,8 +81,8 @@ class PhaseLog:
         self._origin_s = origin_s
         self._alive = alive
 
-    def write(self, phase: str, event: str, at_s: float | None = None) -> None:
-        """Write that a phase starts or ends.
+    def write_phase_event(self, phase: str, event: str, at_s: float | None = None) -> None:
+        """Write to the log that a phase starts or ends.
 
         Args:
             phase: Name of the phase.
@@ -149,7 +149,7 @@ def merge_timeline(
         (row for path in sample_csvs for row in read_samples(path)), key=lambda row: row["t_s"]
     )
     with (
-        replacing(out) as unfinished,
+        replace_file_atomically(out) as unfinished,
         unfinished.open("x", newline="", encoding="utf-8") as file,
     ):
         writer = csv.DictWriter(file, (*SAMPLE_COLUMNS, "phase"), extrasaction="ignore", restval="")
@@ -161,7 +161,7 @@ def merge_timeline(
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a sample file or timeline.
+    """Yield the rows of a sample file or timeline, as dicts by column.
 
     The value `t_s` is a number, and all others are texts. A missing file has no rows. A row that a kill has
     truncated is left out.
@@ -183,7 +183,7 @@ def compute_energy_joules(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:
-    """Return the total energy of some GPUs in joules, each within its own intervals.
+    """Return the total energy of some GPUs in joules, each GPU within its own intervals.
 
     The energy is the difference of the GPU's energy counter, interpolated at both ends, if the counter only
     grows. Otherwise it is the integral of the power, by the trapezoidal rule.
@@ -197,7 +197,7 @@ def compute_energy_joules(
     """
     of_gpu = _read_energy_series(sample_csvs)
     parts = [
-        of_gpu[gpu].joules(*interval) if gpu in of_gpu else None
+        of_gpu[gpu].compute_joules(*interval) if gpu in of_gpu else None
         for gpu, its in intervals.items()
         for interval in its
     ]
@@ -211,9 +211,9 @@ class _EnergySeries:
         self.counter: list[tuple[float, float]] = []
         self.power: list[tuple[float, float]] = []
 
-    def joules(self, t0_s: float, t1_s: float) -> float | None:
-        counted = _energy_by_counter(self.counter, t0_s, t1_s)
-        return _energy_by_power(self.power, t0_s, t1_s) if counted is None else counted
+    def compute_joules(self, t0_s: float, t1_s: float) -> float | None:
+        counted = _compute_energy_by_counter(self.counter, t0_s, t1_s)
+        return _compute_energy_by_power(self.power, t0_s, t1_s) if counted is None else counted
 
 
 def _read_energy_series(
@@ -251,7 +251,9 @@ def _find_phase(intervals: list[PhaseInterval], t_s: float) -> str:
     return ""
 
 
-def _energy_by_counter(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+def _compute_energy_by_counter(
+    series: list[tuple[float, float]], t0_s: float, t1_s: float
+) -> float | None:
     values = [value for _, value in series]
     if values != sorted(values):  # the driver was reloaded in between
         return None
@@ -259,7 +261,9 @@ def _energy_by_counter(series: list[tuple[float, float]], t0_s: float, t1_s: flo
     return None if at_start is None or at_end is None else at_end - at_start
 
 
-def _energy_by_power(series: list[tuple[float, float]], t0_s: float, t1_s: float) -> float | None:
+def _compute_energy_by_power(
+    series: list[tuple[float, float]], t0_s: float, t1_s: float
+) -> float | None:
     at_start, at_end = _interpolate(series, t0_s), _interpolate(series, t1_s)
     if at_start is None or at_end is None:
         return None

@@ -1,1 +1,1 @@
-"""The wing that trains: launches a cell's processes, times the training, classifies the end."""
+"""Trains a cell: launches its processes, times the training, and classifies how the cell ended."""

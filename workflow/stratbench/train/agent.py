@@ -1,4 +1,4 @@
-"""The agent of one node: it starts the node's processes, watches them, and ends them.
+"""The agent of one node, which starts, watches and ends the node's processes of a cell.
 
 With one node the launcher is the agent. With several, `srun` starts an agent on each. A fork server forks the
 processes. The agent never imports torch, so that it can act even if the workers hang.
@@ -27,11 +27,11 @@ from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import gpu_locks, standing
-from stratbench.train.forkserver import Process, fork_server, shares_gpus
+from stratbench.train.forkserver import Process, is_shared_with_same_gpus, run_fork_server
 from stratbench.train.job import Job
-from stratbench.train.locks import scratch
+from stratbench.train.locks import create_scratch_folder
 from stratbench.train.nodes.interface import set_gloo_interface
-from stratbench.train.nodes.paused import keep_pauses
+from stratbench.train.nodes.paused import write_worker_pauses
 
 #: Seconds that the other workers have to report after a worker has failed, before they are killed.
 GRACE_S = 3.0
@@ -49,7 +49,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """The exit of one process: negative after a signal, and None if the agent killed the process."""
+    """The exit of one process, whose code is negative after a signal and None if the agent killed it."""
 
     name: str
     exit_code: int | None
@@ -64,19 +64,19 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class Exits:
-    """The exits of all processes of a node or cell, and why the agent has ended them."""
+    """The exits of all processes of a node or cell, and the reason if the agent ended the processes."""
 
     processes: list[ProcessExit]
-    #: Whether the agent ended them at the time limit.
+    #: Whether the agent ended the processes at the time limit.
     timed_out: bool
-    #: Whether the agent ended them because no worker made progress.
-    hung: bool = False
+    #: Whether the agent ended the processes because no worker made progress.
+    has_hung: bool = False
     #: Names of processes that have failed while the others could continue.
-    tolerated: frozenset[str] = frozenset()
+    tolerated_processes: frozenset[str] = frozenset()
 
 
 class NodeProcesses:
-    """The processes of a cell on one node, all of which must succeed. Subclasses tolerate lost workers.
+    """The processes of a cell on one node, all of which must succeed unless a subclass tolerates losses.
 
     Workers are `Process` objects, or objects with the same attributes.
     """
@@ -85,28 +85,28 @@ class NodeProcesses:
     poll_s: ClassVar[float | None] = None
 
     def __init__(self, job: Job, workers: Sequence[Any], others: Sequence[Process] = ()) -> None:
-        """Collect the processes. `others` are started before the workers."""
+        """Collect the processes of a node, of which `others` start before the workers."""
         self.job, self.workers = job, workers
         self.processes = [*others, *workers]
 
-    def tolerates(self, name: str) -> bool:
+    def tolerates_failure(self, name: str) -> bool:
         """Return whether the other processes can continue after this process has failed."""
         return False
 
-    def stuck(self, ended: Mapping[str, int]) -> bool:
-        """Return whether the running processes can no longer succeed.
+    def cannot_succeed(self, ended: Mapping[str, int]) -> bool:
+        """Return whether the running processes can no longer succeed, after others have ended.
 
         Args:
             ended: Exit codes of the processes that have ended, by name.
         """
-        return any(code != 0 and not self.tolerates(name) for name, code in ended.items())
+        return any(code != 0 and not self.tolerates_failure(name) for name, code in ended.items())
 
-    def hangs(self, awake_since_s: float) -> bool:
-        """Return whether no worker has made progress for a long time (`standing.hung_for_good`)."""
-        return standing.hung_for_good(self.job, self.workers, awake_since_s)
+    def are_workers_hung(self, awake_since_s: float) -> bool:
+        """Return whether no worker has made progress for a long time (`standing.are_all_workers_hung`)."""
+        return standing.are_all_workers_hung(self.job, self.workers, awake_since_s)
 
-    def abandoned(self) -> set[str]:
-        """Return the names of processes that the others count as lost.
+    def list_lost_processes(self) -> set[str]:
+        """Return the names of the processes that the other processes count as lost.
 
         The agent kills these processes.
         """
@@ -114,27 +114,29 @@ class NodeProcesses:
 
 
 @contextmanager
-def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the workers of a node, before they are started."""
-    with forking(job) as path:
-        yield NodeProcesses(job, workers_of(job, node, path))
+def create_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
+    """Yield the worker processes of a node, which are not started yet."""
+    with start_fork_server(job) as path:
+        yield NodeProcesses(job, create_workers(job, node, path))
 
 
-def forking(job: Job) -> AbstractContextManager[Path]:
-    """Return the context of the fork server for a cell's processes, which yields its address."""
-    return fork_server(may_share=job.in_block or not job.use_cuda or shares_gpus())
+def start_fork_server(job: Job) -> AbstractContextManager[Path]:
+    """Return a context that runs a cell's fork server and yields the server's address."""
+    return run_fork_server(
+        may_share=job.is_in_block or not job.use_cuda or is_shared_with_same_gpus()
+    )
 
 
-def workers_of(job: Job, node: int, fork_server: Path) -> list[Process]:
-    """Create the workers of a node, without starting them."""
+def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
+    """Create the worker processes of a node, without starting them."""
     text = job.to_json()
     return [
         Process(fork_server, format_worker_name(rank), "worker", text, rank, local_rank)
-        for local_rank, rank in enumerate(job.ranks_of(node))
+        for local_rank, rank in enumerate(job.list_ranks(node))
     ]
 
 
-def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> Exits:
+def run_node(job: Job, node: int, making: str = f"{__name__}:create_node_processes") -> Exits:
     """Start the processes of a cell on one node, and return their exits.
 
     The call waits for the end of the processes.
@@ -142,40 +144,44 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:processes_of") -> E
     Args:
         job: Job of the cell.
         node: Number of the node.
-        making: Context manager that creates the processes, as `processes_of` does: "module:function".
+        making: Context manager that creates the processes, as "module:function" (`create_node_processes`).
     """
     set_environment(job, job.n_nodes == 1)
     with import_attribute(making)(job, node) as group:
         processes = group.processes
-        gpus = gpus_of(job, node)
-        job.folder.write_places(node, places_of([p.name for p in processes], gpus))
+        gpus = assign_gpus(job, node)
+        job.folder.write_process_locations(
+            node, locate_processes([p.name for p in processes], gpus)
+        )
         sampler = Sampler(
-            job.folder.samples(node),
-            job.folder.pids(node),
+            job.folder.get_samples_path(node),
+            job.folder.get_pid_list_path(node),
             job.origin_s,
-            foreign_processes=job.folder.foreign_processes(node),
+            foreign_processes=job.folder.get_foreign_processes_path(node),
             gpus=list(gpus.values()),
         )
         watch = PauseWatch()
         try:
             # Measured before training starts. The cell's own fork server may be importing PyTorch meanwhile.
-            job.folder.write_busy(node, measure_other_load())
+            job.folder.write_other_load(node, measure_other_load())
             for p in processes:
                 p.start()
-                sampler.watch(p.name, p.pid, below=p.starts_others)
-            exits = supervise(group, watch)
-            failed = exits.timed_out or exits.hung or any(p.exit_code for p in exits.processes)
+                sampler.watch_process(p.name, p.pid, below=p.starts_others)
+            exits = wait_for_exits(group, watch)
+            failed = exits.timed_out or exits.has_hung or any(p.exit_code for p in exits.processes)
             if failed:
-                watch.look()
+                watch.wait_for_latest_reading()
                 late, since_s = exits.timed_out, watch.awake_since_s
-                standing.note_standing(job, node, processes, late, since_s)
+                standing.write_worker_states(job, node, processes, late, since_s)
             failed_names = (p.name for p in exits.processes if p.exit_code != 0)
-            return replace(exits, tolerated=frozenset(filter(group.tolerates, failed_names)))
+            return replace(
+                exits, tolerated_processes=frozenset(filter(group.tolerates_failure, failed_names))
+            )
         finally:
-            end_all(processes)
+            kill_processes(processes)
             sampler.stop()
             watch.stop()
-            keep_pauses(job, node, watch)
+            write_worker_pauses(job, node, watch)
 
 
 def set_environment(job: Job, on_one_host: bool) -> None:
@@ -185,7 +191,8 @@ def set_environment(job: Job, on_one_host: bool) -> None:
         job: Job of the cell.
         on_one_host: Whether all processes of the cell run on this host.
     """
-    os.environ["OMP_NUM_THREADS"] = str(job.threads)  # for libraries that are loaded after PyTorch
+    # Libraries that are loaded after PyTorch read this variable.
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)
     if on_one_host and not job.use_cuda:
         # gloo would look up this host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -196,23 +203,22 @@ def set_environment(job: Job, on_one_host: bool) -> None:
     # GPUs are numbered as by NVML, which follows the PCI bus. CUDA's default order follows speed.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
-        gpu_locks.show_only(
-            []
-        )  # with visible GPUs, init_device_mesh would create a second process group
+        # With visible GPUs, init_device_mesh would create a second process group.
+        gpu_locks.set_visible_gpus([])
 
 
-def gpus_of(job: Job, node: int) -> dict[str, str]:
+def assign_gpus(job: Job, node: int) -> dict[str, str]:
     """Return the GPU of each worker on this node, by the worker's name.
 
     The GPUs are named as in CUDA_VISIBLE_DEVICES.
     """
     if not job.use_cuda:
         return {}
-    names = map(format_worker_name, job.ranks_of(node))
-    return dict(zip(names, gpu_locks.visible_gpus(), strict=False))
+    names = map(format_worker_name, job.list_ranks(node))
+    return dict(zip(names, gpu_locks.list_visible_gpus(), strict=False))
 
 
-def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
+def locate_processes(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return host and GPU of each process, by its name."""
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
@@ -222,7 +228,7 @@ def places_of(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any
     }
 
 
-def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
+def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
     """Wait for the end of all processes, and return their exits.
 
     The wait also ends at the time limit. Running processes that can no longer succeed get GRACE_S seconds to
@@ -238,14 +244,16 @@ def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
     next_look = time.monotonic() + LOOK_S
     while len(ended) < len(processes):
         now = time.monotonic()
-        if (deadline_s := extended_deadline_s(job, watch)) is not None and now >= deadline_s:
-            return Exits(_exits(processes, ended), timed_out=True)
+        if (
+            deadline_s := compute_extended_deadline_s(job, watch)
+        ) is not None and now >= deadline_s:
+            return Exits(_list_exits(processes, ended), timed_out=True)
         if grace_ends is not None and now >= grace_ends:
             break
         if now >= next_look:
-            watch.look()
-            if group.hangs(watch.awake_since_s):
-                return Exits(_exits(processes, ended), timed_out=False, hung=True)
+            watch.wait_for_latest_reading()
+            if group.are_workers_hung(watch.awake_since_s):
+                return Exits(_list_exits(processes, ended), timed_out=False, has_hung=True)
             next_look = now + LOOK_S
         until = min(
             t for t in (deadline_s, grace_ends, now + (group.poll_s or LOOK_S)) if t is not None
@@ -255,32 +263,32 @@ def supervise(group: NodeProcesses, watch: PauseWatch) -> Exits:
             process = running[sentinel]
             process.join()
             ended[process.name] = process.exitcode
-        abandoned = group.abandoned()
+        abandoned = group.list_lost_processes()
         for p in running.values():
             if p.name not in ended and p.name in abandoned:
                 p.kill()
-        if grace_ends is None and group.stuck(ended):
+        if grace_ends is None and group.cannot_succeed(ended):
             grace_ends = time.monotonic() + GRACE_S
-    return Exits(_exits(processes, ended), timed_out=False)
+    return Exits(_list_exits(processes, ended), timed_out=False)
 
 
-def extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
+def compute_extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
     """Return the time limit on this node's monotonic clock, extended by pauses.
 
     The result is None if there is no limit.
     """
     if job.deadline_s is None:
         return None
-    if time.monotonic() >= job.deadline_s + watch.stopped_s:
-        watch.look()  # a pause may have ended just now
-    return job.deadline_s + watch.stopped_s
+    if time.monotonic() >= job.deadline_s + watch.total_pause_s:
+        watch.wait_for_latest_reading()  # a pause may have ended just now
+    return job.deadline_s + watch.total_pause_s
 
 
-def _exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessExit]:
+def _list_exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessExit]:
     return [ProcessExit(p.name, ended.get(p.name)) for p in processes]
 
 
-def end_all(processes: Sequence[Process]) -> None:
+def kill_processes(processes: Sequence[Process]) -> None:
     """Kill all running processes, which have nothing to save."""
     for p in processes:
         if p.pid is not None and p.is_alive():
@@ -290,7 +298,7 @@ def end_all(processes: Sequence[Process]) -> None:
             p.join(timeout=5)
 
 
-def on_signals(action: Callable[[int], None]) -> None:
+def handle_stop_signals(action: Callable[[int], None]) -> None:
     """Call a function with the signal number on SIGINT, SIGTERM and, without `nohup`, SIGHUP."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
@@ -299,7 +307,7 @@ def on_signals(action: Callable[[int], None]) -> None:
 
 def raise_stopped(signum: int) -> None:
     """Raise Stopped for the first signal. Later signals must not interrupt the clean-up."""
-    on_signals(lambda _: None)
+    handle_stop_signals(lambda _: None)
     raise Stopped(signum)
 
 
@@ -311,17 +319,21 @@ def main() -> None:
     parser.add_argument("processes", help="what makes the node's processes, as module:function")
     args = parser.parse_args()
     job = Job.from_json(args.job.read_text(encoding="utf-8"))
-    on_signals(raise_stopped)
+    handle_stop_signals(raise_stopped)
     node = int(os.environ["SLURM_NODEID"])
     try:
-        with scratch() as local:
-            exits = run_node(job.on_another_node(args.spent_s, local), node, args.processes)
+        with create_scratch_folder() as local:
+            exits = run_node(
+                job.for_another_node(args.earlier_attempts_s, local), node, args.processes
+            )
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)
     for p in exits.processes:
         print(f"node {node}: {p}", flush=True)
-    failed = any(p.exit_code != 0 and p.name not in exits.tolerated for p in exits.processes)
-    sys.exit(1 if exits.timed_out or exits.hung or failed else 0)
+    failed = any(
+        p.exit_code != 0 and p.name not in exits.tolerated_processes for p in exits.processes
+    )
+    sys.exit(1 if exits.timed_out or exits.has_hung or failed else 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Assembles a cell's record and its timeline from the files of its processes."""
+"""Assembles the record and the timeline of a cell from the files of the cell's processes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from stratbench.cell.installation import INSTALLED, ROOT, read_build_revision
 from stratbench.cell.record import SCHEMA_VERSION, Record
 from stratbench.cell.run_folder import parse_rank
 from stratbench.cell.settings import Settings
-from stratbench.strategies import get_mesh, get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import get_mesh, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.base import Strategy
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import read_git_state
 from stratbench.train import efficiency
 from stratbench.train.ending import Ending
-from stratbench.train.inputs import data_entry, model_entry, task_entry
+from stratbench.train.inputs import build_data_entry, build_model_entry, build_task_entry
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import pauses_entry
-from stratbench.train.running.runner import runner_of
+from stratbench.train.nodes.paused import build_pauses_entry
+from stratbench.train.running.runner import create_runner
 from stratbench.workload.data import prepared
 from stratbench.workload.data.sources import DataError
 
@@ -33,60 +33,64 @@ def make_record(job: Job, ending: Ending) -> Record:
     """Return the record of a cell that ended with a result."""
     # Taken first, since assembling may take seconds.
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)
-    s, strategy = job.settings, strategy_class(job.settings.strategy)
-    runner = runner_of(s)
+    s, strategy = job.settings, get_strategy_class(job.settings.strategy)
+    runner = create_runner(s)
     whole = [w for w in runner.workers(job) if "phases_s" in w]
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.read_verified_meta(job.data_dir)
     if meta != job.data:
         raise DataError(f"{job.data_dir} was prepared again while the cell trained; start it again")
     ended = ending.status in ("ok", "diverged") and whole
-    run = runner.totals(job, whole) if ended else {}
+    run = runner.compute_totals(job, whole) if ended else {}
     communication = runner.communication(job, whole, run)
-    task = task_entry(job, first, meta)
+    task = build_task_entry(job, first, meta)
     return {
         "schema_version": SCHEMA_VERSION,
         "cell": job.cell.as_dict(),
         "status": ending.status,
         "reason": ending.reason,
         "settings": s.as_dict(),
-        "strategy": strategy_entry(s, strategy, first, runner.is_gang),
-        "model": model_entry(job, first.get("model")),
+        "strategy": build_strategy_entry(s, strategy, first, runner.is_gang),
+        "model": build_model_entry(job, first.get("model")),
         "task": task,
-        "data": data_entry(job, meta),
-        "batch": batch_entry(s, strategy, meta, run),
-        "time": time_figures(job, strategy, whole, first, run, runner.is_gang)
+        "data": build_data_entry(job, meta),
+        "batch": build_batch_entry(s, strategy, meta, run),
+        "time": build_time_entry(job, strategy, whole, first, run, runner.is_gang)
         | {
-            "breakdown_ms": efficiency.mean_phases_ms(whole, communication),
-            **efficiency.bubble_figures(whole),
+            "breakdown_ms": efficiency.compute_mean_phases_ms(whole, communication),
+            **efficiency.compute_bubble_shares(whole),
             "total_s": total_s,
             **({} if job.queue_wait_s is None else {"queue_wait_s": job.queue_wait_s}),
         },
-        "compute": efficiency.compute_figures(job, whole, run, runner.is_gang),
+        "compute": efficiency.compute_flops_and_mfu(job, whole, run, runner.is_gang),
         "communication": communication,
-        "energy": efficiency.energy_figures(job, run, runner.gpu_intervals(job, whole)),
-        "memory": worst_memory(whole)
-        | memory_of_stages(whole, get_mesh(s.strategy, s.options, s.gpus)),
-        "score": score_entry(
+        "energy": efficiency.build_energy_entry(job, run, runner.read_gpu_intervals(job, whole)),
+        "memory": find_largest_memory(whole)
+        | list_memory_by_stage(whole, get_mesh(s.strategy, s.options, s.gpus)),
+        "score": build_score_entry(
             ending, first, run.get("per_epoch") or runner.epochs(job), task["better"]
         ),
-        "server": runner.server_entry(job),
-        "workers": [worker_entry(w) for w in whole],
-        "profile": profile_entry(job, runner.profile_note),
-        **({"pauses": pauses} if (pauses := pauses_entry(job, runner.trained)) else {}),
-        **({runner.section: runner.entry(job, whole)} if runner.section else {}),
-        "provenance": launcher_provenance(job, finished_at),
+        "server": runner.build_server_entry(job),
+        "workers": [build_worker_entry(w) for w in whole],
+        "profile": build_profile_entry(job, runner.profile_note),
+        **(
+            {"pauses": pauses}
+            if (pauses := build_pauses_entry(job, runner.read_training_phases))
+            else {}
+        ),
+        **({runner.section: runner.build_section_entry(job, whole)} if runner.section else {}),
+        "provenance": build_provenance_entry(job, finished_at),
     }
 
 
-def strategy_entry(
+def build_strategy_entry(
     s: Settings, strategy: type[Strategy], worker: dict[str, Any], is_gang: bool
 ) -> dict[str, Any]:
     """Return the entry `strategy` of the record.
 
     Args:
         s: Settings of the cell.
-        strategy: Class of its strategy.
+        strategy: Class of the cell's strategy.
         worker: Results of a worker.
         is_gang: Whether all workers are present from beginning to end.
     """
@@ -105,14 +109,14 @@ def strategy_entry(
     }
 
 
-def batch_entry(
+def build_batch_entry(
     s: Settings, strategy: type[Strategy], meta: dict[str, Any], run: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the entry `batch` of the record.
 
     Args:
         s: Settings of the cell.
-        strategy: Class of its strategy.
+        strategy: Class of the cell's strategy.
         meta: Meta data of the data set.
         run: Totals over all workers, or an empty dict if the cell has not finished.
     """
@@ -127,7 +131,7 @@ def batch_entry(
     }
 
 
-def time_figures(
+def build_time_entry(
     job: Job,
     strategy: type[Strategy],
     workers: list[dict[str, Any]],
@@ -139,7 +143,7 @@ def time_figures(
 
     Args:
         job: Job of the cell.
-        strategy: Class of its strategy.
+        strategy: Class of the cell's strategy.
         workers: Results of the workers.
         first: Results of the worker whose set-up time counts.
         run: Totals over all workers, or an empty dict if the cell has not finished.
@@ -151,20 +155,22 @@ def time_figures(
         "train_time_s": train_time_s,
         "epoch_times_s": run.get("epoch_times_s", []),
         # Several attempts may run on different nodes, whose clocks cannot be compared.
-        "start_skew_ms": start_skew_ms(workers) if is_gang and not job.attempts else None,
-        "step_ms": step_distribution([t for w in workers for t in w["step_ms"]]),
+        "start_skew_ms": compute_start_skew_ms(workers)
+        if is_gang and not job.earlier_attempts
+        else None,
+        "step_ms": summarize_step_times([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy.breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": setup_s(first, is_gang, job.spent_s),
-        "data_s": longest_phase_s(workers, "data_s"),
-        "warmup_s": longest_phase_s(workers, "warmup_s"),
-        **compile_figures(workers),
-        "eval_s": None if s.steps else longest_phase_s(workers, "eval_s"),
+        "setup_s": compute_setup_s(first, is_gang, job.earlier_attempts_s),
+        "data_s": find_longest_phase_s(workers, "data_s"),
+        "warmup_s": find_longest_phase_s(workers, "warmup_s"),
+        **get_largest_compile_counts(workers),
+        "eval_s": None if s.steps else find_longest_phase_s(workers, "eval_s"),
         "time_limit_s": job.time_limit_s,
     }
 
 
-def score_entry(
+def build_score_entry(
     ending: Ending, worker: dict[str, Any], per_epoch: list[dict[str, Any]], better: str
 ) -> dict[str, Any]:
     """Return the entry `score` of the record.
@@ -185,7 +191,7 @@ def score_entry(
     }
 
 
-def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
+def build_worker_entry(w: dict[str, Any]) -> dict[str, Any]:
     """Return one worker's element of the record's list `workers`."""
     keys = ("rank", "steps", "samples", "train_time_s", "epoch_starts_s", "memory", "provenance")
     entry = {key: w[key] for key in keys}
@@ -198,12 +204,12 @@ def worker_entry(w: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
+def compute_start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
     """Return per epoch how many ms the last worker starts after the first.
 
     Only workers on one node share a clock. So with several nodes this is the largest difference within a
     node.
-    None: no two workers share a node.
+    The result is None if no two workers share a node.
     """
     nodes: dict[str, list[list[float]]] = {}
     for w in workers:
@@ -213,18 +219,18 @@ def start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
     return [max(each) for each in zip(*skews_ms, strict=False)] if skews_ms else None
 
 
-def profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
-    """Return the path of the profiler's trace, relative to the cell's log folder, or None.
+def build_profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
+    """Return the record's entry on the profiler's trace. None without a trace.
 
     `note`: what it leaves out.
     """
-    trace = job.folder.profile_trace
+    trace = job.folder.profile_trace_path
     if not trace.exists():
         return None
     return {"trace": str(trace.relative_to(job.folder.logs)), "note": note}
 
 
-def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
+def summarize_step_times(step_ms: list[float]) -> dict[str, float] | None:
     """Return mean, standard deviation and percentiles of step times in ms, or None without steps."""
     if not step_ms:
         return None
@@ -238,7 +244,7 @@ def step_distribution(step_ms: list[float]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | None:
+def compute_setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | None:
     """Return the seconds for process start, imports, rendezvous, and building and wrapping the model.
 
     Process start and imports do not count for workers that may start at any time.
@@ -255,7 +261,7 @@ def setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | No
     return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 
-def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
+def get_largest_compile_counts(workers: list[dict[str, Any]]) -> dict[str, float]:
     """Return the largest compile time and counts of any worker.
 
     The dict is empty if no worker has compiled.
@@ -265,12 +271,12 @@ def compile_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
     return {key: max(f[key] for f in figures) for key in keys} if figures else {}
 
 
-def longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
+def find_longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
     """Return the longest time (s) of a worker in a phase, or None if unknown."""
     return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
 
 
-def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
+def find_largest_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the memory values of the rank that used most memory."""
     if not workers:
         return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
@@ -280,12 +286,12 @@ def worst_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "method": worst["method"],
         "peak_bytes": worst["peak_bytes"],
         "peak_over_base_bytes": worst["peak_over_base_bytes"],
-        "model_states": largest or None,  # not known if a command has trained
+        "model_states": largest or None,  # the model states are unknown if a command has trained
         **{key: worst[key] for key in ("requested_peak_bytes", "cublas_bytes") if key in worst},
     }
 
 
-def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+def list_memory_by_stage(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
     """Return the peak memory of the worst rank per pipeline stage.
 
     The dict is empty without stages.
@@ -298,9 +304,11 @@ def memory_of_stages(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any
     return {"stages": [{key: m[key] for key in keys} for m in worst]}
 
 
-def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
+def build_provenance_entry(job: Job, finished: datetime) -> dict[str, Any]:
     """Return the entry `provenance` of the record: versions, times, nodes and other load."""
-    first_unix_s = job.attempts[0]["started_unix_s"] if job.attempts else job.origin_unix_s
+    first_unix_s = (
+        job.earlier_attempts[0]["started_unix_s"] if job.earlier_attempts else job.origin_unix_s
+    )
     return {
         "stratbench": __version__,
         "git": read_build_revision() if INSTALLED else read_git_state(ROOT),
@@ -312,10 +320,10 @@ def launcher_provenance(job: Job, finished: datetime) -> dict[str, Any]:
         "device": "cuda" if job.use_cuda else "cpu",
         **({"planned_repeats": job.planned_repeats} if job.planned_repeats else {}),
         **({"software_gpu": True} if job.use_cuda and software_gpu.is_installed() else {}),
-        "busy_at_start": job.folder.read_busy(),
+        "busy_at_start": job.folder.read_other_load(),
         "gpus": {
-            name: device["gpu"] | {"node": job.node_of(parse_rank(name))}
-            for name, device in job.folder.read_places().items()
+            name: device["gpu"] | {"node": job.compute_node(parse_rank(name))}
+            for name, device in job.folder.read_process_locations().items()
             if "gpu" in device
         },
         "foreign_gpu_processes": job.folder.read_foreign_processes(),

@@ -19,7 +19,7 @@ _RATES = ("sent_bytes_per_step", "received_bytes_per_step")
 _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_steps")
 
 
-def compute_figures(
+def compute_flops_and_mfu(
     job: Job, workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
     """Return the total operations per second, and their share of the devices' peak (MFU).
@@ -43,14 +43,14 @@ def compute_figures(
         return figures
     done = figures["training_flops_per_sample"] * samples
     figures["achieved_flops_per_s"] = done / train_time_s
-    peak = peak_flops_per_s(job, workers) if is_gang else None
+    peak = sum_peak_flops_per_s(job, workers) if is_gang else None
     if peak is not None:
         figures["peak_flops_per_s"] = peak
         figures["mfu"] = figures["achieved_flops_per_s"] / peak
     return figures
 
 
-def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
+def sum_peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
     """Return the sum of the GPUs' datasheet peaks in the cell's precision.
 
     The result is None if one of them is not known.
@@ -58,16 +58,16 @@ def peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
     if job.settings.precision == "fp64" or len(workers) < job.world_size:
         return None
     peaks = [find_datasheet(w["provenance"].get("gpu", {}).get("name", "")) for w in workers]
-    tflops = [peak and peak.tflops(job.settings.precision) for peak in peaks]
+    tflops = [peak and peak.get_peak_tflops(job.settings.precision) for peak in peaks]
     return None if None in tflops else 1e12 * sum(tflops)
 
 
-def communication_figures(
+def build_communication_entry(
     workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
     """Return a worker's mean bytes sent and received per step, with rates and times.
 
-    None: no worker reports its traffic.
+    The result is None if no worker reports its traffic.
 
     Args:
         workers: Results of the workers.
@@ -92,7 +92,7 @@ def communication_figures(
     return figures
 
 
-def mean_phases_ms(
+def compute_mean_phases_ms(
     workers: list[dict[str, Any]], communication: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """Return the mean time of each phase of a step over all workers, in ms.
@@ -124,7 +124,7 @@ def mean_phases_ms(
     return phases or None
 
 
-def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
+def compute_bubble_shares(workers: list[dict[str, Any]]) -> dict[str, float]:
     """Return the share of a step that workers waited for other pipeline stages.
 
     The dict is empty unless every worker has such a time.
@@ -135,11 +135,8 @@ def bubble_figures(workers: list[dict[str, Any]]) -> dict[str, float]:
     return {"bubble_share": sum(waits) / sum(sum(w["breakdown_ms"].values()) for w in workers)}
 
 
-def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
-    """Read the training intervals of each GPU.
-
-    The result is None if they are not known for all GPUs.
-    """
+def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
+    """Read the intervals in which each GPU trained. None if unknown for any GPU."""
     if len(workers) < job.world_size:
         return None
     intervals: Intervals = {}
@@ -147,29 +144,29 @@ def intervals_of_workers(job: Job, workers: Sequence[Mapping[str, Any]]) -> Inte
         index = w["provenance"].get("gpu", {}).get("index")
         if index is None:
             return None
-        log = job.folder.phases(w["rank"])
+        log = job.folder.get_phase_log_path(w["rank"])
         intervals[w["provenance"]["host"]["name"], str(index)] = [
             (i.start_s, i.end_s) for i in read_phases([log]) if i.phase == "train"
         ]
     return intervals
 
 
-def energy_figures(
+def build_energy_entry(
     job: Job, run: dict[str, Any], intervals: Intervals | None
 ) -> dict[str, float] | None:
-    """Return the energy of the cell's GPUs during training steps in joules.
+    """Return the energy in joules that the cell's GPUs used during training steps.
 
     The figures are the total and the energy per applied sample. CPUs, host memory and other parts of the
-    machine are not included. None: the energy of a GPU is not known, as after a restart.
+    machine are not included. The result is None if the energy of a GPU is not known, as after a restart.
 
     Args:
         job: Job of the cell.
         run: Totals over all workers.
-        intervals: Training intervals of each GPU. None: not known for all GPUs.
+        intervals: Training intervals of each GPU, or None if not known for all GPUs.
     """
-    if not run.get("samples_applied") or intervals is None or job.attempts:
+    if not run.get("samples_applied") or intervals is None or job.earlier_attempts:
         return None
-    joules = compute_energy_joules(job.folder.sample_files(), intervals)
+    joules = compute_energy_joules(job.folder.list_sample_paths(), intervals)
     if joules is None:
         return None
     return {"train_joules": joules, "joules_per_sample": joules / run["samples_applied"]}

@@ -15,13 +15,18 @@ from stratbench.cell.text.words import format_bytes
 from stratbench.telemetry.machine.foreign_processes import describe_gpu
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
-from stratbench.train.standing import standings_of, unlike_step, why_hung, why_no_timeout
+from stratbench.train.standing import (
+    failed_at_limit_reason,
+    find_first_unequal_step,
+    hang_reason,
+    read_worker_states,
+)
 from stratbench.workload.users_code import different_calls_reason
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a cell: the status of its record, or `error`, and the reason unless the status is `ok`."""
+    """The end of a cell: a status for the record, or `error`, with the reason if not `ok`."""
 
     status: str
     reason: str | None
@@ -32,7 +37,7 @@ Workers = Mapping[int, Mapping[str, Any]]
 KILLED_FOR_MEMORY = Ending("oom", "the kernel killed a process because the host had no memory left")
 
 
-def classify(
+def classify_ending(
     job: Job,
     exits: Exits,
     kills_before: int | None = None,
@@ -45,23 +50,25 @@ def classify(
 
     Args:
         job: Job of the cell.
-        exits: How its processes exited.
-        kills_before: Result of `oom_kills` before the cell. None: not known.
+        exits: How the cell's processes exited.
+        kills_before: Result of `count_oom_kills` before the cell, or None if not known.
         classify_rest: Function that classifies endings which depend on the kind of cell. None: that of a
             gang.
     """
-    workers = job.folder.read_workers(job.world_size)
-    if refused := first_reason(workers, "unsupported"):
+    workers = job.folder.read_worker_results(job.world_size)
+    if refused := find_first_reason(workers, "unsupported"):
         return Ending("unsupported", refused)
-    if first_reason(workers, "oom"):
-        return out_of_memory(job, workers)
-    if any(p.exit_code == -signal.SIGKILL for p in exits.processes) and has_killed(kills_before):
+    if find_first_reason(workers, "oom"):
+        return make_out_of_memory_ending(job, workers)
+    if any(p.exit_code == -signal.SIGKILL for p in exits.processes) and has_oom_kill_since(
+        kills_before
+    ):
         return KILLED_FOR_MEMORY
     return (classify_rest or classify_collective)(job, exits, workers)
 
 
-def first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
-    """Return the reason of the first worker with a status, if any."""
+def find_first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
+    """Return the reason of the first worker with the status `status`. None without such a worker."""
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
@@ -71,7 +78,7 @@ _LOST_PEER = re.compile(
 )
 
 
-def cause_of_error(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
+def find_error_cause(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
     """Return the first error except the loss of another worker, else the first error.
 
     Args:
@@ -89,20 +96,20 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
     Args:
         job: Job of the cell.
-        exits: How its processes exited.
+        exits: How the cell's processes exited.
         workers: Results of the workers by rank.
     """
-    s, step = job.settings, unlike_step(standings_of(job))
+    s, step = job.settings, find_first_unequal_step(read_worker_states(job))
     if step is not None:  # different collectives: gloo aborts, and NCCL waits forever
         return Ending("unsupported", different_calls_reason(s.model, s.strategy, f"step {step}"))
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
-        return Ending("error", watchdog_reason(job, killed) or str(killed[0]))
-    if reason := cause_of_error(workers, was_ended=exits.timed_out):
+        return Ending("error", read_watchdog_reason(job, killed) or str(killed[0]))
+    if reason := find_error_cause(workers, was_ended=exits.timed_out):
         # A worker did not reach a collective in time. It is one of those that still run.
-        waits = why_hung(standings_of(job)) if "Timed out waiting" in reason else None
+        waits = hang_reason(read_worker_states(job)) if "Timed out waiting" in reason else None
         return Ending("error", f"{reason}; {waits}" if waits else reason)
-    if exits.timed_out or exits.hung:
+    if exits.timed_out or exits.has_hung:
         return make_ending_at_limit(job, exits)
     lost = [p for p in exits.processes if p.exit_code not in (0, None)]
     if lost:
@@ -110,16 +117,16 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
     if len(workers) < job.world_size:
         missing = sorted(set(range(job.world_size)) - set(workers))
         return Ending("error", f"ranks {missing} ended without a result")
-    if diverged := first_reason(workers, "diverged"):
+    if diverged := find_first_reason(workers, "diverged"):
         return Ending("diverged", diverged)
     return Ending("ok", None)
 
 
 def make_ending_at_limit(job: Job, exits: Exits) -> Ending:
-    """Return how a cell ended that reached its time limit or hung. Only slowness is a result."""
-    if exits.hung:
-        return Ending("error", why_hung(standings_of(job)) or "it hangs: no worker got on")
-    return make_error_or_timeout(job, why_no_timeout(job))
+    """Return the ending of a cell that hung or reached its time limit. Only a slow cell has a result."""
+    if exits.has_hung:
+        return Ending("error", hang_reason(read_worker_states(job)) or "it hangs: no worker got on")
+    return make_error_or_timeout(job, failed_at_limit_reason(job))
 
 
 def make_error_or_timeout(job: Job, why_failed: str | None) -> Ending:
@@ -136,20 +143,20 @@ def make_timeout(limit_s: float) -> Ending:
 
 
 #: Messages of PyTorch's NCCL watchdog before it ends a process by SIGABRT. The first names the collective,
-#: but is not always written. The second is.
+#: but is not always written. The second is always written.
 _WATCHDOG_SAYS = (
     re.compile(r"Collective \w+\(.*raised the following async exception: .*"),
     re.compile(r"[\w ]*watchdog thread terminated with exception: .*"),
 )
 
 
-def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Return the message of NCCL's watchdog on the first process that it ended, if any.
+def read_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
+    """Return the message of NCCL's watchdog from the first process that it ended, if any.
 
     It reports an error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
     """
     for process in killed:
-        path = job.folder.log(process.name)
+        path = job.folder.get_log_path(process.name)
         if process.exit_code != -signal.SIGABRT or not path.exists():
             continue
         lines = read_last_lines(path)
@@ -159,7 +166,7 @@ def watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
     return None
 
 
-def out_of_memory(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
+def make_out_of_memory_ending(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
     """Return the ending of a cell with a worker out of memory.
 
     It is a result, unless other programs used the GPU as well.
@@ -170,10 +177,10 @@ def out_of_memory(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
             return Ending("oom", worker["reason"])
     rank, worker = next(iter(lacking.items()))
     name, others = format_worker_name(rank), worker["others"]
-    device = job.folder.read_places().get(name, {})
+    device = job.folder.read_process_locations().get(name, {})
     where = f"{describe_gpu(device.get('gpu', {}))} of {device.get('host')}"
-    texts = [f"process {p['pid']} {_in_gib(p['bytes'])}" for p in others["processes"]]
-    listed = ", ".join(texts) or f"others {_in_gib(others['others_bytes'])}"
+    texts = [f"process {p['pid']} {_format_gib(p['bytes'])}" for p in others["processes"]]
+    listed = ", ".join(texts) or f"others {_format_gib(others['others_bytes'])}"
     return Ending(
         "error",
         f"{name} had no memory left on {where}, of which others used a part: {listed}. Free the GPU, and "
@@ -181,7 +188,7 @@ def out_of_memory(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
     )
 
 
-def _in_gib(held_bytes: int | None) -> str:
+def _format_gib(held_bytes: int | None) -> str:
     return (
         "an unknown part"
         if held_bytes is None
@@ -189,15 +196,17 @@ def _in_gib(held_bytes: int | None) -> str:
     )
 
 
-def has_killed(kills_before: int | None) -> bool:
+def has_oom_kill_since(kills_before: int | None) -> bool:
     """Return whether the kernel has killed a process for memory since `kills_before`.
 
     Only processes of the control group count.
     """
-    return kills_before is not None and oom_kills() > kills_before
+    return kills_before is not None and count_oom_kills() > kills_before
 
 
-def oom_kills(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+def count_oom_kills(
+    proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int:
     """Return the number of out-of-memory kills in this process's control group.
 
     The number is 0 if it cannot be read.
@@ -209,7 +218,7 @@ def oom_kills(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs
     try:
         groups = [line.split(":", 2) for line in proc.read_text(encoding="utf-8").splitlines()]
         for _, controllers, group in groups:
-            if "memory" in controllers.split(","):  # version 1
+            if "memory" in controllers.split(","):  # version 1 of cgroups
                 file = root / "memory" / group.lstrip("/") / "memory.oom_control"
                 break
         else:

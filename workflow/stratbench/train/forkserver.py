@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import signal
 
-if (
-    __name__ == "__main__"
-):  # before the imports, which take long: Ctrl-C must not end the server (_Server)
+# Ctrl-C must not end the server (_Server) during the imports, which take long.
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 import atexit
@@ -41,7 +40,7 @@ from typing import Any
 
 from stratbench.telemetry.heartbeat import STACK_SIGNAL
 from stratbench.train.gpu_locks import VARIABLE as VISIBLE_GPUS
-from stratbench.train.locks import scratch
+from stratbench.train.locks import create_scratch_folder
 
 #: Environment variable with the folder of the server that the cells of this run share.
 FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
@@ -54,13 +53,13 @@ _ACCEPT_AGAIN_S = 0.1
 
 
 class ForkServer:
-    """A fork server that belongs to this process.
+    """A fork server that this process has started and owns.
 
     When this process ends, the server waits for the processes that it has forked, and ends too.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = address(folder)
+        self.path = build_socket_path(folder)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(os.fspath(self.path))
             listener.listen(128)
@@ -70,8 +69,8 @@ class ForkServer:
                 pass_fds=[listener.fileno()],
                 env=os.environ
                 | {
-                    # PyTorch reads it once, when it is loaded. Each forked process sets its number of threads
-                    # by `torch.set_num_threads`.
+                    # PyTorch reads this variable once, when it is loaded. Each forked process sets its number
+                    # of threads by `torch.set_num_threads`.
                     "OMP_NUM_THREADS": "1",
                     # PyTorch asks NVML whether there is a GPU. Forked processes could not use CUDA if the
                     # server had initialised it.
@@ -80,13 +79,15 @@ class ForkServer:
             )
 
     def stop(self) -> None:
-        """Kill the server, even while it imports PyTorch, and the processes that it has forked."""
+        """Kill the server, even while it imports PyTorch, and all processes forked by it."""
         self._process.kill()
         self._process.wait()
 
 
 class Process:
-    """A process that a fork server forks. It calls the function of `entry` (`function_of`) with `args`.
+    """A process that a fork server forks, and that calls a function with `args`.
+
+    The function is that of `entry` (`find_entry_function`).
 
     It has the environment and the working directory of its launcher. Its attributes are those of
     `multiprocessing.Process`.
@@ -104,17 +105,17 @@ class Process:
         self._request = {"entry": entry, "args": args}
 
     def start(self) -> None:
-        """Let the server fork the process.
+        """Make the fork server fork the process.
 
         Raises:
             OSError: If the server cannot be reached, cannot fork, or ends before.
         """
         request = self._request | {"env": dict(os.environ), "cwd": os.getcwd()}
         self.sentinel.connect(os.fspath(self._server))
-        greeting = _receive(self.sentinel)
+        greeting = _receive_answer(self.sentinel)
         if greeting is not None:
             self.sentinel.sendall(json.dumps(request).encode() + b"\n")
-            self.pid = _receive(self.sentinel)
+            self.pid = _receive_answer(self.sentinel)
         if self.pid is not None and self.pid < 0:
             code, self.pid = -self.pid, None
             raise OSError(code, f"{self.name} cannot be forked: {os.strerror(code)}")
@@ -127,7 +128,7 @@ class Process:
         The code is negative if a signal has killed the process.
         """
         if self.exitcode is None and wait([self.sentinel], timeout):
-            code = _receive(self.sentinel)
+            code = _receive_answer(self.sentinel)
             self.exitcode = -signal.SIGKILL if code is None else code  # None: the server was killed
             self.sentinel.close()
 
@@ -136,23 +137,23 @@ class Process:
         return self.exitcode is None
 
     def kill(self) -> None:
-        """Let the server kill the process, without waiting for its end."""
+        """Make the fork server kill the process, without waiting for the process to end."""
         with contextlib.suppress(OSError):
             self.sentinel.shutdown(socket.SHUT_WR)
 
 
 @contextmanager
-def fork_server(may_share: bool) -> Iterator[Path]:
+def run_fork_server(may_share: bool) -> Iterator[Path]:
     """Yield the address of the shared fork server, or of a new one.
 
     A new server ends with this context.
     """
-    shared = _shared() if may_share else None
+    shared = _find_shared_address() if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
         yield shared
         return
-    with scratch() as folder:
+    with create_scratch_folder() as folder:
         server = ForkServer(folder)
         try:
             yield server.path
@@ -161,9 +162,9 @@ def fork_server(may_share: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def shared_server() -> Iterator[None]:
-    """Start a fork server that all launchers share which this process starts within the context."""
-    with scratch() as folder:
+def run_shared_fork_server() -> Iterator[None]:
+    """Run, within the context, a fork server for all launchers that this process starts."""
+    with create_scratch_folder() as folder:
         server = ForkServer(folder)
         os.environ[FOLDER_VARIABLE] = str(folder)
         os.environ[GPUS_VARIABLE] = os.environ.get(VISIBLE_GPUS, "")
@@ -175,28 +176,28 @@ def shared_server() -> Iterator[None]:
             server.stop()
 
 
-def shares_gpus() -> bool:
-    """Return whether the shared server was started with the GPUs that this process has chosen."""
+def is_shared_with_same_gpus() -> bool:
+    """Return whether the shared server was started with the GPUs of this process."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 
 
-def share_until_exit() -> None:
+def share_fork_server_until_exit() -> None:
     """Start a shared fork server until this process ends. If that fails, each cell starts its own."""
     stack = contextlib.ExitStack()
     try:
-        stack.enter_context(shared_server())
+        stack.enter_context(run_shared_fork_server())
     except OSError as e:
         print(f"no fork server, so that each cell imports PyTorch itself: {e}", file=sys.stderr)
     atexit.register(stack.close)
 
 
-def address(folder: str | Path) -> Path:
-    """Return the path of the server's socket. Each Python environment has a path of its own."""
+def build_socket_path(folder: str | Path) -> Path:
+    """Return the path of the fork server's socket, which differs between Python environments."""
     return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}"
 
 
-def _shared() -> Path | None:
+def _find_shared_address() -> Path | None:
     """Return the address of the shared server that has imported PyTorch.
 
     The result is None if there is no such server.
@@ -204,16 +205,16 @@ def _shared() -> Path | None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return None
-    path = address(folder)
+    path = build_socket_path(folder)
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(os.fspath(path))
         except OSError:
             return None
-        return path if _receive(probe) is not None else None
+        return path if _receive_answer(probe) is not None else None
 
 
-def _receive(connection: socket.socket) -> int | None:
+def _receive_answer(connection: socket.socket) -> int | None:
     """Return the next answer of the server, or None if the server has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
@@ -223,12 +224,13 @@ def _receive(connection: socket.socket) -> int | None:
 
 
 class _Server:
-    """The server's process. One loop handles requests, launchers that end, and children that exit."""
+    """The fork server's process, whose loop handles requests, ending launchers and exiting children."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._entries: dict[str, Callable[..., Any]] = {}
-        self._children: dict[int, socket.socket] = {}  # pid -> connection to its launcher
+        # Connection to the launcher of each child, by the child's pid.
+        self._children: dict[int, socket.socket] = {}
         self._has_owner = True
         # Children wait for the pipe's end of file, which tells them that this process has ended.
         self._alive, self._alive_here = os.pipe()
@@ -241,9 +243,9 @@ class _Server:
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         self._selector = selectors.DefaultSelector()
         for source, action in (
-            (listener, self._accept),
-            (sys.stdin.buffer.raw, self._owner_ended),
-            (self._wake, self._reap),
+            (listener, self._accept_connection),
+            (sys.stdin.buffer.raw, self._handle_owner_end),
+            (self._wake, self._reap_children),
         ):
             self._selector.register(source, selectors.EVENT_READ, action)
         self._wake_sender = wake
@@ -254,7 +256,7 @@ class _Server:
             for key, _ in self._selector.select():
                 key.data(key.fileobj)
 
-    def _owner_ended(self, stdin: Any) -> None:
+    def _handle_owner_end(self, stdin: Any) -> None:
         self._selector.unregister(stdin)
         self._selector.unregister(self._listener)
         path = Path(self._listener.getsockname())
@@ -264,19 +266,19 @@ class _Server:
             path.unlink()
             path.parent.rmdir()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept_connection(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:  # no file descriptor is free until a connection ends
             time.sleep(_ACCEPT_AGAIN_S)
             return
         if not self._entries:
-            self._entries = entries()
+            self._entries = import_entry_functions()
         connection.settimeout(_REQUEST_TIMEOUT_S)
-        self._answer(connection, 0)
-        self._selector.register(connection, selectors.EVENT_READ, self._request)
+        self._send_answer(connection, 0)
+        self._selector.register(connection, selectors.EVENT_READ, self._handle_request)
 
-    def _request(self, connection: socket.socket) -> None:
+    def _handle_request(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         try:
             with connection.makefile("rb") as stream:
@@ -287,28 +289,27 @@ class _Server:
         try:
             pid = os.fork()
         except OSError as e:
-            self._answer(connection, -e.errno)
+            self._send_answer(connection, -e.errno)
             connection.close()
             return
         if pid == 0:
             connection.close()
-            self._be_child(request)
+            self._run_child(request)
         self._children[pid] = connection
         self._selector.register(
-            connection, selectors.EVENT_READ, lambda c: self._launcher_ended(c, pid)
+            connection, selectors.EVENT_READ, lambda c: self._handle_launcher_end(c, pid)
         )
-        self._answer(connection, pid)
+        self._send_answer(connection, pid)
 
-    def _launcher_ended(self, connection: socket.socket, pid: int) -> None:
-        if (
-            self._children.get(pid) is not connection
-        ):  # `_reap` has handled the child in the same round
+    def _handle_launcher_end(self, connection: socket.socket, pid: int) -> None:
+        # `_reap` has handled the child in the same round.
+        if self._children.get(pid) is not connection:
             return
         self._selector.unregister(connection)
         # The child is not reaped yet, so that the pid is still its own.
         os.kill(pid, signal.SIGKILL)
 
-    def _reap(self, wake: socket.socket) -> None:
+    def _reap_children(self, wake: socket.socket) -> None:
         wake.recv(4096)
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -317,15 +318,15 @@ class _Server:
             connection = self._children.pop(pid)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(connection)
-            self._answer(connection, os.waitstatus_to_exitcode(status))
+            self._send_answer(connection, os.waitstatus_to_exitcode(status))
             connection.close()
 
     @staticmethod
-    def _answer(connection: socket.socket, number: int) -> None:
+    def _send_answer(connection: socket.socket, number: int) -> None:
         with contextlib.suppress(OSError):  # the launcher may have ended
             connection.sendall(_ANSWER.pack(number))
 
-    def _be_child(self, request: dict[str, Any]) -> None:
+    def _run_child(self, request: dict[str, Any]) -> None:
         """Run the requested function in the forked process, and exit."""
         try:
             signal.set_wakeup_fd(-1)
@@ -342,7 +343,7 @@ class _Server:
             os.environ.update(request["env"])
             os.chdir(request["cwd"])
             threading.Thread(target=self._die_with_server, daemon=True).start()
-            function_of(request["entry"], self._entries)(*request["args"])
+            find_entry_function(request["entry"], self._entries)(*request["args"])
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -353,7 +354,7 @@ class _Server:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def entries() -> dict[str, Callable[..., Any]]:
+def import_entry_functions() -> dict[str, Callable[..., Any]]:
     """Import PyTorch, and return the functions that a forked process can run, by name."""
     import stratbench.workload.with_torch  # noqa: F401
     from stratbench.train import worker
@@ -362,7 +363,7 @@ def entries() -> dict[str, Callable[..., Any]]:
     return {"worker": worker.main}
 
 
-def function_of(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def find_entry_function(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return the function of an entry, which is a name in `listed`, or `module:name`."""
     module, _, name = entry.partition(":")
     return listed[entry] if entry in listed else getattr(import_module(module), name)

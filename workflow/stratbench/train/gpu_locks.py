@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stratbench.cell.locks import try_lock
 from stratbench.telemetry.machine import nvml
 from stratbench.telemetry.machine.cores import list_usable_cores
-from stratbench.train.locks import own_folder
+from stratbench.train.locks import create_private_folder
 
 if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
@@ -30,7 +30,7 @@ class DeviceError(RuntimeError):
     """The machine lacks a device that a cell needs; the message says what to change."""
 
 
-def visible_gpus() -> list[str]:
+def list_visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES.
 
     As in CUDA, a name that is not a GPU's hides all names after it.
@@ -42,8 +42,8 @@ def visible_gpus() -> list[str]:
     if visible is None:
         return [str(gpu.index) for gpu in library.gpus()]
     names: dict[str, str] = {}
-    for name in _names(visible):
-        identity = _identity(name, library)
+    for name in _split_gpu_names(visible):
+        identity = _find_gpu_uuid(name, library)
         if identity is None:
             break
         if identity in names:
@@ -55,19 +55,19 @@ def visible_gpus() -> list[str]:
     return list(names.values())
 
 
-def unknown_gpu() -> str | None:
+def unknown_gpu_reason() -> str | None:
     """Return a sentence on the first name in CUDA_VISIBLE_DEVICES that is not a GPU's.
 
     The result is None if there is no such name.
     """
     library, names = nvml.Nvml(), os.environ.get(VARIABLE, "")
-    for name in _names(names):
-        if _identity(name, library) is None:
+    for name in _split_gpu_names(names):
+        if _find_gpu_uuid(name, library) is None:
             return f"{name!r} in {VARIABLE} = {names!r} is no GPU of this machine"
     return None
 
 
-def _names(visible: str) -> list[str]:
+def _split_gpu_names(visible: str) -> list[str]:
     """Return the names in CUDA_VISIBLE_DEVICES before the first -1 or empty name.
 
     Such a name hides the rest.
@@ -77,8 +77,8 @@ def _names(visible: str) -> list[str]:
     return names[: ends[0]] if ends else names
 
 
-def _identity(name: str, library: nvml.Nvml) -> str | None:
-    """Return the UUID of a GPU from any of its names.
+def _find_gpu_uuid(name: str, library: nvml.Nvml) -> str | None:
+    """Return the UUID of a GPU from its number or any other name.
 
     The result is None if the name is not a GPU's. If NVML does not answer or does not know the name, return
     the name itself.
@@ -90,7 +90,7 @@ def _identity(name: str, library: nvml.Nvml) -> str | None:
     # CUDA still knows MIG instances by older names, which begin with their GPU's.
     if library.reason or name.startswith("MIG-GPU-"):
         return name
-    return library.uuid_named(name)
+    return library.find_uuid(name)
 
 
 def wants_cuda(device: str, gpus: list[str]) -> bool:
@@ -102,12 +102,12 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
     """
     if device == "cpu" or gpus:
         return device != "cpu"
-    problem = unseen_gpu()
+    problem = unusable_gpu_reason()
     if device == "cuda" and not problem:
         reason, visible = nvml.Nvml().reason, os.environ.get(VARIABLE)
         problem = "no GPU is visible here"
         if visible is not None:
-            problem += f" ({unknown_gpu() or f'{VARIABLE} = {visible!r}'})"
+            problem += f" ({unknown_gpu_reason() or f'{VARIABLE} = {visible!r}'})"
         elif reason:
             problem += f" and NVML does not answer ({reason})"
     if problem:
@@ -118,11 +118,11 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
     return False
 
 
-def unseen_gpu() -> str | None:
+def unusable_gpu_reason() -> str | None:
     """Return why a visible GPU cannot be used, or None if none is visible."""
     if VARIABLE in os.environ:
-        named = _names(os.environ[VARIABLE])[:1]
-        return unknown_gpu() if named and _NAME.fullmatch(named[0]) else None
+        named = _split_gpu_names(os.environ[VARIABLE])[:1]
+        return unknown_gpu_reason() if named and _NAME.fullmatch(named[0]) else None
     files, reason = sorted(glob(DEVICE_FILES)), nvml.Nvml().reason
     if not files or reason is None:
         return None
@@ -130,8 +130,8 @@ def unseen_gpu() -> str | None:
 
 
 @contextmanager
-def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
-    """Lock some GPUs until the context ends, and yield their names. Wait while other cells use them.
+def reserve_gpus(gpus: list[str], wanted: int) -> Iterator[list[str]]:
+    """Lock some GPUs until the context ends, and yield their names. Wait while other cells use GPUs.
 
     The locks are in the user's own folder on this node, and end with the process. So a killed cell leaves no
     lock, and no other user can take one.
@@ -144,7 +144,7 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
         DeviceError: If fewer GPUs are visible than wanted.
     """
     if wanted > len(gpus):
-        seen = "; ".join(filter(None, [", ".join(gpus) or "none", unknown_gpu()]))
+        seen = "; ".join(filter(None, [", ".join(gpus) or "none", unknown_gpu_reason()]))
         raise DeviceError(
             f"the cell needs {wanted} GPUs on this node, but {len(gpus)} are visible ({seen}); "
             "lower `gpus` in the experiment, use device: cpu, or raise cluster.gpus_per_node to what a "
@@ -153,8 +153,8 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
     if not wanted:
         yield []
         return
-    folder = own_folder()
-    locks = {gpu: folder / f"gpu-{name}" for gpu, name in lock_names(gpus).items()}
+    folder = create_private_folder()
+    locks = {gpu: folder / f"gpu-{name}" for gpu, name in list_lock_file_names(gpus).items()}
     with ExitStack() as held:
         mine: list[str] = []
         announced = False
@@ -166,7 +166,8 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
                     held.callback(os.close, descriptor)
                     mine.append(gpu)
             if len(mine) < wanted:
-                # Release the GPUs that were locked: two cells with half of the GPUs each would wait forever.
+                # The GPUs that were locked are released: two cells with half of the GPUs each would wait
+                # forever.
                 held.close()
                 mine.clear()
                 if not announced:
@@ -176,38 +177,38 @@ def reserve(gpus: list[str], wanted: int) -> Iterator[list[str]]:
         yield mine
 
 
-def lock_names(gpus: list[str]) -> dict[str, str]:
+def list_lock_file_names(gpus: list[str]) -> dict[str, str]:
     """Return the name of the lock file for each GPU.
 
     The name is the GPU's full UUID if NVML knows it. Numbers would not do, because a scheduler may show every
     job its own GPU as number 0.
     """
     library = nvml.Nvml()
-    return {gpu: (_identity(gpu, library) or gpu).replace("/", "_") for gpu in gpus}
+    return {gpu: (_find_gpu_uuid(gpu, library) or gpu).replace("/", "_") for gpu in gpus}
 
 
-def show_only(gpus: list[str]) -> None:
+def set_visible_gpus(gpus: list[str]) -> None:
     """Make only `gpus` visible to this process's children, as devices 0, 1 and so on."""
     os.environ[VARIABLE] = ",".join(gpus)
 
 
 @contextmanager
-def hold_devices(settings: Settings, n_nodes: int) -> Iterator[bool]:
+def reserve_cell_gpus(settings: Settings, n_nodes: int) -> Iterator[bool]:
     """Reserve this node's GPUs for a cell within the context.
 
     The context yields whether the cell trains on GPUs.
     """
-    gpus = [] if settings.device == "cpu" else visible_gpus()
+    gpus = [] if settings.device == "cpu" else list_visible_gpus()
     cuda = wants_cuda(settings.device, gpus)
-    if settings.device != "cpu" and (unknown := unknown_gpu()):
+    if settings.device != "cpu" and (unknown := unknown_gpu_reason()):
         print(f"{unknown}: as in CUDA it hides what follows; visible: {', '.join(gpus) or 'none'}")
-    with reserve(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
+    with reserve_gpus(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
         if mine:
-            show_only(mine)
+            set_visible_gpus(mine)
         yield cuda
 
 
-def threads_of(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
+def count_threads_per_worker(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
     """Return the number of CPU threads per worker on this node.
 
     The number is as configured, or the worker's share of the cores. If a SLURM job has exactly the requested

@@ -1,4 +1,4 @@
-"""Checks a cell's data, model and task against its settings, and describes them in its record."""
+"""Checks that data, model and task of a cell match its settings, and describes them in its record."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.cell.text.words import format_names
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.git import read_git_state
 from stratbench.train.job import Job
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data import prepared
-from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.own_data import is_own_data_set
 from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import models
 from stratbench.workload.users_code import ModelError
 
 
-def check_inputs(data: Path, s: Settings) -> None:
-    """Check that the user's code and the prepared data are those of the settings.
+def check_code_and_data(data: Path, s: Settings) -> None:
+    """Check that the user's code and the prepared data match the cell's settings.
 
     Raises:
         ModelError: If the user's code has changed.
         DataError: If the prepared data do not match or do not suit the settings.
     """
-    files = strategy_class(s.strategy).files(s.options)
+    files = get_strategy_class(s.strategy).list_user_files(s.options)
     if files and users_code.hash_named_files(files) != s.options["sha256"]:
         names = format_names(list(files))
         raise ModelError(
@@ -35,12 +35,12 @@ def check_inputs(data: Path, s: Settings) -> None:
         )
     for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
         if spec:
-            users_code.check_unchanged(what, spec)
-    check_data(data, s)
+            users_code.check_code_unchanged(what, spec)
+    check_prepared_data(data, s)
 
 
-def check_data(folder: Path, s: Settings) -> None:
-    """Check the prepared data by their meta data.
+def check_prepared_data(folder: Path, s: Settings) -> None:
+    """Check that the prepared data match the settings, judged by the metadata.
 
     A user's own data are also checked by their sizes, which are not known before they are prepared.
 
@@ -48,8 +48,8 @@ def check_data(folder: Path, s: Settings) -> None:
         DataError: If the prepared data do not match or do not suit the settings.
     """
     meta = prepared.read_meta(folder)
-    check_spec(meta, folder, s)
-    if not is_own(s.data_spec):
+    check_data_spec(meta, folder, s)
+    if not is_own_data_set(s.data_spec):
         return
     if s.global_batch > meta["train_samples"]:
         raise DataError(
@@ -57,12 +57,12 @@ def check_data(folder: Path, s: Settings) -> None:
             f"{meta['train_samples']} to train on; use a smaller batch"
         )
     try:
-        models.input_shape(models.get_model(s), tuple(meta["shape"]))
+        models.compute_input_shape(models.get_model(s), tuple(meta["shape"]))
     except ValueError as e:
         raise DataError(f"data set {s.dataset!r}: {e}") from e
 
 
-def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
+def check_data_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
     """Check that a folder has the data set of the settings.
 
     Another data set may have the same name: that of another config with the same `results`, or an older
@@ -91,7 +91,7 @@ def check_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
 # ---------------------------------------------------------------- entries of the record
 
 
-def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
+def build_data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
     """Return the entry `data` of the record."""
     buffered = job.settings.data_placement == "host"
     return {
@@ -101,39 +101,41 @@ def data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
         "test_samples": meta["test_samples"],
         "synthetic": meta["generated"],
         **({"buffered_batches": BUFFERED_BATCHES} if buffered else {}),
-        **own_data_entry(job),
+        **build_own_data_entry(job),
     }
 
 
-def unbuilt_model(job: Job) -> dict[str, Any]:
+def build_unbuilt_model_entry(job: Job) -> dict[str, Any]:
     """Return the entry `model` of the record if no worker has described the model."""
     return {
         "parameters": None,
         "trainable_parameters": None,
         "initial_weights_sha256": None,
-        "input_shape": list(models.input_shape(models.get_model(job.settings), job.data_shape)),
+        "input_shape": list(
+            models.compute_input_shape(models.get_model(job.settings), job.data_shape)
+        ),
         "classes": job.data["classes"],
         "batchnorm": None,
         "dropout": None,
     }
 
 
-def model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the entry `model` of the record. A user's own model has files and git revision.
+def build_model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the record's entry `model`. For a user's own model it has files and git revision.
 
     Args:
         job: Job of the cell.
-        built: Description of the model by a worker. None: no worker has built it.
+        built: Description of the model by a worker, or None if no worker has built it.
     """
-    built, spec = built or unbuilt_model(job), job.settings.own_model
+    built, spec = built or build_unbuilt_model_entry(job), job.settings.own_model
     if spec is None:
         return built
     declared = {"arguments": None, "sharding": None} | built.get("own", {})
-    return built | {"own": declared | code_entry(spec)}
+    return built | {"own": declared | build_code_entry(spec)}
 
 
-def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry `task` of the record. A user's own task has files and git revision.
+def build_task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the record's entry `task`. For a user's own task it has files and git revision.
 
     Args:
         job: Job of the cell.
@@ -148,26 +150,26 @@ def task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[s
         shape,
         meta.get("least_loss"),
     )
-    return facts | {"own": s.own_task and code_entry(s.own_task)}
+    return facts | {"own": s.own_task and build_code_entry(s.own_task)}
 
 
-def code_entry(spec: dict[str, Any]) -> dict[str, Any]:
+def build_code_entry(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the record's description of a user's code: call, hash, files and git revision."""
-    files = users_code.find_sources(spec["call"], users_code.code_folders())
-    return {key: spec[key] for key in ("call", "sha256", "version")} | files_entry(files)
+    files = users_code.find_source_files(spec["call"], users_code.list_code_folders())
+    return {key: spec[key] for key in ("call", "sha256", "version")} | build_files_entry(files)
 
 
-def files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
+def build_files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
     """Return the record's description of a user's files: names and git revision."""
     git = read_git_state(next(iter(files.values())).parent) if files else None
     return {"files": list(files), "git": git}
 
 
-def own_data_entry(job: Job) -> dict[str, Any]:
+def build_own_data_entry(job: Job) -> dict[str, Any]:
     """Return the entry `data.own` of the record: files or code of a user's data set."""
     spec = job.settings.data_spec
-    if not is_own(spec):
+    if not is_own_data_set(spec):
         return {}
     if "call" in spec:
-        return {"own": {"kind": spec["kind"], "kwargs": spec["kwargs"]} | code_entry(spec)}
+        return {"own": {"kind": spec["kind"], "kwargs": spec["kwargs"]} | build_code_entry(spec)}
     return {"own": {key: spec[key] for key in ("kind", "sha256")}}

@@ -1,4 +1,4 @@
-"""The job of a cell: everything that its processes need from the launcher, as one JSON text."""
+"""Defines the job of a cell: everything that its processes need from the launcher, as JSON."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Job:
     time_limit_s: float | None
     #: Whether this is a segment of a block, which shares a fork server and devices with the block's other
     #: segments.
-    in_block: bool = False
+    is_in_block: bool = False
     #: Seconds that the cell's SLURM job waited in the queue. None: there is no such job, or it is not known.
     queue_wait_s: float | None = None
     #: Earlier attempts of a cell with checkpoints (`train.restarts.attempts`).
-    attempts: tuple[dict[str, Any], ...] = ()
+    earlier_attempts: tuple[dict[str, Any], ...] = ()
     #: Number of repeats of the cell in the config. None: not known.
     planned_repeats: int | None = None
 
@@ -65,10 +65,10 @@ class Job:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the start of the cell."""
         return time.monotonic() - self.origin_s
 
-    def on_another_node(self, spent_s: float, local: Path) -> Job:
+    def for_another_node(self, spent_s: float, local: Path) -> Job:
         """Return the job for another node, with that node's clock and local folder.
 
         If the clocks of both nodes agree on the date, the start is corrected by the seconds that the call
@@ -80,14 +80,14 @@ class Job:
         """
         by_date_s = time.time() - self.origin_unix_s
         agree = spent_s <= by_date_s <= spent_s + MAX_CALL_S
-        folder = replace(self.folder, local=local)
+        folder = replace(self.folder, node_local_dir=local)
         origin_s = time.monotonic() - (by_date_s if agree else spent_s)
         return replace(self, origin_s=origin_s, folder=folder)
 
     @property
-    def spent_s(self) -> float:
+    def earlier_attempts_s(self) -> float:
         """Seconds of all earlier attempts, which the cell's times include."""
-        return sum(attempt["ran_s"] for attempt in self.attempts)
+        return sum(attempt["ran_s"] for attempt in self.earlier_attempts)
 
     @property
     def world_size(self) -> int:
@@ -99,18 +99,18 @@ class Job:
         """Number of nodes."""
         return -(-self.world_size // self.workers_per_node)
 
-    def ranks_of(self, node: int) -> range:
+    def list_ranks(self, node: int) -> range:
         """Return the ranks that run on a node."""
         first = node * self.workers_per_node
         return range(first, min(first + self.workers_per_node, self.world_size))
 
-    def node_of(self, rank: int) -> int:
+    def compute_node(self, rank: int) -> int:
         """Return the number of the node on which a rank runs."""
         return rank // self.workers_per_node
 
-    def workers_beside(self, rank: int) -> int:
+    def count_workers_on_node(self, rank: int) -> int:
         """Return how many workers run on the node of a rank, including the rank itself."""
-        return len(self.ranks_of(self.node_of(rank)))
+        return len(self.list_ranks(self.compute_node(rank)))
 
     def to_json(self) -> str:
         """Return the job as JSON for `from_json`."""
@@ -123,7 +123,7 @@ class Job:
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])
         fields["data_dir"] = Path(fields["data_dir"])
-        fields["attempts"] = tuple(fields["attempts"])
+        fields["earlier_attempts"] = tuple(fields["earlier_attempts"])
         paths = fields["folder"]
         fields["folder"] = RunFolder(**{key: path and Path(path) for key, path in paths.items()})
         return cls(**fields)

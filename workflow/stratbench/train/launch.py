@@ -1,4 +1,4 @@
-"""The launcher of a cell: trains it, and writes its record or the evidence of its failure.
+"""The launcher of a cell, which trains it and writes its record or the evidence of a failure.
 
 python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
 
@@ -32,22 +32,22 @@ from typing import Any, Protocol
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_last_lines, write_atomic
-from stratbench.cell.parent import terminate_with
+from stratbench.cell.parent import terminate_when_ancestor_ends
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.strategies.needs import check_installed
 from stratbench.study.job_values import insert_values
-from stratbench.telemetry.compiling import missing_compiler
+from stratbench.telemetry.compiling import missing_compiler_reason
 from stratbench.telemetry.machine.foreign_processes import describe_gpu
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import agent, assemble, gpu_locks
-from stratbench.train.inputs import check_inputs, check_spec
+from stratbench.train.inputs import check_code_and_data, check_data_spec
 from stratbench.train.job import Job
-from stratbench.train.locks import Held, hold_cell, scratch
-from stratbench.train.nodes.srun import queue_wait_s
-from stratbench.train.running.runner import runner_of
-from stratbench.train.standing import calls_in
+from stratbench.train.locks import Held, create_scratch_folder, lock_cell
+from stratbench.train.nodes.srun import compute_queue_wait_s
+from stratbench.train.running.runner import create_runner
+from stratbench.train.standing import read_stack_calls
 from stratbench.workload.data import prepared
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.users_code import ModelError
@@ -56,7 +56,7 @@ EVIDENCE_LINES = 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the cell, and return the exit code. The cell is locked until its record or evidence is stored."""
+    """Train the cell, and return the exit code. A lock lasts until the record or evidence is stored."""
     args = parse_arguments(argv)
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
@@ -64,16 +64,16 @@ def main(argv: list[str] | None = None) -> int:
     def train(held: ExitStack) -> None:
         # If workers are jobs of their own, a second launcher does not wait: it would occupy a job for the
         # whole training.
-        waited = held.enter_context(hold_cell(args.logs, wait=runner_of(settings).is_gang))
+        waited = held.enter_context(lock_cell(args.logs, wait=create_runner(settings).is_gang))
         # Snakemake has deleted the old record, so that an existing one is from another launcher.
         foreign = waited or args.parent is not None
-        if foreign and record.is_record_of(args.record, args.cell, args.settings):
+        if foreign and record.is_valid_record_of_cell(args.record, args.cell, args.settings):
             print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
             return
-        begin_log(args.logs, f"cell {cell}")
-        train_held(args, cell, settings)
+        truncate_log(args.logs, f"cell {cell}")
+        train_locked_cell(args, cell, settings)
 
-    return run_to_end(cell, f"cell {cell}", args.parent, train, lambda: args.logs)
+    return run_launcher(cell, f"cell {cell}", args.parent, train, lambda: args.logs)
 
 
 class Failure(RuntimeError):
@@ -85,19 +85,19 @@ class Failure(RuntimeError):
 
 
 class Launched(Protocol):
-    """A cell or a block, which a launcher trains."""
+    """The cell, or the block of a comparison, that a launcher trains."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
 
-def run_to_end(
+def run_launcher(
     of: Launched,
     begun: str,
     parent: int | None,
     work: Callable[[ExitStack], None],
     logs: Callable[[], Path],
 ) -> int:
-    """Call the work of a launcher, and return the exit code.
+    """Run the work function of a launcher, and return the exit code.
 
     The evidence is stored if the work fails.
 
@@ -114,34 +114,37 @@ def run_to_end(
     print(begun, flush=True)
     with ExitStack() as held:
         try:
-            agent.on_signals(agent.raise_stopped)
+            agent.handle_stop_signals(agent.raise_stopped)
             if parent is not None:
-                terminate_with(parent)
+                terminate_when_ancestor_ends(parent)
             work(held)
             return 0
         except agent.Stopped as stopped:
-            print(f"{title_of(of)}: stopped by {stopped}; all its processes were ended", flush=True)
+            print(
+                f"{format_cell_title(of)}: stopped by {stopped}; all its processes were ended",
+                flush=True,
+            )
             return 128 + stopped.signum
         except Held as e:
             # Evidence in the cell's folder belongs to the launcher that holds the lock.
-            print(f"{title_of(of)}: {e}", flush=True)
+            print(f"{format_cell_title(of)}: {e}", flush=True)
             return 1
         except Failure as e:
-            return fail(logs(), of, str(e), e.processes)
+            return store_failure(logs(), of, str(e), e.processes)
         except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
-            return fail(logs(), of, str(e), [])
+            return store_failure(logs(), of, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
-            return fail(logs(), of, f"{type(e).__name__}: {e}", [], trace)
+            return store_failure(logs(), of, f"{type(e).__name__}: {e}", [], trace)
 
 
-def title_of(of: Launched) -> str:
-    """Return a cell's or block's kind and name, for the beginning of a message."""
+def format_cell_title(of: Launched) -> str:
+    """Return the kind and name of a cell or block, with which a message begins."""
     return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
 
 
-def begin_log(logs: Path, first_line: str) -> None:
-    """Truncate the log that this launcher writes, once it has locked the cell or block.
+def truncate_log(logs: Path, first_line: str) -> None:
+    """Truncate the log that this launcher writes, after the cell or block has been locked.
 
     The shell opens the log for appending, because another launcher may still write to it.
     """
@@ -153,7 +156,7 @@ def begin_log(logs: Path, first_line: str) -> None:
             print(first_line, flush=True)
 
 
-def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None:
+def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) -> None:
     """Train a locked cell, and write its record.
 
     Args:
@@ -171,24 +174,24 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
         )
     for old in (args.logs / record.FAILURE_FILE, args.record, args.timeline):
         old.unlink(missing_ok=True)
-    runner = runner_of(settings)
-    runner.prepare(RunFolder.of_logs(args.logs), cell, settings, args.data)
-    check_installed(cell.strategy, strategy_class(settings.strategy), settings.options)
-    check_inputs(args.data, settings)
+    runner = create_runner(settings)
+    runner.prepare(RunFolder.from_log_dir(args.logs), cell, settings, args.data)
+    check_installed(cell.strategy, get_strategy_class(settings.strategy), settings.options)
+    check_code_and_data(args.data, settings)
     with (
-        runner.hold_devices(settings, args) as use_cuda,
-        job_of(cell, settings, use_cuda, args) as job,
+        runner.reserve_gpus(settings, args) as use_cuda,
+        create_job(cell, settings, use_cuda, args) as job,
     ):
-        if settings.compile and (reason := missing_compiler(job.use_cuda)):
+        if settings.compile and (reason := missing_compiler_reason(job.use_cuda)):
             raise Failure(reason)
         job, exits, ending = runner.run(job, args)
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
-    agent.on_signals(lambda _: None)  # from here on a signal must not lose the result
-    merge_timeline(job.folder.sample_files(), job.folder.phase_logs(), args.timeline)
+    agent.handle_stop_signals(lambda _: None)  # from here on a signal must not lose the result
+    merge_timeline(job.folder.list_sample_paths(), job.folder.list_phase_log_paths(), args.timeline)
     finished = assemble.make_record(job, ending)
     record.write_record(args.record, finished)
-    shutil.rmtree(job.folder.kept, ignore_errors=True)
+    shutil.rmtree(job.folder.saved_state_dir, ignore_errors=True)
     skews_ms = finished["time"]["start_skew_ms"]
     skew = f", start skew {max(skews_ms):.1f} ms" if skews_ms else ""
     print(f"cell {cell}: {ending.status}{f' ({ending.reason})' if ending.reason else ''}{skew}")
@@ -196,7 +199,7 @@ def train_held(args: argparse.Namespace, cell: Cell, settings: Settings) -> None
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line of a cell's launcher."""
-    parser = launchers_parser(__doc__)
+    parser = create_launcher_parser(__doc__)
     parser.add_argument("--cell", required=True, help="the cell's seven coordinates, as JSON")
     parser.add_argument("--record", required=True, type=Path, help="where the record goes")
     parser.add_argument("--timeline", required=True, type=Path, help="where the timeline goes")
@@ -209,7 +212,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))
 
 
-def launchers_parser(description: str) -> argparse.ArgumentParser:
+def create_launcher_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options that the launchers of cells and blocks share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
@@ -234,7 +237,7 @@ def launchers_parser(description: str) -> argparse.ArgumentParser:
 
 
 @contextmanager
-def job_of(
+def create_job(
     cell: Cell,
     settings: Settings,
     use_cuda: bool,
@@ -247,34 +250,34 @@ def job_of(
     Args:
         cell: Cell to train.
         settings: Settings of the cell.
-        use_cuda: Whether it trains on GPUs.
+        use_cuda: Whether the cell trains on GPUs.
         args: Command line of the launcher.
-        logs: Log folder. None: that of `args`.
+        logs: Log folder, or None for that of `args`.
         in_block: Whether the job is a segment of a block.
     """
     meta = prepared.read_verified_meta(args.data)
-    check_spec(meta, args.data, settings)
+    check_data_spec(meta, args.data, settings)
     workers_per_node = -(-cell.gpus // args.nodes)
-    with scratch() as local:
+    with create_scratch_folder() as local:
         yield Job(
             cell=cell,
             settings=settings,
             data_dir=args.data.resolve(),
             data=meta,
-            folder=RunFolder.of_logs(logs or args.logs, local),
+            folder=RunFolder.from_log_dir(logs or args.logs, local),
             workers_per_node=workers_per_node,
             use_cuda=use_cuda,
-            threads=runner_of(settings).count_threads(settings, workers_per_node, args),
+            threads=create_runner(settings).count_threads(settings, workers_per_node, args),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
-            in_block=in_block,
-            queue_wait_s=queue_wait_s(),
+            is_in_block=in_block,
+            queue_wait_s=compute_queue_wait_s(),
             planned_repeats=None if in_block else args.repeats,
         )
 
 
-def fail(
+def store_failure(
     log_dir: Path,
     cell: Launched,
     reason: str,
@@ -286,17 +289,17 @@ def fail(
     Args:
         log_dir: Folder for the evidence.
         cell: Cell or block that failed.
-        reason: Why it failed.
+        reason: Why the cell or block failed.
         processes: One line per process on its exit.
         trace: Lines of a traceback.
 
     Returns:
         The exit code of the launcher, 1.
     """
-    folder, path = RunFolder.of_logs(log_dir), log_dir / record.FAILURE_FILE
-    logs = {p.name: read_last_lines(p)[-EVIDENCE_LINES:] for p in folder.process_logs()}
-    stacks = {p.name: calls_in(p)[:EVIDENCE_LINES] for p in folder.stacks()}
-    places = folder.read_places()
+    folder, path = RunFolder.from_log_dir(log_dir), log_dir / record.FAILURE_FILE
+    logs = {p.name: read_last_lines(p)[-EVIDENCE_LINES:] for p in folder.list_log_paths()}
+    stacks = {p.name: read_stack_calls(p)[:EVIDENCE_LINES] for p in folder.list_stack_paths()}
+    places = folder.read_process_locations()
     if trace:
         logs["launcher"] = trace[-EVIDENCE_LINES:]
     evidence = {
@@ -313,7 +316,7 @@ def fail(
     except OSError as e:
         where = f"not kept: {e}"
     with contextlib.suppress(OSError):  # the log may be on the same full disk
-        print(f"\n{title_of(cell)} FAILED: {reason}")
+        print(f"\n{format_cell_title(cell)} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
         for name, device in places.items():

@@ -13,7 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stratbench.cell.locks import create_held_folder, lock_file, open_lock, try_lock
+from stratbench.cell.locks import (
+    create_temporary_locked_folder,
+    lock_file,
+    open_lock_file,
+    try_lock,
+)
 
 POLL_S = 0.5
 #: Number of names that are tried for the user's folder. Other users may have created some of them.
@@ -25,25 +30,26 @@ _MAX_SOCKET_PATH = 103
 # ---------------------------------------------------------------- this node
 
 
-def own_folder(parent: str | Path | None = None) -> Path:
+def create_private_folder(parent: str | Path | None = None) -> Path:
     """Return a folder below `parent` that no other user can read or write.
 
     The folder is created if it is missing. All processes of the user get the same folder. Names that other
     users have created are skipped.
 
     Args:
-        parent: Folder of the user's folder. None: the folder for temporary files.
+        parent: Folder that contains the new folder, or None for the folder for temporary files.
     """
     stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
     paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
-    # One that is there already comes first: another user who gives up a name must not part our cells.
+    # A folder that exists already comes first. Otherwise our cells would use different folders once another
+    # user gives up a name.
     for path in paths:
-        if _is_own(path):
+        if _is_private_folder(path):
             return path
     for path in paths:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        if _is_own(path):
+        if _is_private_folder(path):
             return path
     raise PermissionError(
         f"another user has taken {stem} and all {_NAMES - 1} names after it; set TMPDIR to a folder "
@@ -51,7 +57,7 @@ def own_folder(parent: str | Path | None = None) -> Path:
     )
 
 
-def _is_own(path: Path) -> bool:
+def _is_private_folder(path: Path) -> bool:
     try:
         status = path.lstat()
     except OSError:
@@ -61,15 +67,15 @@ def _is_own(path: Path) -> bool:
 
 
 @contextmanager
-def scratch() -> Iterator[Path]:
+def create_scratch_folder() -> Iterator[Path]:
     """Yield a folder for sockets and other temporary files of this process.
 
     Its path is short enough for sockets. The function also removes folders that killed processes have left.
     """
-    base = own_folder()
+    base = create_private_folder()
     if len(os.fsencode(base)) + len("/job-12345678/12345678-999") > _MAX_SOCKET_PATH:
-        base = own_folder("/tmp")
-    with create_held_folder(base, "job-") as folder:
+        base = create_private_folder("/tmp")
+    with create_temporary_locked_folder(base, "job-") as folder:
         yield folder
 
 
@@ -77,12 +83,12 @@ def scratch() -> Iterator[Path]:
 
 
 class Held(RuntimeError):
-    """Another launcher has locked the cell. The message names it."""
+    """Another launcher has locked the cell; the message names that launcher."""
 
 
 @contextmanager
-def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
-    """Lock a log folder's cell, and yield whether this waited for another launcher.
+def lock_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
+    """Lock a cell by its log folder. Yield whether another launcher held the lock before.
 
     The function waits for a launcher that trains the cell on any node, and for the workers of a killed one.
 
@@ -96,27 +102,27 @@ def hold_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
     """
     logs.mkdir(parents=True, exist_ok=True)
     reason = "another launcher trains this cell"
-    descriptor, waited = _wait_for(logs / "launcher.lock", reason, wait)
+    descriptor, waited = _wait_for_lock(logs / "launcher.lock", reason, wait)
     try:
         # Launchers that wait print this name. On a full disk they wait without it.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, _own_name().encode())
-        workers, _ = _wait_for(logs / "workers.lock", "workers of a killed launcher still end")
+            os.write(descriptor, _format_own_name().encode())
+        workers, _ = _wait_for_lock(logs / "workers.lock", "workers of a killed launcher still end")
         os.close(workers)
         yield waited
     finally:
         os.close(descriptor)
 
 
-def _own_name() -> str:
+def _format_own_name() -> str:
     """Return the name of this process for the messages of launchers that wait for it."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
 
 
-def _wait_for(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
-    """Lock a file, and wait for its present holder.
+def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
+    """Lock a file, after waiting for the process that holds the lock at present.
 
     Args:
         path: File to lock.
@@ -140,11 +146,11 @@ def _wait_for(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
     return descriptor, waited
 
 
-def hold_as_worker(logs: Path) -> None:
-    """Let the next launcher of the cell wait until this process has ended.
+def lock_cell_as_worker(logs: Path) -> None:
+    """Make the next launcher of the cell wait until this process has ended.
 
     Raises:
         BlockingIOError: If the next launcher has started already, because this process's launcher was killed.
     """
     path = logs / "workers.lock"
-    lock_file(open_lock(path), fcntl.LOCK_SH, path)  # the lock ends with the process
+    lock_file(open_lock_file(path), fcntl.LOCK_SH, path)  # the lock ends with the process

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stratbench.cell.files import finite
+from stratbench.cell.files import finite_or_none
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import compiled
 from stratbench.strategies.base import Strategy, Worker
@@ -34,21 +34,21 @@ from stratbench.workload.torch_internals import wait_for_collectives
 
 @dataclass
 class Progress:
-    """Results of the finished epochs, with a copy in `folder`, so that a timeout loses none."""
+    """Results of the finished epochs, also stored in a file so that a timeout loses no epoch."""
 
     folder: RunFolder | None
-    per_epoch: list[dict[str, Any]] = field(default_factory=list)
+    epoch_results: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, entry: dict[str, Any]) -> None:
-        """Add the results of a finished epoch."""
-        self.per_epoch.append(entry)
+    def append_epoch(self, entry: dict[str, Any]) -> None:
+        """Add the results of a finished epoch, and store them in the run folder."""
+        self.epoch_results.append(entry)
         if self.folder is not None:
-            self.folder.add_epoch(entry)
+            self.folder.append_epoch(entry)
 
 
 @dataclass
 class Result:
-    """The measurements of one worker."""
+    """The measurements of one worker from its training loop."""
 
     status: str
     reason: str | None
@@ -92,56 +92,55 @@ def train(
         warm_up(strategy, data, worker)
     memory.start()
     clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
-    worker.mark = clock.mark
+    worker.mark_phase_end = clock.mark_phase_end
     reason = used = None
     in_all = s.total_steps(data.train_samples)
     steps_per_epoch = data.train_samples // s.global_batch
-    starts = [beside.begin(clock, progress.per_epoch) for beside in besides]
+    starts = [beside.restore_start(clock, progress.epoch_results) for beside in besides]
     start = max(starts, key=lambda each: each.steps, default=Start())
     for entry in start.epochs:
-        progress.add(entry)
+        progress.append_epoch(entry)
     first, taken = start.steps // steps_per_epoch, start.losses
     steps = first * steps_per_epoch
-    for epoch in range(first, s.passes(data.train_samples)):
+    for epoch in range(first, s.count_passes(data.train_samples)):
         max_steps = in_all - steps
         losses = train_epoch(strategy, data, worker, clock, log, epoch, max_steps, besides, taken)
         taken = ()
-        strategy.check_alike()
-        if (
-            used is None
-        ):  # read before an evaluation, whose batches may need more memory than training
+        strategy.check_equal_collectives()
+        # The peak is read before an evaluation, whose batches may need more memory than training.
+        if used is None:
             used = memory.read()
         steps += len(losses)
-        loss = mean_over_workers(torch.stack(losses).double().mean(), worker)
+        loss = average_over_replicas(torch.stack(losses).double().mean(), worker)
         mean_losses = {"training": loss}
         if s.steps:
-            report_steps(steps, in_all, clock, worker)
+            print_step_progress(steps, in_all, clock, worker)
         else:
             with phases("eval"):
-                evaluation = evaluate(
+                evaluation = evaluate_test_set(
                     strategy, data, worker.task, worker.rank, worker.mesh, worker.heartbeat
                 )
-            entry = epoch_entry(epoch, clock.train_time_s, loss, evaluation)
-            strategy.check_alike()
-            progress.add(entry)
-            report_epoch(entry, clock, worker, samples=len(losses) * s.global_batch)
+            entry = build_epoch_entry(epoch, clock.train_time_s, loss, evaluation)
+            strategy.check_equal_collectives()
+            progress.append_epoch(entry)
+            print_epoch_results(entry, clock, worker, samples=len(losses) * s.global_batch)
             mean_losses["test"] = evaluation.loss
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
-        if reason := why_diverged(mean_losses, where):
+        if reason := divergence_reason(mean_losses, where):
             break
-        if steps < in_all and next_stop(besides) == steps:
-            tell(besides, steps, [])
+        if steps < in_all and find_next_stop(besides) == steps:
+            call_due_activities(besides, steps, [])
     status, samples = "diverged" if reason else "ok", steps * strategy.samples_per_step(s)
     return Result(status, reason, clock, progress, steps, samples, used)
 
 
-def next_stop(besides: Sequence[Beside]) -> int | None:
+def find_next_stop(besides: Sequence[Beside]) -> int | None:
     """Return the step after which the clock must stop next for an activity, or None."""
-    stops = [beside.next_stop() for beside in besides]
+    stops = [beside.find_next_stop() for beside in besides]
     return min((stop for stop in stops if stop is not None), default=None)
 
 
-def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
+def call_due_activities(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
     """Call the activities that are due after a step, while the clock is stopped.
 
     Args:
@@ -150,11 +149,11 @@ def tell(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> No
         losses: Losses of the present epoch so far.
     """
     for beside in besides:
-        if beside.next_stop() == step:
-            beside.between(step, losses)
+        if beside.find_next_stop() == step:
+            beside.act_after_step(step, losses)
 
 
-def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
+def divergence_reason(mean_losses: dict[str, float], where: str) -> str | None:
     """Return a sentence on the first loss that is not finite, or None.
 
     Args:
@@ -167,7 +166,7 @@ def why_diverged(mean_losses: dict[str, float], where: str) -> str | None:
     return None
 
 
-def epoch_entry(
+def build_epoch_entry(
     epoch: int, train_time_s: float, train_loss: float | None, evaluation: Evaluated
 ) -> dict[str, Any]:
     """Return one element of `score.per_epoch` in the record.
@@ -175,16 +174,16 @@ def epoch_entry(
     Args:
         epoch: Number of the epoch, from 0.
         train_time_s: Training time in seconds until the end of the epoch.
-        train_loss: Mean training loss. None: not known.
+        train_loss: Mean training loss, or None if not known.
         evaluation: Loss and score on the test set.
     """
     return {
         "epoch": epoch + 1,
         "train_time_s": train_time_s,
-        "train_loss": finite(train_loss),
-        "test_loss": finite(evaluation.loss),
-        "score": finite(evaluation.score),
-        "score_error": finite(evaluation.error),
+        "train_loss": finite_or_none(train_loss),
+        "test_loss": finite_or_none(evaluation.loss),
+        "score": finite_or_none(evaluation.score),
+        "score_error": finite_or_none(evaluation.error),
         **({"answers_left_out": evaluation.left_out} if evaluation.left_out else {}),
     }
 
@@ -198,7 +197,7 @@ def describe_score(task: Task, score: float | None) -> str:
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
-    """Train and evaluate a few batches, and restore everything that this changes.
+    """Train and evaluate a few batches, then restore all state that this warm-up changes.
 
     Args:
         strategy: Strategy whose `setup` has been called.
@@ -206,24 +205,24 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
         worker: This worker.
     """
     s = worker.settings
-    saved, generators = strategy.save(), Generators.now(worker.device)
-    batch = data.practice_batches(strategy.samples_per_step(s), s)
+    saved, generators = strategy.save(), Generators.capture_states(worker.device)
+    batch = data.create_practice_batches(strategy.samples_per_step(s), s)
     # A compiled model may compile again in its second step, because the first step has created state.
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
         strategy.step(*batch())
     if s.compile:
-        compiled.check_gradients(strategy, worker, *batch())
-    with strategy.evaluating() as model, torch.no_grad():
-        model(data.test_batch(0, choose_eval_batch(data.meta["shape"]))[0])
-    if worker.watch is not None:
-        worker.watch.end_warm_up()
+        compiled.check_compiled_gradients(strategy, worker, *batch())
+    with strategy.open_evaluation_model() as model, torch.no_grad():
+        model(data.make_test_batch(0, choose_eval_batch(data.meta["shape"]))[0])
+    if worker.compile_watch is not None:
+        worker.compile_watch.end_warm_up()
     strategy.restore(saved)
     generators.put_back(worker.device)
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        let_go_of_collectives(worker.device)
+        free_warm_up_collectives(worker.device)
 
 
-def let_go_of_collectives(device: torch.device) -> None:
+def free_warm_up_collectives(device: torch.device) -> None:
     """Free the tensors of the warm-up's collectives before memory is measured.
 
     DDP's first buckets are such tensors. PyTorch keeps the tensors of a collective until its watchdog has
@@ -231,7 +230,7 @@ def let_go_of_collectives(device: torch.device) -> None:
     of the peak after a short warm-up.
     """
     torch.cuda.synchronize(device)
-    wait_for_collectives()  # waits for those whose end the watchdog has not seen
+    wait_for_collectives()  # waits for collectives whose end the watchdog has not seen
     dist.all_reduce(torch.zeros(1, device=device))
 
 
@@ -246,7 +245,7 @@ def train_epoch(
     besides: Sequence[Beside] = (),
     taken: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Train one timed epoch, and return the loss of each step, on the device.
+    """Train one timed epoch. Return the loss of each step as tensors on the device.
 
     The clock stops for activities that are due within the epoch. Activities that are due after its last step
     run after the evaluation.
@@ -258,32 +257,35 @@ def train_epoch(
         clock: Clock of the steps.
         log: Log of the phases for the timeline.
         epoch: Number of the epoch, from 0.
-        max_steps: Maximum number of steps. None: all steps of the epoch.
+        max_steps: Maximum number of steps, or None for all steps of the epoch.
         besides: Activities such as checkpoints.
         taken: Losses of steps of this epoch that an earlier attempt has taken.
     """
     s = worker.settings
-    order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
-    settle_garbage()
+    order, augmentation = data.draw_epoch_tables(s.seed, epoch, s.augment).to_device(
+        data.index_device
+    )
+    collect_and_freeze_garbage()
     batches = islice(strategy.batches(order, epoch), len(taken), max_steps)
     losses, per_epoch = list(taken), data.train_samples // s.global_batch
     last = per_epoch if max_steps is None else min(per_epoch, max_steps)
     while True:
-        stop = next_stop(besides)
+        stop = find_next_stop(besides)
         until = last if stop is None else min(stop - epoch * per_epoch, last)
         stretch = islice(batches, until - len(losses))
-        log.write("train", "start")
-        line_up(
-            worker
-        )  # the clock starts at once after it: a delay here would count for all workers
-        losses += timed_steps(strategy, data, clock, stretch, augmentation, goes_on=bool(losses))
-        log.write("train", "end")
+        log.write_phase_event("train", "start")
+        # The clock starts right after this barrier, so that a delay would count for all workers.
+        wait_for_all_workers(worker)
+        losses += run_timed_steps(
+            strategy, data, clock, stretch, augmentation, goes_on=bool(losses)
+        )
+        log.write_phase_event("train", "end")
         if until == last:
             return losses
-        tell(besides, stop, losses)
+        call_due_activities(besides, stop, losses)
 
 
-def timed_steps(
+def run_timed_steps(
     strategy: Strategy,
     data: DeviceData,
     clock: StepClock,
@@ -291,7 +293,7 @@ def timed_steps(
     augmentation: Augmentation | None = None,
     goes_on: bool = False,
 ) -> list[torch.Tensor]:
-    """Take and time one step per batch, and return the losses, on the device.
+    """Take and time one step per batch. Return the losses as tensors on the device.
 
     Args:
         strategy: Strategy whose `setup` has been called.
@@ -302,19 +304,19 @@ def timed_steps(
         goes_on: Whether the steps continue the epoch whose steps were timed last.
     """
     losses = []
-    clock.begin(goes_on)
-    for indices, following in with_next(batches):
-        x, y = data.batch(indices, augmentation)
+    clock.begin_epoch(goes_on)
+    for indices, following in pair_with_next_batch(batches):
+        x, y = data.make_training_batch(indices, augmentation)
         if following is not None:
             data.prefetch(following, augmentation)
-        clock.mark("data")
+        clock.mark_phase_end("data")
         losses.append(strategy.step(x, y))
-        clock.tick()
+        clock.mark_step_end()
     clock.end()
     return losses
 
 
-def with_next(
+def pair_with_next_batch(
     batches: Iterable[torch.Tensor],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Yield each batch together with the next batch, which is None for the last one."""
@@ -326,7 +328,7 @@ def with_next(
         now = following
 
 
-def line_up(worker: Worker) -> None:
+def wait_for_all_workers(worker: Worker) -> None:
     """Wait until all workers of a collective have called this function.
 
     The wait also lasts until their devices are idle.
@@ -336,7 +338,7 @@ def line_up(worker: Worker) -> None:
         dist.barrier(device_ids=[worker.device.index] if on_cuda else None)
 
 
-def settle_garbage() -> None:
+def collect_and_freeze_garbage() -> None:
     """Collect Python's garbage now, and exclude all present objects from later collections.
 
     Otherwise a full collection, which takes a tenth of a second with PyTorch loaded, could run within the
@@ -346,7 +348,7 @@ def settle_garbage() -> None:
     gc.freeze()
 
 
-def evaluate(
+def evaluate_test_set(
     strategy: Strategy,
     data: DeviceData,
     task: Task,
@@ -371,35 +373,39 @@ def evaluate(
     total, batch = data.test_samples, choose_eval_batch(data.meta["shape"])
     rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
     sums = torch.zeros(8, dtype=torch.float64, device=data.device)
-    with strategy.evaluating() as model, torch.no_grad():
+    with strategy.open_evaluation_model() as model, torch.no_grad():
         for i in range(rounds):
             start = (i * mesh.replicas + share) * batch
-            counts = start < total and mesh.speaks(rank)
-            x, y = data.test_batch(start, start + batch) if start < total else data.test_batch(0, 1)
+            counts = start < total and mesh.reports_for_replica(rank)
+            x, y = (
+                data.make_test_batch(start, start + batch)
+                if start < total
+                else data.make_test_batch(0, 1)
+            )
             outputs = model(x)
             if counts:
                 sums += compute_batch_sums(task, outputs, y)
             if heartbeat is not None:
-                heartbeat.alive()
+                heartbeat.record_progress()
     if mesh.workers > 1:
         dist.all_reduce(sums)
     return compute_evaluation(sums.tolist())
 
 
-def mean_over_workers(value: torch.Tensor, worker: Worker) -> float:
+def average_over_replicas(value: torch.Tensor, worker: Worker) -> float:
     """Return the mean of a scalar over the replicas of the model.
 
     One worker of each replica has the value. The function waits for the device, so call it between epochs
     only.
     """
     if worker.world_size > 1:
-        if not worker.mesh.speaks(worker.rank):
+        if not worker.mesh.reports_for_replica(worker.rank):
             value = torch.zeros_like(value)
         dist.all_reduce(value)
     return float(value) / worker.mesh.replicas
 
 
-def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
+def print_step_progress(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
     """Print the progress of a cell without evaluation, on rank 0.
 
     Args:
@@ -413,7 +419,9 @@ def report_steps(done: int, in_all: int, clock: StepClock, worker: Worker) -> No
         print(f"step {done}/{in_all}: {rate:,.0f} samples/s, no evaluation", flush=True)
 
 
-def report_epoch(entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int) -> None:
+def print_epoch_results(
+    entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int
+) -> None:
     """Print the results of an epoch and the remaining time, on rank 0.
 
     Args:

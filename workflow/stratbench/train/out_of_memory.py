@@ -1,28 +1,26 @@
-"""Detection of out-of-memory errors. It imports no torch, since the launcher reads logs with it."""
+"""Detects out-of-memory errors, without torch because the launcher uses this module for logs."""
 
 from __future__ import annotations
 
 import errno
 
-#: The allocators of the host and of CUDA, the driver, NCCL, cuBLAS and cuDNN each say it their way.
+#: Parts of messages on a full memory, which differ between the allocators of host and CUDA, the driver, NCCL,
+#: cuBLAS and cuDNN.
 SIGNS = (
     "allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED", "ALLOCATION_FAILED",
     "bad_alloc", "Failed to CUDA calloc", "Failed to CUDA malloc", "Failed to CUDA host alloc",
 )  # fmt: skip
-#: Python and NumPy, in the output of a program.
+#: Messages of Python and NumPy on a full memory, in the output of a program.
 _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
-def line_out_of_memory(lines: list[str]) -> str | None:
-    """Return the last line of a log on a lack of memory.
-
-    Return None without one.
-    """
+def find_out_of_memory_line(lines: list[str]) -> str | None:
+    """Return the last line of a log that reports a lack of memory. None without such a line."""
     matching = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
     return next(matching, None)
 
 
-def is_out_of_memory(e: BaseException) -> bool:
+def is_out_of_memory_error(e: BaseException) -> bool:
     """Return whether an exception means that the device or the host had no memory left."""
     import torch
 
@@ -34,12 +32,12 @@ def is_out_of_memory(e: BaseException) -> bool:
         return False
     if any(sign in str(e) for sign in SIGNS):
         return True
-    # cuDNN tries one engine after another, also where none got its workspace (pytorch#108645).
-    return "was unable to find an engine to execute" in str(e) and _gpu_is_full()
+    # cuDNN tries one engine after another, and reports the same if none got its workspace (pytorch#108645).
+    return "was unable to find an engine to execute" in str(e) and _is_gpu_full()
 
 
-def _gpu_is_full() -> bool:
-    """Return whether PyTorch's allocator failed, or has less than a tenth of the GPU left."""
+def _is_gpu_full() -> bool:
+    """Return whether PyTorch's allocator failed, or under a tenth of the GPU's memory is free."""
     import torch
 
     if not torch.cuda.is_initialized():

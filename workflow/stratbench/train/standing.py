@@ -1,4 +1,4 @@
-"""Diagnosis of a cell that was ended: whether its workers were slow, or hung.
+"""Diagnoses a cell that was ended: whether the workers were slow or hung.
 
 The agent of each node reads its workers' heartbeats at the time limit, when a worker has failed, and
 periodically. If no worker has made progress for too long, it lets each process write the stacks of its
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import format_worker_name, parse_rank
-from stratbench.cell.text.help_page import help_address
-from stratbench.telemetry.heartbeat import STACK_SIGNAL, read_calls, read_heartbeat
+from stratbench.cell.text.help_page import format_help_address
+from stratbench.telemetry.heartbeat import STACK_SIGNAL, read_heartbeat, read_shard_group_calls
 from stratbench.telemetry.timeline import read_phases
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
@@ -37,7 +37,7 @@ _CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>
 
 @dataclass(frozen=True)
 class Standing:
-    """The last known state of a worker."""
+    """The last known state of a worker: its steps, phase, progress and exit code."""
 
     #: Number of training steps that the worker has started. Its GPU may not have finished them.
     steps: int
@@ -45,23 +45,23 @@ class Standing:
     phase: str
     #: Exit code of the worker. None: it was running.
     exit_code: int | None = None
-    #: Seconds since its last progress. None: it has sent no heartbeat.
-    quiet_s: float | None = None
-    #: Seconds of its longest step. None: it has sent no heartbeat.
+    #: Seconds since the worker's last progress. None: the worker has sent no heartbeat.
+    without_progress_s: float | None = None
+    #: Seconds of the worker's longest step. None: the worker has sent no heartbeat.
     longest_step_s: float | None = None
-    #: Whether the worker counts as hung (`HeartbeatReading.hangs`).
-    hangs: bool = False
+    #: Whether the worker counts as hung (`HeartbeatReading.is_hung`).
+    is_hung: bool = False
     #: Innermost call, as `function (file.py:12)`. None: it was not requested, or the worker did not answer.
-    call: str | None = None
+    innermost_call: str | None = None
     #: Numbers of the shard groups that the worker has called in its last step.
-    groups: Sequence[int] = ()
+    called_groups: Sequence[int] = ()
 
     def __str__(self) -> str:
-        call = f", in {self.call}" if self.call else ""
+        call = f", in {self.innermost_call}" if self.innermost_call else ""
         return f"{self.steps} steps, in phase {self.phase}{call}"
 
 
-def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
+def are_all_workers_hung(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
     """Return whether all running workers of this node hang for good.
 
     Such workers have trained, and then made no progress for HUNG_S. Workers that have not taken a step do not
@@ -75,17 +75,20 @@ def hung_for_good(job: Job, workers: Sequence[Process], awake_since_s: float) ->
     ranks = [parse_rank(w.name) for w in workers if w.exitcode is None]
     now_s = time.monotonic()
     readings = [
-        read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
+        read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         for rank in ranks
         if rank is not None  # a command has no rank and sends no heartbeat
     ]
     return bool(readings) and all(
-        reading is not None and reading.steps and reading.hangs and reading.quiet_s > HUNG_S
+        reading is not None
+        and reading.steps
+        and reading.is_hung
+        and reading.without_progress_s > HUNG_S
         for reading in readings
     )
 
 
-def note_standing(
+def write_worker_states(
     job: Job, node: int, processes: Sequence[Process], at_limit: bool, awake_since_s: float
 ) -> None:
     """Write the last state of this node's workers to a file of the run folder.
@@ -100,31 +103,31 @@ def note_standing(
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
     standings = {}
-    for rank in job.ranks_of(node):
+    for rank in job.list_ranks(node):
         if (name := format_worker_name(rank)) not in by_name:
             return  # a command trains, whose processes have no known state
-        reading = read_heartbeat(job.folder.heartbeat(rank), now_s, awake_since_s)
+        reading = read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         standings[name] = {
             "steps": reading.steps if reading else 0,
-            "phase": phase_of(job, rank),
+            "phase": read_current_phase(job, rank),
             "exit_code": by_name[name].exitcode,
-            "quiet_s": reading and reading.quiet_s,
+            "without_progress_s": reading and reading.without_progress_s,
             "longest_step_s": reading and reading.longest_step_s,
-            "hangs": reading is not None and reading.hangs,
-            "groups": read_calls(job.folder.heartbeat(rank)),
+            "is_hung": reading is not None and reading.is_hung,
+            "called_groups": read_shard_group_calls(job.folder.get_heartbeat_path(rank)),
         }
     running = [p for p in processes if p.exitcode is None]
     stepless = at_limit and not any(entry["steps"] for entry in standings.values())
-    if stepless or all(standings[p.name]["hangs"] for p in running if p.name in standings):
-        ask_for_stacks(job, running)
+    if stepless or all(standings[p.name]["is_hung"] for p in running if p.name in standings):
+        request_stacks(job, running)
         for name, entry in standings.items():
-            entry["call"] = innermost_call(job.folder.stack(name))
-    job.folder.write_standing(node, standings)
+            entry["innermost_call"] = read_innermost_call(job.folder.get_stack_path(name))
+    job.folder.write_worker_states(node, standings)
 
 
-def phase_of(job: Job, rank: int) -> str:
+def read_current_phase(job: Job, rank: int) -> str:
     """Return a worker's present phase from its log, or `start` before its first phase."""
-    phases = read_phases([job.folder.phases(rank)])
+    phases = read_phases([job.folder.get_phase_log_path(rank)])
     open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
     if open_ones:
         return open_ones[-1]
@@ -132,13 +135,15 @@ def phase_of(job: Job, rank: int) -> str:
     return f"after {last.phase}" if last else "start"
 
 
-def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
-    """Let processes write their stacks, and wait until they have, for at most STACKS_S."""
-    answering = [p for p in running if p.pid is not None and job.folder.stack(p.name).exists()]
+def request_stacks(job: Job, running: Sequence[Process]) -> None:
+    """Make processes write their stack traces, and wait for these for at most STACKS_S."""
+    answering = [
+        p for p in running if p.pid is not None and job.folder.get_stack_path(p.name).exists()
+    ]
     for process in answering:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, STACK_SIGNAL)
-    paths = [job.folder.stack(process.name) for process in answering]
+    paths = [job.folder.get_stack_path(process.name) for process in answering]
     ends_s = time.monotonic() + STACKS_S
     before = None
     while time.monotonic() < ends_s:
@@ -149,7 +154,7 @@ def ask_for_stacks(job: Job, running: Sequence[Process]) -> None:
         time.sleep(STACK_POLL_S)
 
 
-def calls_in(path: Path) -> list[str]:
+def read_stack_calls(path: Path) -> list[str]:
     """Return the calls in a process's stack file, innermost first.
 
     The list is empty without a file. The calls are those of the main thread, which `faulthandler` writes
@@ -174,61 +179,65 @@ def calls_in(path: Path) -> list[str]:
     return next((calls for calls in others if calls and "/autograd/" in calls[-1]), []) + main
 
 
-def innermost_call(path: Path) -> str | None:
+def read_innermost_call(path: Path) -> str | None:
     """Return a stack file's innermost call as `function (file.py:12)`, or None without a stack."""
-    calls = calls_in(path)
+    calls = read_stack_calls(path)
     if not calls:
         return None
     match = _CALL.match(calls[0])
     return f"{match['function']} ({os.path.basename(match['path'])}:{match['line']})"
 
 
-def why_no_timeout(job: Job) -> str | None:
-    """Return the reason that a cell at its time limit counts as failed.
+def failed_at_limit_reason(job: Job) -> str | None:
+    """Return why a cell at its time limit counts as failed, not slow.
 
     The result is None if the cell was only slow. The cell counts as failed if no worker had taken a step, or
-    if it hung (`why_hung`).
+    if it hung (`hang_reason`).
     """
-    standings = standings_of(job)
-    results = job.folder.read_workers(job.world_size)
+    standings = read_worker_states(job)
+    results = job.folder.read_worker_results(job.world_size)
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     ranks = range(job.world_size)
     if not any(_has_stepped(job, rank, standings.get(rank), results.get(rank)) for rank in ranks):
-        known = {rank: standings.get(rank) or Standing(0, phase_of(job, rank)) for rank in ranks}
-        return f"no step within {limit}; {_ranks_text(known)} {help_address('no step within')}"
-    return why_hung(standings) if len(standings) == job.world_size else None
+        known = {
+            rank: standings.get(rank) or Standing(0, read_current_phase(job, rank))
+            for rank in ranks
+        }
+        return f"no step within {limit}; {_format_rank_states(known)} {format_help_address('no step within')}"
+    return hang_reason(standings) if len(standings) == job.world_size else None
 
 
-def standings_of(job: Job) -> dict[int, Standing]:
+def read_worker_states(job: Job) -> dict[int, Standing]:
     """Return the last state of each worker by rank. Workers whose agent has written none are absent."""
     return {
-        parse_rank(name): Standing(**entry) for name, entry in job.folder.read_standing().items()
+        parse_rank(name): Standing(**entry)
+        for name, entry in job.folder.read_worker_states().items()
     }
 
 
-def unlike_step(standings: Mapping[int, Standing]) -> int | None:
+def find_first_unequal_step(standings: Mapping[int, Standing]) -> int | None:
     """Return the step, from 1, in which two workers called different shard groups, or None.
 
     It is no difference if one worker has only called fewer groups, because it may be slower.
     """
     first, *others = standings.values() or [Standing(0, "")]
     for other in others:
-        pairs = zip(first.groups, other.groups, strict=False)
+        pairs = zip(first.called_groups, other.called_groups, strict=False)
         if first.steps == other.steps and any(a != b for a, b in pairs):
             return first.steps + 1
     return None
 
 
-def why_hung(standings: Mapping[int, Standing]) -> str | None:
+def hang_reason(standings: Mapping[int, Standing]) -> str | None:
     """Return a sentence with each rank's last state if all running workers hang, or None."""
     running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
-    if not running or not all(standing.hangs for standing in running.values()):
+    if not running or not all(standing.is_hung for standing in running.values()):
         return None
-    quiet_s = min(s.quiet_s for s in running.values())
+    quiet_s = min(s.without_progress_s for s in running.values())
     longest_s = max(s.longest_step_s for s in running.values())
     return (
         f"it hangs: no worker got on for {quiet_s:.1f} s, and no step before had taken longer than "
-        f"{longest_s:.3g} s; {_ranks_text(running)} {help_address('no worker got on')}"
+        f"{longest_s:.3g} s; {_format_rank_states(running)} {format_help_address('no worker got on')}"
     )
 
 
@@ -243,11 +252,11 @@ def _has_stepped(
         return standing.steps > 0
     if result is not None and result["status"] in ("ok", "diverged"):
         return True
-    return any(p.phase == "train" for p in read_phases([job.folder.phases(rank)]))
+    return any(p.phase == "train" for p in read_phases([job.folder.get_phase_log_path(rank)]))
 
 
-def _ranks_text(standings: Mapping[int, Standing]) -> str:
-    """Return the states of all ranks as text.
+def _format_rank_states(standings: Mapping[int, Standing]) -> str:
+    """Return the last known states of all ranks as text.
 
     The ranks with the fewest steps come first, because others wait for them.
     """

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stratbench.cell.extensions import import_attribute, iter_resolved
+from stratbench.cell.extensions import import_attribute, iter_imported_additions
 from stratbench.cell.run_folder import format_worker_name
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.strategies import acceptance, make_strategy
 from stratbench.strategies.base import Strategy, Worker
 from stratbench.strategies.slowdown import Slowdown
@@ -34,20 +34,20 @@ from stratbench.telemetry.heartbeat import STACK_SIGNAL, Heartbeat
 from stratbench.telemetry.machine.foreign_processes import find_other_gpu_users, find_worker_gpu
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import MemoryMeter
-from stratbench.telemetry.provenance import hash_state, worker_provenance
+from stratbench.telemetry.provenance import collect_worker_provenance, hash_state
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.beside.profile import Profile
 from stratbench.train.job import Job
-from stratbench.train.locks import hold_as_worker
-from stratbench.train.nodes.rendezvous import tcp_store
-from stratbench.train.out_of_memory import is_out_of_memory
+from stratbench.train.locks import lock_cell_as_worker
+from stratbench.train.nodes.rendezvous import connect_tcp_store
+from stratbench.train.out_of_memory import is_out_of_memory_error
 from stratbench.workload import task_trial, tasks
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.sources import DataError
-from stratbench.workload.generators import OTHER_START, seed_generators
+from stratbench.workload.generators import OTHER_START, seed_random_generators
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
 from stratbench.workload.users_code import ModelError, Refused
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ COLLECTIVE_S = 600
 
 
 def main(job_json: str, rank: int, local_rank: int) -> None:
-    """Run the worker process and exit.
+    """Run the process of one worker, and exit.
 
     The exit code is 0 after a result, 3 without memory, and 1 after other errors.
 
@@ -72,27 +72,27 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         local_rank: Rank of the worker on its node.
     """
     job = Job.from_json(job_json)
-    log_to(job.folder.log(format_worker_name(rank)))
-    tell_stacks(job.folder.stack(format_worker_name(rank)))
-    hold_as_worker(job.folder.logs)
+    redirect_output(job.folder.get_log_path(format_worker_name(rank)))
+    write_stacks_on_signal(job.folder.get_stack_path(format_worker_name(rank)))
+    lock_cell_as_worker(job.folder.logs)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
-        leave(EXIT_ERROR)  # the agent checks the time limit, and reports it
+        exit_immediately(EXIT_ERROR)  # the agent checks the time limit, and reports it
     try:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
-        outcome, code = outcome_of(e)
+        outcome, code = describe_worker_error(e)
         # Other errors, and those of the host's allocator, do not mean that the GPU is full.
         of_gpu = isinstance(e, RuntimeError) and "CPUAllocator" not in str(e)
         if code == EXIT_OOM and job.use_cuda and of_gpu:
-            outcome["others"] = others_on_gpu(job, rank)
-        job.folder.write_worker(rank, outcome)
-        leave(code)
-    job.folder.write_worker(rank, result)
-    leave(0)
+            outcome["others"] = find_other_programs_on_gpu(job, rank)
+        job.folder.write_worker_result(rank, outcome)
+        exit_immediately(code)
+    job.folder.write_worker_result(rank, result)
+    exit_immediately(0)
 
 
-def log_to(path: Path) -> None:
+def redirect_output(path: Path) -> None:
     """Redirect stdout and stderr of this process to a file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
@@ -100,13 +100,13 @@ def log_to(path: Path) -> None:
     os.close(fd)
 
 
-def tell_stacks(path: Path) -> None:
+def write_stacks_on_signal(path: Path) -> None:
     """Write the stacks of all threads to a file whenever the agent sends its signal."""
     file = path.open("w", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
-def leave(code: int) -> None:
+def exit_immediately(code: int) -> None:
     """End the process without clean-up, which could wait forever for a worker that was lost."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,7 +114,7 @@ def leave(code: int) -> None:
 
 
 class WorkerStart(NamedTuple):
-    """State of a worker before its data and model: its strategy, clocks and meters."""
+    """State of a worker before data and model are loaded: strategy, clocks and meters."""
 
     strategy: Strategy
     device: torch.device
@@ -126,7 +126,7 @@ class WorkerStart(NamedTuple):
     started_s: float
 
 
-def begin(job: Job, number: int, local_rank: int) -> WorkerStart:
+def start_worker(job: Job, number: int, local_rank: int) -> WorkerStart:
     """Configure PyTorch in a worker process, and start its meters.
 
     Args:
@@ -138,8 +138,10 @@ def begin(job: Job, number: int, local_rank: int) -> WorkerStart:
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
     memory = MemoryMeter(device)  # created before model and data are in memory
-    heartbeat = Heartbeat(job.folder.heartbeat(number))
-    log = PhaseLog(job.folder.phases(number), number, job.origin_s, heartbeat.alive)
+    heartbeat = Heartbeat(job.folder.get_heartbeat_path(number))
+    log = PhaseLog(
+        job.folder.get_phase_log_path(number), number, job.origin_s, heartbeat.record_progress
+    )
     strategy = make_strategy(s.strategy, s.options)
     return WorkerStart(strategy, device, memory, heartbeat, log, Phases(device, log), job.elapsed_s)
 
@@ -172,36 +174,36 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         rank: Rank of the worker.
         local_rank: Rank of the worker on its node.
     """
-    s, start = job.settings, begin(job, rank, local_rank)
+    s, start = job.settings, start_worker(job, rank, local_rank)
     strategy, device, memory, heartbeat, log, phases, _ = start
-    watch = watch_compiling(job) if s.compile else None
+    watch = create_compile_watch(job) if s.compile else None
     with phases("rendezvous"):
         if strategy.needs_group:
-            join_group(job, rank, device)
+            join_process_group(job, rank, device)
     with phases("data"):
         data = load_data(job, device)
     with phases("build"):
-        ready = set_up(
+        ready = set_up_model(
             s, strategy, data, device, rank,
-            rank=rank, world_size=job.world_size, local_world=job.workers_beside(rank),
-            folder=job.folder, watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
+            rank=rank, world_size=job.world_size, local_world_size=job.count_workers_on_node(rank),
+            folder=job.folder, compile_watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
         )  # fmt: skip
         built, worker = ready.built, ready.worker
     train = import_attribute(strategy.loop) if strategy.loop else loop.train
-    # In a loop of the strategy's own whoever evaluates keeps the epochs.
+    # In a strategy's own training loop, the worker that evaluates stores the epochs.
     progress = loop.Progress(job.folder if rank == 0 or strategy.loop else None)
-    classes = [*(beside for _, beside in iter_resolved("beside")), Profile]
-    besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.takes(job)]
+    classes = [*(beside for _, beside in iter_imported_additions("activity_class")), Profile]
+    besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.is_active_in(job)]
     result = train(strategy, data, worker, phases, log, memory, progress, besides)
-    measured = worker_result(result, start, rank)
+    measured = build_worker_result(result, start, rank)
     if watch is not None:
-        measured["compile"] = watch.summary()
+        measured["compile"] = watch.summarize_compilations()
     chosen = strategy.is_evaluator
     for beside in besides:
         measured |= beside.end(result.status, chosen)
     if chosen:
-        measured |= flops_of(s, built)
-    describe(measured, ready, strategy, data)
+        measured |= count_sample_flops(s, built)
+    add_model_descriptions(measured, ready, strategy, data)
     strategy.close()
     return measured
 
@@ -214,7 +216,7 @@ class Ready(NamedTuple):
     worker: Worker
 
 
-def set_up(
+def set_up_model(
     s: Settings,
     strategy: Strategy,
     data: DeviceData,
@@ -222,7 +224,7 @@ def set_up(
     slowed_as: int,
     **place: Any,
 ) -> Ready:
-    """Build the model, check it, and set it up under the strategy.
+    """Build the model, check the model, and set it up under the strategy.
 
     Args:
         s: Settings of the cell.
@@ -235,33 +237,35 @@ def set_up(
     Raises:
         Refused: If the strategy cannot train a user's model.
     """
-    built = build(s, strategy, data, device)
-    slowdown = Slowdown.of(s, slowed_as, built.model, built.shape, data.meta["classes"], device)
+    built = build_model_and_task(s, strategy, data, device)
+    slowdown = Slowdown.from_settings(
+        s, slowed_as, built.model, built.shape, data.meta["classes"], device
+    )
     worker = Worker(
         settings=s,
         device=device,
         wrap_groups=built.groups,
-        delay=slowdown.wait,
+        delay_step=slowdown.wait,
         task=built.task,
-        weighs=built.loss_kind.weighs,
+        has_weighted_loss=built.loss_kind.weighs,
         total_steps=s.total_steps(data.train_samples),
         input_shape=built.shape,
         trial=built.trial,
-        start=built.facts["initial_weights_sha256"],
+        initial_weights_hash=built.facts["initial_weights_sha256"],
         **place,
     )
-    check_one_start(worker)
+    check_equal_initial_weights(worker)
     if built.trial is not None:
         acceptance.check_model(strategy, built.network, built.model, worker)
-    two = data.test_batch(0, 2)
-    with acceptance.refusing_changed_scores(strategy, built.network, built.model, worker, *two):
+    two = data.make_test_batch(0, 2)
+    with acceptance.refuse_changed_scores(strategy, built.network, built.model, worker, *two):
         strategy.setup(built.model, worker)
     # From here on only operations that are random per worker, such as dropout, use the global generators.
-    seed_generators(s.seed + 1 + worker.draws)
+    seed_random_generators(s.seed + 1 + worker.random_stream_index)
     return Ready(built, slowdown, worker)
 
 
-def check_one_start(worker: Worker) -> None:
+def check_equal_initial_weights(worker: Worker) -> None:
     """Check that all workers of the process group have the same initial weights. All workers must call it.
 
     Raises:
@@ -269,14 +273,18 @@ def check_one_start(worker: Worker) -> None:
     """
     if worker.world_size == 1 or not dist.is_initialized():
         return
-    own = torch.tensor([*bytes.fromhex(worker.start)], dtype=torch.uint8, device=worker.device)
+    own = torch.tensor(
+        [*bytes.fromhex(worker.initial_weights_hash)], dtype=torch.uint8, device=worker.device
+    )
     all_of_them = own.new_empty(worker.world_size * len(own))
     dist.all_gather_into_tensor(all_of_them, own)
     if len({bytes(start.tolist()) for start in all_of_them.cpu().split(len(own))}) > 1:
         raise ModelError(f"model {worker.settings.model!r}: {OTHER_START}")
 
 
-def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData) -> None:
+def add_model_descriptions(
+    measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData
+) -> None:
     """Add descriptions of model, task, device and delays to a worker's measurements.
 
     Args:
@@ -292,27 +300,29 @@ def describe(measured: dict[str, Any], ready: Ready, strategy: Strategy, data: D
         "model": built.facts,
         "task": tasks.describe_task(built.task, name, classes, built.shape, least, kind),
         "wrap_groups": built.group_sizes if strategy.uses_wrap_groups else [],
-        "provenance": worker_provenance(ready.worker.device),
+        "provenance": collect_worker_provenance(ready.worker.device),
     }
     details = measured["strategy"]["details"]
     if ready.slowdown.factors:
-        details["slowdown"] = ready.slowdown.summary()
-    if built.trial is not None and acceptance.changes_without_gradient(strategy, built.trial, s):
-        details["moved_by_zeros"] = list(built.trial.skipped)
+        details["slowdown"] = ready.slowdown.summarize_delays()
+    if built.trial is not None and acceptance.updates_parameters_without_gradient(
+        strategy, built.trial, s
+    ):
+        details["moved_by_zeros"] = list(built.trial.skippable_names)
 
 
-def watch_compiling(job: Job) -> CompileWatch:
+def create_compile_watch(job: Job) -> CompileWatch:
     """Return a counter of compilations, and set the cell's cache of compiled code.
 
     The cell shares the cache with no other cell.
     """
-    if job.folder.local is not None:  # a shared cache would make later cells faster
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.local / "compiled")
+    if job.folder.node_local_dir is not None:  # a shared cache would make later cells faster
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.node_local_dir / "compiled")
     return CompileWatch()
 
 
 def load_data(job: Job, device: torch.device) -> DeviceData:
-    """Load the cell's data set for a device.
+    """Load the cell's data set for training on a device.
 
     The data have the shape and dtype that the model takes.
 
@@ -323,9 +333,9 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
     data = DeviceData.load(
         job.data_dir,
         device,
-        models.input_shape(models.get_model(s), job.data_shape),
-        dtype=weights_dtype(s.precision),
-        memory_format=batch_format(s.precision, device.type),
+        models.compute_input_shape(models.get_model(s), job.data_shape),
+        dtype=get_weights_dtype(s.precision),
+        memory_format=get_batch_memory_format(s.precision, device.type),
         data_placement=s.data_placement,
     )
     if data.meta != job.data:
@@ -333,7 +343,9 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
     return data
 
 
-def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.device) -> Built:
+def build_model_and_task(
+    s: Settings, strategy: Strategy, data: DeviceData, device: torch.device
+) -> Built:
     """Build the model with its initial weights, and the task.
 
     Both are described for the record.
@@ -345,14 +357,14 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
         device: Device of the worker.
     """
     network, classes = models.get_model(s), data.meta["classes"]
-    shape = models.input_shape(network, tuple(data.meta["shape"]))
+    shape = models.compute_input_shape(network, tuple(data.meta["shape"]))
     model = models.build_for_training(
         network,
         classes,
         shape,
         seed=s.seed,
         device=device,
-        dtype=weights_dtype(s.precision),
+        dtype=get_weights_dtype(s.precision),
         checkpointing=s.activation_checkpointing,
     )
     facts = {
@@ -364,8 +376,8 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
         "batchnorm": models.has_batchnorm(model),
         "dropout": models.has_dropout(model),
     }
-    task, kind = task_trial.try_task(s, shape, classes, data.meta.get("values", False))
-    groups = models.wrap_groups(network, model)
+    task, kind = task_trial.run_task_trial(s, shape, classes, data.meta.get("values", False))
+    groups = models.list_wrap_groups(network, model)
     group_sizes = [
         {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}
         for label, ms in groups
@@ -373,26 +385,26 @@ def build(s: Settings, strategy: Strategy, data: DeviceData, device: torch.devic
     trial = None
     if s.own_model:
         facts["own"] = models.describe_own_model(network, model, classes, shape)
-        if formats := models.changed_formats(model):
+        if formats := models.changed_formats_reason(model):
             facts["own"]["formats"] = formats
         samples = strategy.samples_per_step(s)
-        acceptance.check_batch(network, facts["batchnorm"], samples, s.gradient_accumulation_steps)
-        dtype = weights_dtype(s.precision)
+        acceptance.check_batchnorm_samples(
+            network, facts["batchnorm"], samples, s.gradient_accumulation_steps
+        )
+        dtype = get_weights_dtype(s.precision)
         trial = models.take_model_trial(network, model, classes, shape, groups, task, dtype)
-        facts["dropout"] = trial.draws
+        facts["dropout"] = trial.draws_random_numbers
     return Built(network, model, shape, task, kind, groups, trial, facts, group_sizes)
 
 
-def flops_of(s: Settings, built: Built) -> dict[str, int]:
-    """Return forward and training operations per sample.
+def count_sample_flops(s: Settings, built: Built) -> dict[str, int]:
+    """Return the floating-point operations per sample of forward and of training.
 
     The dict is empty if they cannot be counted, because a user's own model reads values of tensors.
     """
     classes, shape = built.facts["classes"], built.shape
     try:
-        return count_flops(
-            partial(models.build_without_memory, built.network, classes, shape), shape
-        )
+        return count_flops(partial(models.build_fake_model, built.network, classes, shape), shape)
     except Exception:
         if s.own_model is None:
             raise
@@ -401,7 +413,7 @@ def flops_of(s: Settings, built: Built) -> dict[str, int]:
 
 
 def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
-    """Set threads, TensorFloat-32 and seeds, in the same way for every strategy.
+    """Set threads, TensorFloat-32 and seeds in the same way for every strategy.
 
     Args:
         s: Settings of the cell.
@@ -409,7 +421,7 @@ def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
         threads: CPU threads.
     """
     torch.set_num_threads(threads)
-    seed_generators(s.seed)
+    seed_random_generators(s.seed)
     tf32 = s.precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
@@ -418,20 +430,20 @@ def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
         torch.cuda.set_device(device)
 
 
-def join_group(job: Job, rank: int, device: torch.device) -> None:
+def join_process_group(job: Job, rank: int, device: torch.device) -> None:
     """Join the process group, through a file or, on several nodes, through rank 0's port.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         rank: Rank of the worker.
         device: Device of the worker.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
     if alone:
-        store = dist.FileStore(str(job.folder.store), job.world_size)
+        store = dist.FileStore(str(job.folder.store_path), job.world_size)
     else:
-        store = tcp_store(job.folder, rank, job.world_size)
+        store = connect_tcp_store(job.folder, rank, job.world_size)
     try:
         dist.init_process_group(
             backend,
@@ -448,14 +460,14 @@ def join_group(job: Job, rank: int, device: torch.device) -> None:
         raise RuntimeError(
             f"this machine's network interface {name} is missing or down, and gloo connects workers "
             f"through it; bring it up (ip link set {name} up), or name another one in GLOO_SOCKET_IFNAME "
-            f"{help_address('is missing or down')}"
+            f"{format_help_address('is missing or down')}"
         ) from error
     # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
     dist.all_reduce(torch.zeros(1, device=device))
 
 
-def worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[str, Any]:
-    """Return the worker's measurements in the form of its file in the run folder.
+def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[str, Any]:
+    """Return the worker's measurements in the form in which the run folder stores them.
 
     Args:
         result: Measurements of the loop.
@@ -473,14 +485,14 @@ def worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[st
         "epoch_starts_s": clock.epoch_starts_s,
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
-        "own_ms": clock.own_ms,
-        # In a loop of its own a step may wait for other processes.
-        "issue_ms": None if strategy.loop else clock.issue_ms,
-        "core_wait_s": clock.core_waits.longest_s,
+        "own_ms": clock.step_without_waits_ms,
+        # In a strategy's own training loop, a step may wait for other processes.
+        "issue_ms": None if strategy.loop else clock.shortest_issue_ms,
+        "core_wait_s": clock.core_waits.longest_wait_s,
         "breakdown_ms": clock.phase_means_ms,
         "phases_s": start.phases.as_dict(),
         "started_s": start.started_s,
-        "per_epoch": result.progress.per_epoch,
+        "per_epoch": result.progress.epoch_results,
         "losses": result.losses,
         "memory": result.memory,
         "model_states": strategy.model_states(),
@@ -489,18 +501,18 @@ def worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[st
     }
 
 
-def outcome_of(e: Exception) -> tuple[dict[str, Any], int]:
-    """Return the result that a failed worker writes on its error, and its exit code."""
-    reason = str(e) if isinstance(e, Refused) else first_line(e)
-    if is_out_of_memory(e):
+def describe_worker_error(e: Exception) -> tuple[dict[str, Any], int]:
+    """Return the result that a failed worker writes about an error, and its exit code."""
+    reason = str(e) if isinstance(e, Refused) else format_error_line(e)
+    if is_out_of_memory_error(e):
         return {"status": "oom", "reason": reason}, EXIT_OOM
     status = "unsupported" if isinstance(e, Refused) else "error"
     return {"status": status, "reason": reason}, EXIT_ERROR
 
 
-def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
-    """Return other programs on this worker's GPU (`find_other_gpu_users`), or None if none is known."""
-    place = job.folder.read_places().get(format_worker_name(rank), {}).get("gpu", {})
+def find_other_programs_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
+    """Return the other programs on this worker's GPU, or None if none is known."""
+    place = job.folder.read_process_locations().get(format_worker_name(rank), {}).get("gpu", {})
     gpu = find_worker_gpu(Nvml(), place)
     if gpu is None:
         return None
@@ -508,7 +520,7 @@ def others_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
     return find_other_gpu_users(gpu, os.getppid(), os.getpid(), taken_bytes or None)
 
 
-def first_line(e: BaseException) -> str:
+def format_error_line(e: BaseException) -> str:
     """Return the type of an exception and the first line of its message."""
     text = str(e).strip().splitlines()
     return f"{type(e).__name__}: {text[0] if text else ''}".rstrip(": ")

@@ -1,16 +1,16 @@
-"""Tensors as views of one flat tensor."""
+"""Maps several tensors to views of one flat tensor."""
 
 from __future__ import annotations
 
 import torch
 
-#: Tensors start on the boundary torch's own allocations start on: vectorised kernels may round
-#: differently on other ones, and a run must equal one without flat tensors bit for bit.
+#: Tensors are aligned like torch's own allocations. With another alignment, vectorised kernels may round
+#: differently, and a run must equal one without flat tensors bit for bit.
 ALIGN_BYTES = 64
 
 
-def offsets_of(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return each tensor's start in the flat tensor, and the flat tensor's length, in elements."""
+def compute_flat_offsets(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
+    """Return each tensor's start in the flat tensor, and its total length, in elements."""
     starts, end = [], 0
     for tensor in tensors:
         align = max(1, ALIGN_BYTES // tensor.element_size())
@@ -19,7 +19,7 @@ def offsets_of(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     return starts, end
 
 
-def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+def get_flat_view(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     """Return the view of `flat` at `start` with the shape and strides of `like`.
 
     Args:
@@ -38,19 +38,19 @@ def strided(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
     return torch.as_strided(flat, like.shape, like.stride(), start)
 
 
-def copied_into(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Copy `data` to `flat` at `start`; return the view with its shape and strides.
+def copy_into_flat(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+    """Copy the tensor `data` to `flat` at `start`. Return the view with the shape and strides of `data`.
 
     Args:
         data: Tensor to copy.
         flat: Flat tensor.
         start: First element.
     """
-    view = strided(data, flat, start)
+    view = get_flat_view(data, flat, start)
     view.copy_(data)
     return view
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
+def get_tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor of any dtype, writable, without a copy."""
     return memoryview(tensor.view(torch.uint8).numpy())

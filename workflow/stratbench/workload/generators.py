@@ -21,7 +21,7 @@ OTHER_START = (
 _PYTHON = 625
 
 
-def seed_generators(seed: int) -> None:
+def seed_random_generators(seed: int) -> None:
     """Seed the generators of Python, numpy and torch, on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -40,8 +40,8 @@ class Generators(NamedTuple):
     cuda: Tensor | None
 
     @classmethod
-    def now(cls, device: torch.device | None = None) -> Generators:
-        """Return the present states, including those of a CUDA `device`."""
+    def capture_states(cls, device: torch.device | None = None) -> Generators:
+        """Return the present states of all random generators, including those of a CUDA `device`."""
         on_cuda = device is not None and device.type == "cuda"
         return cls(
             random.getstate(),
@@ -51,7 +51,7 @@ class Generators(NamedTuple):
         )
 
     def put_back(self, device: torch.device | None = None) -> None:
-        """Restore these states in the generators."""
+        """Set all random generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -59,7 +59,7 @@ class Generators(NamedTuple):
             torch.cuda.set_rng_state(self.cuda, device)
 
     def differ_from(self, others: Generators) -> bool:
-        """Return whether random numbers were drawn between these states and others."""
+        """Return whether random numbers were drawn between these states and `others`."""
         pairs = zip(self.tensors(), others.tensors(), strict=True)
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
@@ -69,7 +69,7 @@ class Generators(NamedTuple):
         return self.python != others.python or self.numpy[2:] != others.numpy[2:]
 
     def tensors(self) -> list[Tensor]:
-        """Return the states as tensors, always in the same number, for `of_tensors`.
+        """Return the states as a list of tensors of fixed length, which `from_tensors` converts back.
 
         Python and numpy draw two normal numbers together and store the second; NaN stands for none.
         """
@@ -81,8 +81,8 @@ class Generators(NamedTuple):
         return [t for t in states if t is not None]
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
-        """Return the states that `tensors` has returned as tensors."""
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
+        """Return the states that `tensors` has converted to tensors."""
         numbers, halves, of_torch, *of_cuda = tensors
         half, other = (None if math.isnan(h) else h for h in halves.tolist())
         *ints, position = numbers.tolist()
@@ -96,9 +96,9 @@ class Generators(NamedTuple):
 
 
 @contextmanager
-def restoring_generators(device: torch.device | None = None) -> Iterator[Generators]:
+def restore_random_generators(device: torch.device | None = None) -> Iterator[Generators]:
     """Restore all generators after the block, and yield their states before it."""
-    states = Generators.now(device)
+    states = Generators.capture_states(device)
     try:
         yield states
     finally:

@@ -74,24 +74,27 @@ class KnownFakes(FakeTensorMode):
     def _make_grouped_product(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
-        """Return the fake result of a grouped matrix product. Its own rule supports bfloat16 only."""
+        """Return the fake result of a grouped matrix product. PyTorch's own rule supports bfloat16 only."""
         size = [compute_grouped_shape(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
         )
 
     def _compute_real_result(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return an operator's result with real numbers.
+        """Return an operator's result with real numbers instead of fake tensors.
 
         The result is None if operands are unknown or too large.
         """
         recipe = self._build_recipe(op, args, kwargs, 1)
-        if recipe is None or sum(r.numbers for r in _collect_recipes(recipe, set())) > MAX_NUMBERS:
+        if (
+            recipe is None
+            or sum(r.num_elements for r in _collect_recipes(recipe, set())) > MAX_NUMBERS
+        ):
             return None
         return _compute_operand(recipe, {})
 
     def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Store the recipe of an operator's result, if it is a tensor of known values."""
+        """Store the recipe of an operator's result, if the values of the result are known."""
         recipe = None
         if isinstance(out, Tensor) and out.layout is torch.strided:
             recipe = self._build_recipe(op, args, kwargs, out.numel())
@@ -124,7 +127,7 @@ class KnownFakes(FakeTensorMode):
         if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.__name__:
             return None
         steps = 1 + max(
-            (r.steps for r in _iter_recipes([operands, list(named.values())])), default=0
+            (r.num_operations for r in _iter_recipes([operands, list(named.values())])), default=0
         )
         return Recipe(op, operands, named, numbers, steps) if steps <= MAX_STEPS else None
 
@@ -147,25 +150,25 @@ class KnownFakes(FakeTensorMode):
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """The operation that created a tensor.
+    """The recorded operation that created a tensor.
 
     Attributes:
         op: Operator.
         args: Positional operands, in which recipes stand for tensors.
         kwargs: Keyword operands, in which recipes stand for tensors.
-        numbers: Number of elements of the tensor.
-        steps: Number of consecutive operations, including those of the operands.
+        num_elements: Number of elements of the tensor.
+        num_operations: Number of consecutive operations, including those of the operands.
     """
 
     op: Any
     args: list[Any]
     kwargs: dict[str, Any]
-    numbers: int
-    steps: int
+    num_elements: int
+    num_operations: int
 
 
 class _Unknown(Exception):
-    """An operand has unknown values."""
+    """An operand of an operation has unknown values."""
 
 
 def _get_storage_key(tensor: Tensor) -> int:
@@ -190,7 +193,7 @@ def _iter_recipes(operands: list[Any]) -> Iterator[Recipe]:
 
 
 def _collect_recipes(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
-    """Return a recipe and all recipes of its operands, recursively."""
+    """Return a recipe together with all recipes of its operands, recursively."""
     if recipe not in seen:
         seen.add(recipe)
         for part in _iter_recipes([recipe.args, list(recipe.kwargs.values())]):

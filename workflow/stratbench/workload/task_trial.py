@@ -9,18 +9,18 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.workload.tasks import (
     LossKind,
     OwnTask,
     Task,
+    compute_loss_and_weight,
     compute_output_shape,
     get_default_task,
     get_task,
-    loss_and_weight,
-    takes_values,
+    has_value_targets,
 )
-from stratbench.workload.users_code import ModelError, format_error
+from stratbench.workload.users_code import ModelError, format_user_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,11 +37,11 @@ TRIED_POSITIONS = 16
 NO_SUM = (
     "its loss over a batch is not the mean over the batch's parts: the training depends on the size of "
     "each worker's batch, of its parts (gradient_accumulation_steps) and of micro-batches; return (sum, "
-    f"weight), or compare equal parts only {help_address('is not the mean over')}"
+    f"weight), or compare equal parts only {format_help_address('is not the mean over')}"
 )
 
 
-def try_task(
+def run_task_trial(
     s: Settings, shape: Sequence[int], classes: int, values: bool
 ) -> tuple[Task, LossKind]:
     """Return a cell's task and the kind of its loss.
@@ -65,11 +65,11 @@ def try_task(
     each = shape if get_default_task(shape) == "next-token" else (classes,) if values else ()
     if get_default_task(shape) == "next-token" and shape[0] > TRIED_POSITIONS:
         try:
-            return task, check_task(task, what, classes, (2, TRIED_POSITIONS))
+            return task, check_task_outputs(task, what, classes, (2, TRIED_POSITIONS))
         except ModelError:
             if not _accepts_fakes(task, classes, (2, *each)):
                 raise
-    return task, check_task(task, what, classes, (2, *each))
+    return task, check_task_outputs(task, what, classes, (2, *each))
 
 
 def _accepts_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
@@ -79,7 +79,7 @@ def _accepts_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
     from stratbench.workload.known_values import KnownFakes
 
     with KnownFakes():
-        y = torch.empty(targets, dtype=torch.float32 if takes_values(task) else torch.int64)
+        y = torch.empty(targets, dtype=torch.float32 if has_value_targets(task) else torch.int64)
         x = torch.empty(compute_output_shape(task, targets, classes), requires_grad=True)
         try:
             task.loss(x, y), task.score(x, y)
@@ -88,7 +88,7 @@ def _accepts_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
     return True
 
 
-def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
+def check_task_outputs(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
     """Try a task with random outputs for targets of a shape. Return the kind of its loss.
 
     It is tried in float32 as in training, and in float64 as in evaluation.
@@ -106,7 +106,7 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
 
     shape = compute_output_shape(task, targets, classes)
     for dtype in (torch.float32, torch.float64):
-        y = torch.zeros(targets, dtype=dtype if takes_values(task) else torch.int64)
+        y = torch.zeros(targets, dtype=dtype if has_value_targets(task) else torch.int64)
         x = torch.randn(
             shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
         ).requires_grad_()
@@ -121,7 +121,7 @@ def check_task(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) 
         try:
             score = task.score(x, y)
         except Exception as e:
-            raise ModelError(f"{what}: score of {shapes} raised {format_error(e)}") from e
+            raise ModelError(f"{what}: score of {shapes} raised {format_user_error(e)}") from e
         if not isinstance(score, torch.Tensor):
             raise ModelError(f"{what}: score returned a {type(score).__name__}; return a tensor")
         if list(score.shape[:1]) != list(targets[:1]):
@@ -152,7 +152,7 @@ def _compute_loss(
     try:
         result = task.loss(x, y)
     except Exception as e:
-        raise ModelError(f"{what}: loss of {shapes} raised {format_error(e)}") from e
+        raise ModelError(f"{what}: loss of {shapes} raised {format_user_error(e)}") from e
     parts = result if isinstance(result, tuple) else (result,)
     number = isinstance(parts[-1], torch.Tensor) or (
         len(parts) == 2 and type(parts[-1]) in (int, float)
@@ -161,7 +161,7 @@ def _compute_loss(
         kinds = ", ".join(type(part).__name__ for part in parts)
         kinds = f"({kinds})" if isinstance(result, tuple) else kinds
         raise ModelError(f"{what}: loss returned a {kinds}; return a tensor, or (sum, weight)")
-    loss, weight = loss_and_weight(task, x, y)
+    loss, weight = compute_loss_and_weight(task, x, y)
     if weight is not None and (weight.dim() or not 0 <= float(weight) < math.inf):
         raise ModelError(
             f"{what}: loss of {shapes} returned the weight {weight.tolist()}; return a number of at least 0"
@@ -172,14 +172,11 @@ def _compute_loss(
 def _determine_loss_kind(
     task: Task, what: OwnTask, classes: int, targets: Sequence[int]
 ) -> LossKind:
-    """Return the kind of a task's loss.
-
-    The function compares the loss of a batch with those of its halves.
-    """
+    """Return the kind of a task's loss, by comparing a batch with its halves."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
-    if takes_values(task):
+    if has_value_targets(task):
         half = 3
         y = torch.randn((2 * half, *targets[1:]), dtype=torch.float64, generator=draw)
     else:

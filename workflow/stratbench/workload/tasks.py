@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from stratbench.workload.users_code import ModelError, fault_of_call, format_error, import_callable
+from stratbench.workload.users_code import (
+    ModelError,
+    format_user_error,
+    import_callable,
+    invalid_call_reason,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LossKind(NamedTuple):
-    """How the loss of a batch follows from the losses of its parts."""
+    """The relation of a batch's loss to the losses of the batch's parts."""
 
     #: Whether the task returns a sum and its weight instead of a mean.
     weighs: bool = False
@@ -160,7 +165,7 @@ class MaskedToken(NextToken):
         return torch.where(hidden, each, math.nan)
 
     def guess(self, classes: int) -> float:
-        return math.log(classes - 1)  # the mask is never the right answer
+        return math.log(classes - 1)  # guesses exclude the mask, which is never the right answer
 
 
 #: Target of a token that does not count; it is the one that torch's cross_entropy ignores by default.
@@ -202,8 +207,8 @@ def get_default_task(shape: Sequence[int]) -> str:
     return _NATURAL[len(shape)]
 
 
-def wrong_task_reason(name: str, natural: str | None) -> str | None:
-    """Return why a task does not suit a data set. It imports nothing, and returns None if it does.
+def unsuitable_task_reason(name: str, natural: str | None) -> str | None:
+    """Return why a task does not suit a data set, without imports. None if the task suits.
 
     Args:
         name: Name of the task.
@@ -215,18 +220,18 @@ def wrong_task_reason(name: str, natural: str | None) -> str | None:
         return f"the data set is {_SAMPLES[natural]}, whose task is {natural}"
     if natural == "text-classification":
         return "only text-classification is possible for texts with one label each"
-    if fault_of_call(name):
+    if invalid_call_reason(name):
         return f"is neither one of {', '.join(TASKS)} nor a class of yours, such as my_tasks:MyTask"
     return None
 
 
 def get_task_name(s: Settings, shape: Sequence[int]) -> str:
-    """Return the name of a cell's task: its class for a user's own task."""
+    """Return the name of a cell's task. A user's own task has its class's name."""
     return s.own_task["call"] if s.own_task else s.task or get_default_task(shape)
 
 
 def get_task(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
-    """Return a cell's task.
+    """Return the task of a cell: a built-in one or a user's own.
 
     Args:
         s: Settings of the cell.
@@ -238,13 +243,13 @@ def get_task(s: Settings, shape: Sequence[int], values: bool | None = None) -> T
     """
     name = get_task_name(s, shape)
     task = create_own_task(name) if s.own_task else TASKS[name]()
-    if values is not None and values != takes_values(task):
+    if values is not None and values != has_value_targets(task):
         label = OwnTask(name) if s.own_task else f"task {name!r}"
         raise ModelError(f"{label}: {describe_wrong_targets(values)}")
     return task
 
 
-def takes_values(task: Task) -> bool:
+def has_value_targets(task: Task) -> bool:
     """Return whether a task's targets are values instead of class numbers, which are the default."""
     return getattr(task, "targets", "classes") == "values"
 
@@ -277,12 +282,14 @@ def compute_output_shape(task: Task, targets: Sequence[int], classes: int) -> li
         classes: Number of classes.
     """
     if not hasattr(task, "outputs"):
-        return list(targets if takes_values(task) else (*targets, classes))
+        return list(targets if has_value_targets(task) else (*targets, classes))
     what = OwnTask(f"{type(task).__module__}:{type(task).__name__}")
     try:
         shape = list(task.outputs(tuple(targets), classes))
     except Exception as e:
-        raise ModelError(f"{what}: its outputs of {list(targets)} raised {format_error(e)}") from e
+        raise ModelError(
+            f"{what}: its outputs of {list(targets)} raised {format_user_error(e)}"
+        ) from e
     if not shape or any(type(n) is not int or n < 1 for n in shape) or shape[0] != targets[0]:
         raise ModelError(
             f"{what}: its outputs for targets {list(targets)} are {shape}; return the shape of the "
@@ -292,7 +299,7 @@ def compute_output_shape(task: Task, targets: Sequence[int], classes: int) -> li
 
 
 def create_own_task(call: str) -> Task:
-    """Create a user's own task.
+    """Create a user's own task, and check its attributes and methods.
 
     Raises:
         ModelError: If the task lacks an attribute or method that a task must have.
@@ -302,7 +309,7 @@ def create_own_task(call: str) -> Task:
     try:
         task = cls()
     except Exception as e:
-        raise ModelError(f"{what}: called without arguments, raised {format_error(e)}") from e
+        raise ModelError(f"{what}: called without arguments, raised {format_user_error(e)}") from e
     wanted = {
         "score_name": (str, "a short text, the score's name"),
         "unit": (str, "a short text: share, or the score's unit"),
@@ -368,8 +375,10 @@ def describe_task(
     }
 
 
-def loss_and_weight(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Call a task's loss. Return the mean loss and None, or the sum and its weight as float64 scalar.
+def compute_loss_and_weight(
+    task: Task, outputs: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return a task's mean loss and None, or its loss sum and weight (float64 scalar).
 
     Args:
         task: The task.
@@ -394,7 +403,7 @@ def divide_or_zero(value: float | Tensor, weight: Tensor) -> Tensor:
 
 
 class Evaluated(NamedTuple):
-    """The result of an evaluation over the test set."""
+    """The mean loss and score of an evaluation over the test set."""
 
     #: Mean loss.
     loss: float
@@ -422,7 +431,7 @@ def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
     outputs = outputs.double()
     targets = targets.double() if targets.is_floating_point() else targets
-    loss, weight = loss_and_weight(task, outputs, targets)
+    loss, weight = compute_loss_and_weight(task, outputs, targets)
     if weight is None:
         weight = loss.new_full((), len(targets))
         loss = loss * weight

@@ -67,11 +67,11 @@ PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a unique key of a storage, also of a fake tensor's without an address."""
+    """Return a unique key of a storage, even of a fake storage without address."""
     return storage._cdata
 
 
-def get_version(tensor: Tensor) -> int:
+def get_write_count(tensor: Tensor) -> int:
     """Return the number of in-place writes to a tensor."""
     return tensor._version
 
@@ -95,17 +95,17 @@ def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def get_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own dictionary of its buffers; a change of it changes the module."""
+    """Return a module's own dictionary of its buffers, through which the module can be changed."""
     return module._buffers
 
 
 def get_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own dictionary of its parameters; a change of it changes the module."""
+    """Return a module's own dictionary of its parameters, through which the module can be changed."""
     return module._parameters
 
 
 def get_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own dictionary of its submodules; a change of it changes the module."""
+    """Return a module's own dictionary of its submodules, through which the module can be changed."""
     return module._modules
 
 
@@ -163,7 +163,7 @@ def compute_grouped_shape(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[
 
 
 @contextmanager
-def replacing_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
     """Replace a module's attribute within the block, where PyTorch has no option for it.
 
     Args:
@@ -180,9 +180,9 @@ def replacing_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def skipping_truncated_normals() -> Iterator[None]:
-    """Skip the drawing of truncated normal numbers in the block. It would read values of fakes."""
-    with replacing_attribute(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
+def skip_truncated_normals() -> Iterator[None]:
+    """Skip the drawing of truncated normal numbers within the block. Fake tensors have no values."""
+    with replace_attribute(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
         yield
 
 
@@ -203,16 +203,16 @@ def read_ddp_log(module: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
     return module._get_ddp_logging_data()
 
 
-def log_each_step(module: nn.parallel.DistributedDataParallel) -> None:
-    """Make DDP time every step for its log instead of each 100th."""
+def log_each_ddp_step(module: nn.parallel.DistributedDataParallel) -> None:
+    """Make DDP time every step for its log instead of every 100th step."""
     module._set_ddp_runtime_logging_sample_rate(1)
 
 
 class ObservableScaler(torch.amp.GradScaler):
-    """A GradScaler that passes its overflow flags to `observe` before it uses them."""
+    """A GradScaler that passes its overflow flags to `observe` before it uses the flags."""
 
-    def observe(self, flags: Iterable[Tensor]) -> None:
-        """Read or change the overflow flags.
+    def process_overflow_flags(self, flags: Iterable[Tensor]) -> None:
+        """Read or change a GradScaler's overflow flags.
 
         Args:
             flags: A flag per device, which is not 0 if a gradient on the device is not finite.
@@ -221,11 +221,11 @@ class ObservableScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         flags = super()._unscale_grads_(*args, **kwargs)
-        self.observe(flags.values())
+        self.process_overflow_flags(flags.values())
         return flags
 
 
-def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+def unscale_gradients(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply gradients by the inverse loss scale, in place, by GradScaler's kernel.
 
     Args:
@@ -236,7 +236,7 @@ def unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
 
 
-def skip_votes(schedule: Any) -> None:
+def disable_pipeline_shape_vote(schedule: Any) -> None:
     """Disable a pipeline's vote on whether workers know the shapes of received tensors.
 
     The workers know them. Unknown shapes would be sent as pickles, which this program does not unpickle.
@@ -312,7 +312,7 @@ def resolve_group(value: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def limit_collectives(limit: timedelta) -> None:
+def set_collective_timeout(limit: timedelta) -> None:
     """Set the timeout of the collectives of the default process group."""
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
 

@@ -35,7 +35,7 @@ _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*", re
 
 
 class ModelError(RuntimeError):
-    """A user's model or task cannot be built or trained; the message is a sentence that names it."""
+    """A user's model or task cannot be built or trained; the message names the model or task."""
 
 
 class Refused(ModelError):
@@ -47,30 +47,30 @@ class Unsuitable(ValueError):
 
 
 class Called(Protocol):
-    """Something of a user's that is called, such as a model; its text names it in messages."""
+    """A user's class or function that is called, such as a model; its text names it in messages."""
 
     @property
     def call(self) -> str: ...
 
 
-def fault_of_call(call: str) -> str | None:
-    """Return what is wrong with the syntax of a call, or None, without importing anything."""
+def invalid_call_reason(call: str) -> str | None:
+    """Return what is wrong with the syntax of a call. None if it is valid. Nothing is imported."""
     if _CALL.fullmatch(call):
         return None
     return "is not a module and a name within it; write my_net.MyNet or my_net:MyNet"
 
 
 def get_top_module(call: str) -> str:
-    """Return the top-level module or package of a call."""
+    """Return the name of the top-level module or package that a call names."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
 
-def code_folders() -> list[Path]:
+def list_code_folders() -> list[Path]:
     """Return the folders of the user's code, which the job's environment names."""
     return [Path(p) for p in os.environ.get(CODE_VARIABLE, "").split(os.pathsep) if p]
 
 
-def find_sources(call: str, folders: Iterable[Path]) -> dict[str, Path]:
+def find_source_files(call: str, folders: Iterable[Path]) -> dict[str, Path]:
     """Return the files of a call's module or package, and of its imports.
 
     Only files in the user's folders count.
@@ -121,7 +121,7 @@ def _list_imports(path: Path) -> list[str]:
     return modules
 
 
-def compute_fingerprint(
+def compute_code_fingerprint(
     call: str, folders: Iterable[Path], packages: Iterable[str] = ()
 ) -> dict[str, str | None]:
     """Return the identity of a call's code: the `sha256` of its files, and a `version`.
@@ -134,7 +134,7 @@ def compute_fingerprint(
         folders: Folders of the user's code.
         packages: Further packages that the call uses.
     """
-    if files := find_sources(call, folders):
+    if files := find_source_files(call, folders):
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
         imported = {name for path in files.values() for name in _list_imports(path)}
         others = sorted(imported - own - RECORDED - sys.stdlib_module_names)
@@ -157,8 +157,8 @@ def hash_named_files(files: Mapping[str, Path]) -> str:
     return digest.hexdigest()
 
 
-def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
-    """Return why a call cannot be imported, or None. It reads files without importing them.
+def unimportable_code_reason(call: str, folders: Iterable[Path]) -> str | None:
+    """Return why a call cannot be imported, judged by files alone. None if it can.
 
     A package with several files is only located.
 
@@ -170,10 +170,10 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
     # Jobs also search the working directory.
     folders = [*folders, Path.cwd()]
     file = next((f for f in (folder / f"{top}.py" for folder in folders) if f.is_file()), None)
-    if fault := shadowing_reason(call, folders):
+    if fault := shadowed_module_reason(call, folders):
         return fault
     if file is None or any((folder / top / "__init__.py").is_file() for folder in folders):
-        if find_sources(call, folders) or util.find_spec(top) is not None:
+        if find_source_files(call, folders) or util.find_spec(top) is not None:
             return None
         return (
             f"there is no {top}.py and no package {top}; name its folder in `code`, or install it"
@@ -193,12 +193,12 @@ def fault_of_code(call: str, folders: Iterable[Path]) -> str | None:
     )
 
 
-def shadowing_reason(call: str, folders: Iterable[Path]) -> str | None:
+def shadowed_module_reason(call: str, folders: Iterable[Path]) -> str | None:
     """Return a message if a file of a call hides an installed module.
 
     A file hides a module of the same name. The result is None if no file does so.
     """
-    for name in dict.fromkeys(path.partition("/")[0] for path in find_sources(call, folders)):
+    for name in dict.fromkeys(path.partition("/")[0] for path in find_source_files(call, folders)):
         if _is_installed_module(name.removesuffix(".py")):
             return f"{name} hides the installed module of the same name; rename it"
     return None
@@ -228,7 +228,7 @@ def _list_bound_names(tree: ast.Module) -> set[str]:
 
 @cache
 def _find_version(package: str) -> str | None:
-    from importlib import metadata  # takes as long as all other imports of this file
+    from importlib import metadata  # this import takes as long as all others of this file
 
     try:
         return metadata.version(package)
@@ -237,14 +237,14 @@ def _find_version(package: str) -> str | None:
         return metadata.version(names[0]) if names else None
 
 
-def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
+def check_code_unchanged(what: str, spec: Mapping[str, Any]) -> None:
     """Raise ModelError if the files of a call have changed since the cell was planned.
 
     Args:
         what: Name of the model or task in messages.
         spec: Specification with the call and the hash of its files.
     """
-    now = compute_fingerprint(spec["call"], code_folders())["sha256"]
+    now = compute_code_fingerprint(spec["call"], list_code_folders())["sha256"]
     if spec["sha256"] != now:
         raise ModelError(
             f"{what} ({spec['call']}): its code has changed since the run was started, or is not in the "
@@ -253,8 +253,8 @@ def check_unchanged(what: str, spec: Mapping[str, Any]) -> None:
 
 
 def import_callable(own: Called) -> Callable[..., Any]:
-    """Return the function or class that a call names. Raise ModelError if it cannot be imported."""
-    target = import_name(own, own.call)
+    """Return the function or class that a call names. Raise ModelError if the import fails."""
+    target = import_user_object(own, own.call)
     if not callable(target):
         raise ModelError(
             f"{own}: is a {type(target).__name__}, which cannot be called; name a class or function"
@@ -262,14 +262,14 @@ def import_callable(own: Called) -> Callable[..., Any]:
     return target
 
 
-def import_name(own: Called, path: str) -> Any:
+def import_user_object(own: Called, path: str) -> Any:
     """Import and return an object of the user's code, `module:NAME` or `module.NAME`.
 
     Raises:
         ModelError: If it cannot be imported.
     """
     sys.dont_write_bytecode = True  # no file is written to the user's folders
-    for folder in reversed(code_folders()):
+    for folder in reversed(list_code_folders()):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     module, colon, name = path.partition(":")
@@ -297,7 +297,7 @@ def _import_module(own: Called, name: str) -> ModuleType:
     except (Exception, SystemExit) as e:
         missing = isinstance(e, ModuleNotFoundError) and e.name == name.partition(".")[0]
         remedy = "; name its folder in `code`, or install it" if missing else ""
-        raise ModelError(f"{own}: importing {name} raised {format_error(e)}{remedy}") from e
+        raise ModelError(f"{own}: importing {name} raised {format_user_error(e)}{remedy}") from e
 
 
 def different_calls_reason(model: str, strategy: str, where: str) -> str:
@@ -315,14 +315,14 @@ def different_calls_reason(model: str, strategy: str, where: str) -> str:
     )
 
 
-def format_error(e: BaseException) -> str:
+def format_user_error(e: BaseException) -> str:
     """Return an exception as one line of text, with its place in the user's code."""
     lines = str(e).strip().splitlines()
     text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
-    return text + _describe_place(e)
+    return text + _format_user_code_place(e)
 
 
-def _describe_place(e: BaseException) -> str:
+def _format_user_code_place(e: BaseException) -> str:
     """Return the last file and line of the user's code in a traceback, as text.
 
     Without such a line, it is that of an installed package other than PyTorch.

@@ -1,1 +1,1 @@
-"""The decision: which strategy to choose, how sure that is, and what would change it."""
+"""Decides which strategy to choose for each model, how sure the choice is, and what would change it."""

@@ -1,4 +1,4 @@
-"""Formats an answer of answers.json as a line for a terminal, without slow imports."""
+"""Formats the decision on a model (from answers.json) as a line for a terminal, without slow imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def format_answer_line(answer: Mapping[str, Any]) -> str:
-    """Return an answer as a line: `vgg16 (main): ddp × 4, 214 s. Fastest, ... Confidence: low (...)`."""
+    """Return a decision as one line: `vgg16 (main): ddp × 4, 214 s. Fastest, ...`."""
     short = answer["short"]
     choice = []
     if short["strategy"]:

@@ -1,4 +1,4 @@
-"""A candidate of a decision: one strategy on one worker count, and why it is excluded."""
+"""Defines a candidate of a decision: one strategy with one number of workers, and why it may be excluded."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ DIVERGED = "training diverged"
 
 
 def format_three_digits(value: float) -> str:
-    """Return a number with three digits and commas between thousands."""
+    """Return a number as text with three significant digits and commas between thousands."""
     return f"{float(f'{value:.3g}'):,.{0 if value >= 100 else 1}f}"
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A strategy on a number of workers; if it is excluded, `kind` and `reason` say why."""
+    """A strategy on a number of workers. `kind` and `reason` say why an excluded candidate is excluded."""
 
     strategy: str
     gpus: int
     traits: Traits = field(default_factory=Traits)
     basis: str = "measured"
-    times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))  # by repeat, in s
+    # Training times by repeat, in s.
+    times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     time_s: float | None = None
     #: Noun for the unit of the times: `repeat`, or `block` of a verdict.
-    unit: str = "repeat"
+    repetition_unit: str = "repeat"
     #: Whether the time is projected, and if so its 80 % interval and the projected results as text.
-    projected: bool = False
+    is_projected: bool = False
     time_low_s: float | None = None
     time_high_s: float | None = None
     projected_figures: str = ""
     score: Score = field(default_factory=Score)
-    scores: pd.Series = field(
-        default_factory=lambda: pd.Series(dtype=float)
-    )  # by repeat, in the shown unit
+    # Scores by repeat, in the shown unit.
+    scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     #: Standard error of one repeat's score from the finite test set, in the shown unit; None if not recorded.
     score_error: float | None = None
     #: Whether the cells trained for a number of steps and skipped evaluation.
@@ -65,12 +65,12 @@ class Candidate:
     tokens_per_s: float | None = None
     mfu: float | None = None
     test_samples: float | None = None
-    on_cpu: bool = False
-    served: bool = False  # whether it has parameter servers
+    is_on_cpu: bool = False
+    has_servers: bool = False  # whether the candidate has parameter servers
     #: Whether the result depends on the number of workers: by BatchNorm, or by a loss that does not add up.
     score_depends_on_workers: bool = True
     global_batch: float | None = None
-    hosts: frozenset[str] = frozenset()  # the hosts of a repeat are one text
+    hosts: frozenset[str] = frozenset()  # names of hosts; several hosts of one repeat are one text
     #: Upper bound (95 %) on how much worse the score may be, in the shown unit; None if unknown.
     score_loss_upper: float | None = None
     #: Why there is no projection to the requested number of workers; empty if there is one.
@@ -80,29 +80,29 @@ class Candidate:
     price_per_gpu_hour: float | None = None
     #: If workers joined and left: GPU-seconds allocated to all workers, and the mean number of workers.
     #: None if all workers stay from start to end.
-    held_s: float | None = None
-    present: float | None = None
-    #: Whether its number of repeats is the one that its records state as planned before they ran.
-    repeats_fixed: bool = False
-    kind: str = ""
-    reason: str = ""
-    doubts: list[str] = field(default_factory=list)
+    allocated_gpu_s: float | None = None
+    mean_num_workers: float | None = None
+    #: Whether the candidate's number of repeats is the one that its records state as planned before they ran.
+    has_planned_repeats: bool = False
+    exclusion_kind: str = ""
+    exclusion_reason: str = ""
+    caveats: list[str] = field(default_factory=list)
     #: The claim of a verdict and its confidence, if the candidate leads the verdict's comparison.
-    claim: tuple[str, str] | None = None
+    verdict_claim: tuple[str, str] | None = None
 
     @property
     def name(self) -> str:
-        """Short name: `ddp × 4` is ddp on 4 workers."""
+        """Short name such as `ddp × 4`, which is the strategy ddp on 4 workers."""
         return f"{self.strategy} × {self.gpus}"
 
     @property
-    def diverged(self) -> bool:
-        """Whether it is excluded because one of its trainings diverged."""
-        return self.reason.endswith(DIVERGED)
+    def has_diverged(self) -> bool:
+        """Whether the candidate is excluded because one of its trainings diverged."""
+        return self.exclusion_reason.endswith(DIVERGED)
 
     @property
     def rate_text(self) -> str:
-        """Tokens per second and MFU as text, empty for other data than text.
+        """Tokens per second and MFU as text. Empty if the data set has no text.
 
         For instance `41,300 tokens/s (5,160 per worker, MFU 38 %)`.
         """
@@ -118,7 +118,7 @@ class Candidate:
 
     @property
     def time_range_s(self) -> tuple[float, float]:
-        """The interval of a projected time, or the range of the measured repeats, in s."""
+        """Low and high end of the training time in s, from its projection or repeats."""
         if self.time_low_s is not None and self.time_high_s is not None:
             return self.time_low_s, self.time_high_s
         if len(self.times):
@@ -127,12 +127,12 @@ class Candidate:
 
     @property
     def run(self) -> str:
-        """Noun for one measured time: `run` or `block`."""
-        return "run" if self.unit == "repeat" else self.unit
+        """Noun for one measurement of the training time: `run` or `block`."""
+        return "run" if self.repetition_unit == "repeat" else self.repetition_unit
 
     @property
     def is_ranked_by_cost(self) -> bool:
-        """Whether candidates are ranked by cost, because there is a price."""
+        """Whether candidates are ranked by cost, which requires a price per GPU-hour."""
         return self.price_per_gpu_hour is not None
 
     @property
@@ -140,7 +140,7 @@ class Candidate:
         """GPU-hours of the workers times the price, or None without a time or a price."""
         if self.time_s is None or self.price_per_gpu_hour is None:
             return None
-        held_s = self.time_s * self.gpus if self.held_s is None else self.held_s
+        held_s = self.time_s * self.gpus if self.allocated_gpu_s is None else self.allocated_gpu_s
         return held_s / 3600 * self.price_per_gpu_hour
 
     @property
@@ -151,7 +151,7 @@ class Candidate:
 
     @property
     def trusted_memory_bytes(self) -> float | None:
-        """Peak memory, or None if the audit has a finding on it."""
+        """Peak memory per worker in bytes. None if the audit has a finding on the measurement."""
         return None if self.memory_caveats else self.memory_bytes
 
     @property
@@ -159,13 +159,13 @@ class Candidate:
         """Mean score over the repeats, in the shown unit."""
         return float(self.scores.mean()) if len(self.scores) else None
 
-    def is_score_open(self, constraints: Constraints) -> bool:
-        """Return whether the score may be worse than allowed; False if it was not measured."""
+    def may_miss_score_tolerance(self, constraints: Constraints) -> bool:
+        """Return whether the candidate's score may be worse than tolerated. False if unmeasured."""
         if self.skips_evaluation or self.score_loss_upper is None:
             return False
-        return bool(self.score_loss_upper > constraints.find_tolerance(self.score))
+        return bool(self.score_loss_upper > constraints.find_score_tolerance(self.score))
 
     def exclude(self, kind: str, reason: str) -> None:
-        """Exclude the candidate for a reason, unless it is already excluded."""
-        if not self.kind:
-            self.kind, self.reason = kind, reason
+        """Exclude the candidate for a reason. A candidate that is already excluded keeps its reason."""
+        if not self.exclusion_kind:
+            self.exclusion_kind, self.exclusion_reason = kind, reason

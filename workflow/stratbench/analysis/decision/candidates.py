@@ -1,4 +1,4 @@
-"""The candidates of a decision: each strategy on each worker count, and why some are excluded."""
+"""Builds the candidates of a decision, one per strategy and number of workers, and excludes some of them."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def build_candidates(
     for key, on_it in iter_findings_by_group(findings, groups.all):
         candidate = build_measured_candidate(groups, key, constraints)
         for one in evidence:
-            one.measure(candidate, groups, key)
+            one.replace_measured_times(candidate, groups, key)
         exclude_by_records(candidate, groups.all[key], on_it, constraints)
         candidates.append(candidate)
     question = (str(rows.iloc[0]["experiment"]), str(rows.iloc[0]["model"]))
     for one in evidence:
-        candidates += one.extend(question, candidates, constraints)
+        candidates += one.iter_unmeasured_candidates(question, candidates, constraints)
     for candidate in candidates:
         exclude_by_constraints(candidate, constraints)
     exclude_by_score(candidates, constraints)
     for one in evidence:
-        one.exclude(question, candidates)
+        one.exclude_candidates(question, candidates)
     return candidates
 
 
 def build_measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
-    """Return the candidate that a group of repeats measures.
+    """Return the candidate (strategy and number of workers) whose measurements are a group of repeats.
 
     Args:
         groups: All repeats.
@@ -91,35 +91,35 @@ def build_measured_candidate(groups: Repeats, group: Group, constraints: Constra
         times=times,
         time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
         score=score,
-        scores=score.factor * pd.Series(groups.values(group, "score_final"), dtype=float),
-        score_error=None if error is None else score.factor * error,
+        scores=score.display_factor * pd.Series(groups.values(group, "score_final"), dtype=float),
+        score_error=None if error is None else score.display_factor * error,
         skips_evaluation=bool(frame["steps"].notna().any()),
         test_samples=most("test_samples"),
         tokens_per_s=middle("throughput_samples_per_s", score.counts_per_sample)
-        if score.counts == "tokens"
+        if score.throughput_unit == "tokens"
         else None,
         mfu=middle("mfu"),
         memory_bytes=most("peak_memory_bytes"),
         model_states_bytes=most("model_states_bytes"),
         gpu_memory_bytes=None if on_cpu else min(cards, default=None),
-        on_cpu=on_cpu,
-        served=groups.have_servers([group]),
+        is_on_cpu=on_cpu,
+        has_servers=groups.has_servers([group]),
         score_depends_on_workers=not is_ever_false(ok["batchnorm"])
         or is_ever_false(ok["loss_adds_up"]),
         global_batch=most("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
-        repeats_fixed=has_planned_repeats(frame),
+        has_planned_repeats=has_planned_repeats(frame),
     )
 
 
 def is_ever_false(flags: pd.Series) -> bool:
-    """Return whether any record has the value false."""
+    """Return whether a column of flags contains false; missing values are ignored."""
     return bool((flags.dropna().astype(str) == "False").any())
 
 
 def has_planned_repeats(frame: pd.DataFrame) -> bool:
-    """Return whether every record of a group states the present number of repeats as planned.
+    """Return whether each record's planned number of repeats equals the group's actual number of records.
 
     A record states the number in the config when its cell was trained. A repeat that was added later
     states another number than the earlier repeats. The numbers also differ while repeats are missing.
@@ -128,7 +128,7 @@ def has_planned_repeats(frame: pd.DataFrame) -> bool:
 
 
 def read_traits(frame: pd.DataFrame) -> Traits:
-    """Return the strategy's traits from the records of a group, with cautious defaults."""
+    """Return the strategy's traits from the records of a group. Missing traits have cautious defaults."""
     recorded = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})
 
@@ -139,11 +139,11 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     constraints: Constraints,
 ) -> None:
-    """Exclude a candidate that did not finish or is unusable; else add caveats.
+    """Exclude a candidate with failed or unusable runs, or add caveats to the candidate.
 
     Args:
         candidate: The candidate, changed in place.
-        frame: Rows of its repeats.
+        frame: Rows of the candidate's repeats.
         findings: Findings of the audit.
         constraints: Constraints of the decision.
     """
@@ -175,8 +175,8 @@ def exclude_by_records(
             candidate.exclude(
                 "does not learn", f"the audit: {candidate.score.name} {finding['figures']}"
             )
-        elif finding["severity"] == "warning" and finding["rule"] not in candidate.doubts:
-            candidate.doubts.append(finding["rule"])
+        elif finding["severity"] == "warning" and finding["rule"] not in candidate.caveats:
+            candidate.caveats.append(finding["rule"])
 
 
 def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> None:
@@ -191,10 +191,12 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
     if constraints.deadline_s is not None and time_s is not None:
         most_s = candidate.time_range_s[1]
         if time_s > constraints.deadline_s:
-            candidate.exclude("too slow", compare_with_limit(time_s, constraints.deadline_s, "s"))
+            candidate.exclude(
+                "too slow", format_amount_and_limit(time_s, constraints.deadline_s, "s")
+            )
         elif most_s > constraints.deadline_s:
-            candidate.doubts.append(
-                f"it may take {compare_with_limit(most_s, constraints.deadline_s, 's')}"
+            candidate.caveats.append(
+                f"it may take {format_amount_and_limit(most_s, constraints.deadline_s, 's')}"
             )
     stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
     if stops and not constraints.gang_scheduled:
@@ -212,22 +214,22 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
         limit_bytes: Memory of a worker.
         margin: Reserve as a fraction of the peak.
     """
-    held = candidate.model_states_bytes if candidate.on_cpu else candidate.memory_bytes
-    what = "model states alone" if candidate.on_cpu else "peak"
+    held = candidate.model_states_bytes if candidate.is_on_cpu else candidate.memory_bytes
+    what = "model states alone" if candidate.is_on_cpu else "peak"
     if held is not None and held * (1 + margin) > limit_bytes:
         reserve = f" plus a reserve of {100 * margin:g} %" if held <= limit_bytes else ""
         name, unit = choose_byte_unit(limit_bytes)
-        sizes = compare_with_limit(held / unit, limit_bytes / unit, name, reserve)
+        sizes = format_amount_and_limit(held / unit, limit_bytes / unit, name, reserve)
         candidate.exclude("does not fit", f"{what} {sizes}")
-    elif candidate.on_cpu or held is None:
+    elif candidate.is_on_cpu or held is None:
         reason = (
-            "its records are of CPU processes" if candidate.on_cpu else "memory was not recorded"
+            "its records are of CPU processes" if candidate.is_on_cpu else "memory was not recorded"
         )
-        candidate.doubts.append(f"whether it fits is not known: {reason}")
+        candidate.caveats.append(f"whether it fits is not known: {reason}")
 
 
-def compare_with_limit(amount: float, limit: float, unit: str, addition: str = "") -> str:
-    """Return an amount and its limit as text, with enough digits to differ.
+def format_amount_and_limit(amount: float, limit: float, unit: str, addition: str = "") -> str:
+    """Return an amount and its exceeded limit as text, with enough digits to differ.
 
     Args:
         amount: An amount that exceeds the limit, perhaps by its addition alone.

@@ -1,4 +1,4 @@
-"""The conclusion of an answer as a sentence, such as a winner, a tie or no significant difference.
+"""Formulates the conclusion of a decision as a sentence: a winner, a tie or no significant difference.
 
 Each sentence has one number with its unit, and names the alternative last. `ddp × 2` is ddp on 2 workers.
 """
@@ -14,8 +14,8 @@ from stratbench.analysis.decision.ranking import ComparisonWithChoice, Ranking
 from stratbench.cell.text.words import format_bytes, format_count, format_names, join_with_and
 
 
-def is_count_known(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
-    """Return whether there are results for the requested number of workers, if there is one."""
+def has_requested_worker_count(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
+    """Return whether any candidate has the requested number of workers. True if no number is requested."""
     return constraints.gpus is None or any(c.gpus == constraints.gpus for c in candidates)
 
 
@@ -26,7 +26,7 @@ def iter_unanswered_constraints(
     constraints: Constraints,
     slowed: bool,
 ) -> Iterator[str]:
-    """Yield sentences on constraints that no record can answer.
+    """Yield sentences on constraints of the decision that no record can answer.
 
     Args:
         candidates: Candidates.
@@ -35,7 +35,7 @@ def iter_unanswered_constraints(
         constraints: Constraints of the decision.
         slowed: Whether workers were slowed down on purpose.
     """
-    if not is_count_known(candidates, constraints):
+    if not has_requested_worker_count(candidates, constraints):
         reason = first.no_projection_reason or "this number was not measured"
         yield f"There are no results for {format_count(constraints.gpus, noun)}: {reason}."
     if not constraints.homogeneous and not slowed:
@@ -44,7 +44,7 @@ def iter_unanswered_constraints(
 
 @dataclass(frozen=True)
 class Claim:
-    """The conclusion of an answer."""
+    """The conclusion of a decision: its kind, such as `winner` or `tie`, and its text."""
 
     #: `projected`, `alone`, `one run`, `winner`, `tie` or `apart` (no significant difference).
     kind: str
@@ -58,7 +58,7 @@ REMAINING_HAVE = {"worse score": "an acceptable {score}", "does not fit": "enoug
 def find_better_excluded(
     candidates: Iterable[Candidate], first: Candidate | None, kinds: Iterable[str]
 ) -> dict[str, Candidate]:
-    """Return the best candidate that each kind of exclusion removes, if better than the choice.
+    """Return the best excluded candidate per kind of exclusion, if better than the choice.
 
     Args:
         candidates: Candidates.
@@ -67,7 +67,7 @@ def find_better_excluded(
     """
     best = {}
     for kind in kinds:
-        timed = [c for c in candidates if c.kind == kind and c.time_s is not None]
+        timed = [c for c in candidates if c.exclusion_kind == kind and c.time_s is not None]
         one = min(timed, key=lambda c: (c.objective, c.gpus), default=None)
         if one and (first is None or one.objective < first.objective):
             best[kind] = one
@@ -81,11 +81,11 @@ def compute_claim(
 
     Args:
         candidates: Candidates.
-        ranking: Their ranking.
+        ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
         score_open: Whether the score may be worse than allowed.
     """
-    first = ranking.first
+    first = ranking.chosen_candidate
     quick = "cheap" if first.is_ranked_by_cost else "fast"
     they_have = [
         REMAINING_HAVE[kind].format(score=first.score.name)
@@ -96,8 +96,8 @@ def compute_claim(
     but = f", but its {first.score.name} may be worse than allowed" if score_open else ""
     margin = f"{100 * constraints.equivalence_margin:g} %"
     ties = [c for c in ranking.comparisons if c.status == "tied"]
-    if first.projected:
-        not_faster = f"Not significantly {quick}er than {ties[0].rival.name}" if ties else ""
+    if first.is_projected:
+        not_faster = f"Not significantly {quick}er than {ties[0].alternative.name}" if ties else ""
         workers = format_count(first.gpus, "worker")
         text = f"{not_faster or best} by projection; nothing was measured on {workers}."
         return Claim("projected", text)
@@ -111,7 +111,7 @@ def compute_claim(
     if not ties:
         text = f"{best}{but}." if but else f"{best}: {describe_distance(ranking.comparisons[0])}."
         return Claim("winner", text)
-    names = [c.rival.name for c in ties]
+    names = [c.alternative.name for c in ties]
     named = join_with_and(names) if len(ties) == 2 else format_names(names, 1)
     most = constraints.equivalence_margin + 1e-12
     known_equal = ranking.max_lead is not None and ranking.max_lead <= most
@@ -119,14 +119,14 @@ def compute_claim(
         return Claim(
             "tie",
             f"As {quick} as {named} within {margin}"
-            f"{describe_advantage(first, [c.rival for c in ties])}{but}.",
+            f"{describe_advantage(first, [c.alternative for c in ties])}{but}.",
         )
     return Claim("apart", f"Not significantly {quick}er than {named}{but}.")
 
 
 def describe_distance(c: ComparisonWithChoice, rival: str = "the next") -> str:
     """Return how far an alternative is behind the choice: `the next takes 9 % longer`."""
-    ratio, by_cost = c.ratio.value, c.rival.is_ranked_by_cost
+    ratio, by_cost = c.ratio.value, c.alternative.is_ranked_by_cost
     if ratio >= 2:
         many = f"{ratio:.1f} times as"
         return f"{rival} costs {many} much" if by_cost else f"{rival} takes {many} long"
@@ -135,7 +135,7 @@ def describe_distance(c: ComparisonWithChoice, rival: str = "the next") -> str:
 
 
 def format_percentage(part: float) -> str:
-    """Return a fraction below 2 as a percentage: `9 %` or `0.4 %`."""
+    """Return a fraction as a percentage with few digits: `9 %` or `0.4 %`."""
     if part < 0.0005:
         return "less than 0.1 %"
     return f"{100 * part:.0f} %" if part >= 0.0095 else f"{100 * part:.1f} %"

@@ -38,7 +38,7 @@ def compute_confidence(
     score_open: bool,
     count_known: bool = True,
 ) -> Confidence:
-    """Return the confidence by the rules of docs/decision.md.
+    """Return the confidence in a decision, by the rules of docs/decision.md.
 
     Every limitation has a short text and the maximum level that it allows.
 
@@ -49,33 +49,36 @@ def compute_confidence(
         score_open: Whether the score may be worse than allowed.
         count_known: Whether there are results for the requested number of workers.
     """
-    first, rivals = ranking.first, [c.rival for c in ranking.comparisons]
+    first, rivals = ranking.chosen_candidate, [c.alternative for c in ranking.comparisons]
     runs = format_count(ranking.repeats, first.run)
     sentences = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
-    level, claim = compute_level_and_conclusion(ranking)
+    level, claim = compute_max_confidence_level(ranking)
     sentences.append(claim)
     limits = []
     if not constraints.homogeneous and not slowed:
         limits.append((0, "unequal workers were not measured"))
     if not count_known:
         limits.append((0, f"there are no results for {constraints.gpus} workers"))
-    if first.claim is not None:
-        sentences.append(f"The verdict on {format_count(first.gpus, 'worker')}: {first.claim[0]}")
+    if first.verdict_claim is not None:
+        sentences.append(
+            f"The verdict on {format_count(first.gpus, 'worker')}: {first.verdict_claim[0]}"
+        )
         # The verdict's confidence already considers blocks, nodes, full runs and their dependence.
-        by_verdict = LEVELS.index(first.claim[1])
+        by_verdict = LEVELS.index(first.verdict_claim[1])
         level = by_verdict if is_confirmed_by_verdict(ranking) else min(level, by_verdict)
-    elif first.unit == "block":
+    elif first.repetition_unit == "block":
         level = min(level, 1)
         sentences.append(
             f"The verdict on {format_count(first.gpus, 'worker')} makes no claim for the choice."
         )
-    elif ranking.corrects_repeated_looks:
+    elif ranking.corrects_for_interim_looks:
         sentences.append(LOOKED_AGAIN)
     limits.append((level, describe_repeats_limit(ranking, constraints, level)))
     if score_open:
         limits.append((1, f"{runs}: the score is not certain"))
-    losable = first.score_loss_upper is None or first.score_loss_upper > constraints.find_tolerance(
-        first.score
+    losable = (
+        first.score_loss_upper is None
+        or first.score_loss_upper > constraints.find_score_tolerance(first.score)
     )
     if losable and not score_open:
         limits.append(
@@ -91,12 +94,12 @@ def compute_confidence(
             but = f"only a host whose time ratios differ by over {change} may rank them differently"
         else:
             limits.append((1, f"{runs} on one host"))
-        sentences.append(f"All {first.unit}s ran on {on}; {but}." if hosts else "")
+        sentences.append(f"All {first.repetition_unit}s ran on {on}; {but}." if hosts else "")
     if presence := describe_unequal_worker_counts(ranking, constraints.equivalence_margin):
         limits.append((0, "the mean number of workers differs between strategies"))
         sentences.append(presence)
     sentences += [*iter_score_caveats(first, constraints), *iter_caveat_sentences(ranking)]
-    if first.on_cpu:
+    if first.is_on_cpu:
         sentences.append("The answer holds for CPU processes on this machine, not for GPUs.")
     if slowed and constraints.homogeneous:
         sentences.append(
@@ -106,7 +109,7 @@ def compute_confidence(
     lowest = min(cap for cap, _ in limits)
     reason = next((words for cap, words in limits if cap == lowest and words), "")
     if not reason and ranking.is_clear:
-        processes = " of CPU processes" if first.on_cpu else ""
+        processes = " of CPU processes" if first.is_on_cpu else ""
         reason = f"{runs}{processes} on {format_count(len(hosts), 'host')}, no doubts"
     elif not reason:
         reason = f"equal within {100 * constraints.equivalence_margin:g} %: either will do"
@@ -114,7 +117,7 @@ def compute_confidence(
 
 
 def is_robust_to_hosts(ranking: Ranking, hosts: set[str]) -> bool:
-    """Return whether one host ran all repeats, and alternatives are slower by over ROUGH."""
+    """Return whether all repeats ran on one host, and all alternatives are clearly slower."""
     lows = [c.ratio.low for c in ranking.comparisons]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
@@ -129,9 +132,9 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
         constraints: Constraints of the decision.
         level: Level of confidence.
     """
-    first = ranking.first
+    first = ranking.chosen_candidate
     runs = format_count(ranking.repeats, first.run)
-    if first.projected:
+    if first.is_projected:
         return "projected, not measured"
     if not ranking.comparisons:
         return f"{runs}, without a rival"
@@ -140,7 +143,7 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
         return f"{once}: may be chance"
     if level and (ranking.is_clear or ranking.max_lead <= constraints.equivalence_margin):
         return f"{runs} each" if ranking.is_clear and ranking.repeats < 3 else ""
-    lows = [(c.ratio.low, c.rival) for c in ranking.comparisons if c.ratio.low is not None]
+    lows = [(c.ratio.low, c.alternative) for c in ranking.comparisons if c.ratio.low is not None]
     low, quickest = min(lows, key=lambda pair: pair[0], default=(1.0, None))
     if quickest is None or low >= 1:
         return ""
@@ -150,66 +153,74 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
 
 
 def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
-    """Yield short caveats on the choice and on the alternatives that its reason names."""
-    first = ranking.first
-    if first.doubts:
-        yield f"{caveat_prefix(first.doubts[0])}{format_names(first.doubts, 1)}"
+    """Yield short caveats on the choice, and on the alternatives that the decision's reason names."""
+    first = ranking.chosen_candidate
+    if first.caveats:
+        yield f"{extract_caveat_rule_name(first.caveats[0])}{format_names(first.caveats, 1)}"
     for c, others in iter_alternative_caveats(ranking):
-        by = caveat_prefix(others[0])
+        by = extract_caveat_rule_name(others[0])
         yield f"{c.name} is {by}{others[0]}" if by else f"{c.name}: {others[0]}"
 
 
-def caveat_prefix(doubt: str) -> str:
-    """Return the text before a caveat that is a rule's name. Empty if the caveat is a sentence."""
+def extract_caveat_rule_name(doubt: str) -> str:
+    """Return a prefix for a caveat that is an audit rule's name. Empty for a sentence."""
     return "" if " " in doubt else "doubted by the audit: "
 
 
 def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence with caveats on the choice, and one per alternative."""
-    if ranking.first.doubts:
-        yield f"Caveats on the choice: {', '.join(ranking.first.doubts)}."
+    """Yield one sentence with the choice's caveats, and one sentence per alternative with caveats."""
+    if ranking.chosen_candidate.caveats:
+        yield f"Caveats on the choice: {', '.join(ranking.chosen_candidate.caveats)}."
     for c, others in iter_alternative_caveats(ranking):
         yield f"Caveats on {c.strategy} on {format_count(c.gpus, 'worker')}: {', '.join(others)}."
 
 
 def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
-    """Yield each alternative in the reason, with its caveats that the choice does not share."""
-    for c in (candidates.rival for candidates in ranking.nearest_alternatives):
-        if others := [doubt for doubt in c.doubts if doubt not in ranking.first.doubts]:
+    """Yield each alternative in the decision's reason, with the caveats that the choice lacks."""
+    for c in (candidates.alternative for candidates in ranking.nearest_alternatives):
+        if others := [
+            doubt for doubt in c.caveats if doubt not in ranking.chosen_candidate.caveats
+        ]:
             yield c, others
 
 
 def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
-    """Return a sentence on the mean numbers of workers if they clearly differ.
+    """Return a sentence on the mean numbers of workers. Empty unless they differ clearly.
 
-    They differ if workers are separate jobs, which start at different times.
+    The numbers differ if workers are separate jobs, which start at different times.
     """
     with_presence = [
-        c for c in (ranking.first, *(c.rival for c in ranking.nearest_alternatives)) if c.present
+        c
+        for c in (ranking.chosen_candidate, *(c.alternative for c in ranking.nearest_alternatives))
+        if c.mean_num_workers
     ]
-    shares = [c.present / c.gpus for c in with_presence if c.present]
+    shares = [c.mean_num_workers / c.gpus for c in with_presence if c.mean_num_workers]
     if not shares or max(shares) <= (1 + margin) * min(shares):
         return ""
-    numbers = ", ".join(f"{c.present:.2g} of {c.gpus} for {c.strategy}" for c in with_presence)
+    numbers = ", ".join(
+        f"{c.mean_num_workers:.2g} of {c.gpus} for {c.strategy}" for c in with_presence
+    )
     return f"Workers joined and left, so the mean number of present workers differs: {numbers}."
 
 
 def is_confirmed_by_verdict(ranking: Ranking) -> bool:
-    """Return whether the choice leads its verdict, and clearly beats other worker counts."""
-    others = (c for c in ranking.comparisons if c.rival.gpus != ranking.first.gpus)
-    return ranking.first.claim is not None and all(c.status == "slower" for c in others)
+    """Return whether a sequential test (verdict) confirmed the choice and other worker counts are slower."""
+    others = (c for c in ranking.comparisons if c.alternative.gpus != ranking.chosen_candidate.gpus)
+    return ranking.chosen_candidate.verdict_claim is not None and all(
+        c.status == "slower" for c in others
+    )
 
 
-def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
-    """Return the highest level that the repeats allow, as an index, and the conclusion."""
-    first, repeats = ranking.first, ranking.repeats
-    if first.projected:
+def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
+    """Return the maximum confidence level that the repeats allow, as an index, with its sentence."""
+    first, repeats = ranking.chosen_candidate, ranking.repeats
+    if first.is_projected:
         return (
             0,
             f"The time of the choice on {format_count(first.gpus, 'worker')} is projected (80 % interval), "
             "not measured.",
         )
-    if measured := [c for c in ranking.comparisons if not c.rival.projected]:
+    if measured := [c for c in ranking.comparisons if not c.alternative.is_projected]:
         max_lead = max((0.0, *(1 / c.ratio.low - 1 for c in measured if c.ratio.low)))
         known = all(c.ratio.low is not None for c in measured)
         if len(measured) < len(ranking.comparisons):
@@ -219,14 +230,14 @@ def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
     elif ranking.comparisons:
         return 0, "All rivals of the choice are projected, with 80 % intervals."
     if not ranking.comparisons:
-        text = f"The choice was measured in {format_count(repeats, first.unit)} and has no rival."
+        text = f"The choice was measured in {format_count(repeats, first.repetition_unit)} and has no rival."
         return (1 if repeats > 1 else 0), text
     if ranking.max_lead is None:
         return (
             0,
             f"The order may be due to chance: {ranking.chance_reason}, so there is no interval.",
         )
-    over = f"Over {format_count(repeats, first.unit)}"
+    over = f"Over {format_count(repeats, first.repetition_unit)}"
     rivals = format_count(len(ranking.comparisons), "rival")
     rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.comparisons), f"all {rivals}")
     faster = "cheaper" if first.is_ranked_by_cost else "faster"
@@ -247,17 +258,18 @@ def compute_level_and_conclusion(ranking: Ranking) -> tuple[int, str]:
 
 
 def iter_score_caveats(first: Candidate, constraints: Constraints) -> Iterator[str]:
-    """Yield sentences on the uncertainty in the choice's score."""
+    """Yield sentences on the uncertainty in the chosen candidate's score."""
     if first.score_loss_upper is None:
         if first.skips_evaluation:
             yield "No score was measured, since `steps` skips evaluation; equal scores are assumed."
         else:
             yield f"The {first.score.name} of the choice could not be compared with the best one."
         return
-    score, tolerance = first.score, constraints.find_tolerance(first.score)
+    score, tolerance = first.score, constraints.find_score_tolerance(first.score)
     chance = compute_chance_difference(first, first)
     if chance > tolerance:
         yield (
             f"On {first.test_samples:.0f} test samples, two equally good models differ by up to "
-            f"{score.difference(chance, score.decimals - 1)} by chance, more than the {tolerance:g} allowed."
+            f"{score.format_difference(chance, score.decimals - 1)} by chance, more than the "
+            f"{tolerance:g} allowed."
         )

@@ -41,21 +41,21 @@ class Constraints:
 
     @classmethod
     def from_json(cls, text: str) -> Constraints:
-        """Return the constraints in a JSON object with these keys; `{}` gives the defaults."""
+        """Return the constraints in a JSON object, with defaults for missing keys."""
         return cls(**json.loads(text))
 
-    def find_tolerance(self, score: Score) -> float:
-        """Return the tolerated difference of a score from the best, in the shown unit."""
+    def find_score_tolerance(self, score: Score) -> float:
+        """Return how much worse than the best score is tolerated, in the shown unit."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
     @property
-    def ranking_text(self) -> str:
-        """The criterion of the ranking as text."""
+    def ranking_criterion(self) -> str:
+        """The criterion by which candidates are ranked, as text, such as `ranked by training time`."""
         if self.price_per_gpu_hour is None:
             return "ranked by training time"
         return f"ranked by cost at {self.price_per_gpu_hour:g} per GPU-hour"
 
-    def sentences(self, ranking: str = "") -> Iterator[str]:
+    def iter_sentences(self, ranking: str = "") -> Iterator[str]:
         """Yield texts on the constraints, including important defaults.
 
         Args:
@@ -82,4 +82,4 @@ class Constraints:
             if self.gang_scheduled
             else "workers that may join and leave"
         )
-        yield ranking or self.ranking_text
+        yield ranking or self.ranking_criterion

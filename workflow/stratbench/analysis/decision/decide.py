@@ -19,7 +19,10 @@ import pandas as pd
 from stratbench.analysis.decision.answer_line import format_answer_line
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import build_candidates
-from stratbench.analysis.decision.claim import is_count_known, iter_unanswered_constraints
+from stratbench.analysis.decision.claim import (
+    has_requested_worker_count,
+    iter_unanswered_constraints,
+)
 from stratbench.analysis.decision.confidence import compute_confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
@@ -27,7 +30,7 @@ from stratbench.analysis.decision.ranking import Ranking, rank_comparisons
 from stratbench.analysis.decision.sentences import (
     describe_choice,
     describe_exclusions,
-    iter_changes,
+    iter_answer_changes,
     iter_constraint_changes,
     iter_excluded_strategies,
 )
@@ -35,15 +38,15 @@ from stratbench.analysis.decision.short import (
     ShortAnswer,
     build_empty_answer,
     build_short_answer,
-    format_lead,
+    format_summary_line,
 )
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import read_audit
 from stratbench.analysis.records.reading import list_readings
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import MIB, folded, worker_noun
+from stratbench.cell.text.words import MIB, choose_noun_for_workers, wrap_lines
 from stratbench.statistics.intervals import IntervalEstimate
-from stratbench.study.config.consistency import check_model
+from stratbench.study.config.consistency import check_decided_model
 from stratbench.study.config.messages import ConfigError
 
 MATRIX_COLUMNS = (
@@ -55,7 +58,7 @@ MATRIX_COLUMNS = (
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision for one model in one experiment."""
+    """The decision for one model in one experiment: chosen candidate, reason and confidence."""
 
     experiment: str
     dataset: str
@@ -68,14 +71,16 @@ class Decision:
     changes: tuple[str, ...]
     #: (strategy, reason) for each strategy that is excluded at every number of workers.
     excluded: tuple[tuple[str, str], ...]
-    matrix: tuple[dict[str, Any], ...]
+    matrix_rows: tuple[dict[str, Any], ...]
     #: The answer in a few words.
-    short: ShortAnswer
+    short_answer: ShortAnswer
 
     @property
     def headline(self) -> str:
-        """The choice and its claim: `ddp × 4. Fastest, in one run each`."""
-        return f"{self.short.name or 'Nothing can be recommended'}. {self.short.claim}"
+        """The chosen candidate and the conclusion as text: `ddp × 4. Fastest, in one run each`."""
+        return (
+            f"{self.short_answer.name or 'Nothing can be recommended'}. {self.short_answer.claim}"
+        )
 
 
 def make_decisions(
@@ -95,7 +100,7 @@ def make_decisions(
     Raises:
         ConfigError: The constraints name a model that is not in the study.
     """
-    check_model(constraints.model, cells["model"].astype(str))
+    check_decided_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
     studied = [
         (rows, build_candidates(rows, listed, constraints, evidence))
@@ -134,19 +139,23 @@ def decide_model(
     constraints: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> Decision:
-    """Return the decision on one experiment and model.
+    """Return the decision for one model in one experiment.
 
     Args:
         rows: Rows of cells.csv.
-        candidates: Its candidates.
-        ranking: Ranking of those that are not excluded, or None if there are none.
+        candidates: Candidates of the model.
+        ranking: Ranking of the candidates that are not excluded, or None if all are excluded.
         constraints: Constraints of the decision.
         evidence: Evidence of extensions.
     """
     experiment, dataset, model = (str(rows.iloc[0][n]) for n in ("experiment", "dataset", "model"))
-    ranked = [] if ranking is None else [ranking.first, *(c.rival for c in ranking.comparisons)]
+    ranked = (
+        []
+        if ranking is None
+        else [ranking.chosen_candidate, *(c.alternative for c in ranking.comparisons)]
+    )
     common = {"experiment": experiment, "dataset": dataset, "model": model}
-    common["matrix"] = build_matrix_rows((experiment, dataset, model), candidates, ranking)
+    common["matrix_rows"] = build_matrix_rows((experiment, dataset, model), candidates, ranking)
     common["excluded"] = tuple(iter_excluded_strategies(candidates, {c.strategy for c in ranked}))
     if ranking is None:
         nothing = build_empty_answer(candidates, constraints.memory_margin)
@@ -158,26 +167,36 @@ def decide_model(
             confidence="none",
             sure=("No candidate is left to rank.",),
             changes=tuple(iter_constraint_changes(candidates, None)),
-            short=nothing,
+            short_answer=nothing,
         )
-    noun = worker_noun(rows["device_kind"])
+    noun = choose_noun_for_workers(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
-    score_open = ranking.first.is_score_open(constraints)
+    score_open = ranking.chosen_candidate.may_miss_score_tolerance(constraints)
     sure = compute_confidence(
-        ranking, constraints, slowed, score_open, is_count_known(candidates, constraints)
+        ranking,
+        constraints,
+        slowed,
+        score_open,
+        has_requested_worker_count(candidates, constraints),
     )
     unknown = list(
-        iter_unanswered_constraints(candidates, ranking.first, noun, constraints, bool(slowed))
+        iter_unanswered_constraints(
+            candidates, ranking.chosen_candidate, noun, constraints, bool(slowed)
+        )
     )
-    further = (s for one in evidence for s in one.changes((experiment, model), ranking.first))
+    further = (
+        s
+        for one in evidence
+        for s in one.iter_answer_changes((experiment, model), ranking.chosen_candidate)
+    )
     return Decision(
         **common,
-        choice=ranking.first,
+        choice=ranking.chosen_candidate,
         reason=describe_choice(candidates, ranking, noun, constraints),
         confidence=sure.level,
         sure=sure.sentences,
-        changes=(*iter_changes(candidates, ranking, constraints), *further),
-        short=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
+        changes=(*iter_answer_changes(candidates, ranking, constraints), *further),
+        short_answer=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
 
 
@@ -189,15 +208,15 @@ def build_matrix_rows(
     Args:
         where: Experiment, data set and model.
         candidates: Candidates.
-        ranking: Their ranking, if any.
+        ranking: Ranking of the candidates, or None if all are excluded.
     """
     compared = [] if ranking is None else list(ranking.comparisons)
-    places = {id(c.rival): (place, c) for place, c in enumerate(compared, 2)}
+    places = {id(c.alternative): (place, c) for place, c in enumerate(compared, 2)}
     rows = []
     for c in candidates:
         place, against = places.get(id(c), (None, None))
-        status = c.kind
-        if ranking is not None and c is ranking.first:
+        status = c.exclusion_kind
+        if ranking is not None and c is ranking.chosen_candidate:
             place, status = 1, "recommended"
         elif against is not None:
             status = "tied" if against.status == "tied" else "possible"
@@ -209,20 +228,21 @@ def build_matrix_rows(
             else (None, None, None)
         )
         rows.append(dict(zip(MATRIX_COLUMNS, where, strict=False)) | {
-            "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place, "reason": c.reason,
+            "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place,
+            "reason": c.exclusion_reason,
             "basis": c.basis, "repeats": len(c.times), "time_s": c.time_s, "time_low_s": c.time_low_s,
             "time_high_s": c.time_high_s, "cost": c.cost,
             "memory_mib": c.memory_bytes and c.memory_bytes / MIB, "score": c.mean_score,
             "score_name": c.score.name, "score_unit": c.score.shown_unit,
             **dict(zip(("ratio_to_first", "low", "high"), ratio, strict=True)),
             "score_loss_upper": c.score_loss_upper,
-            "doubts": "; ".join(c.doubts),
+            "doubts": "; ".join(c.caveats),
         })  # fmt: skip
     return tuple(rows)
 
 
 def describe_study_findings(findings: pd.DataFrame) -> list[str]:
-    """Return the audit's findings on the whole study as texts; they limit every decision."""
+    """Return the audit's findings on the whole study as texts. Such findings limit every decision."""
     places = ["experiment", "strategy", "model", "gpus", "repeat"]
     whole = findings[findings[places].isna().all(axis=1) & (findings["severity"] != "note")]
     return [f"{row.explanation} ({row.figures})" for row in whole.itertuples()]
@@ -241,10 +261,10 @@ def describe_decisions(
         decisions: Decisions.
         notes: Findings on the whole study.
         limits: Constraints of the decisions.
-        constraints: Texts in place of those on `limits`.
+        constraints: Texts on the constraints; if empty, `limits` gives them.
         further: Answers of extensions.
     """
-    lines = [f"Constraints: {'; '.join(constraints or limits.sentences())}.", *notes, ""]
+    lines = [f"Constraints: {'; '.join(constraints or limits.iter_sentences())}.", *notes, ""]
     common = find_common_sentences(decisions)
     for d in decisions:
         lines.append(format_title(d))
@@ -258,20 +278,20 @@ def describe_decisions(
         lines += [*(f"For all answers: {sentence}" for sentence in common), ""]
     for answer in further:
         lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
-    lead = format_lead(name_answers(decisions))
-    return folded([*lines, lead, *(format_answer_line(build_answer(d)) for d in decisions)])
+    lead = format_summary_line(name_answers(decisions))
+    return wrap_lines([*lines, lead, *(format_answer_line(build_answer(d)) for d in decisions)])
 
 
 def format_title(decision: Decision) -> str:
-    """Return the model and the experiment of a decision, and its headline."""
+    """Return a title for a decision: its model, its experiment, and its headline."""
     return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
 def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
-    """Return the short answers with their models, and with experiments if ambiguous."""
+    """Return (name, short answer) pairs. A name is the model, with its experiment if ambiguous."""
     models = [d.model for d in decisions]
     return [
-        (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short)
+        (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short_answer)
         for d in decisions
     ]
 
@@ -299,21 +319,23 @@ def build_answers_json(
     """
     return {
         "common": find_common_sentences(decisions),
-        "constraints": list(constraints.sentences()),
+        "constraints": list(constraints.iter_sentences()),
         "equivalence_margin": constraints.equivalence_margin,
         "by_cost": constraints.price_per_gpu_hour is not None,
         "across": list(notes),
-        "lead": format_lead(name_answers(decisions)),
+        "lead": format_summary_line(name_answers(decisions)),
         "answers": [build_answer(decision) for decision in decisions],
         "further": further or {},
     }
 
 
 def build_answer(decision: Decision) -> dict[str, Any]:
-    """Return a decision's entry in answers.json."""
+    """Return the entry of answers.json for a decision."""
     words = ("experiment", "dataset", "model", "headline", "reason")
     words += ("confidence", "sure", "changes", "excluded")
-    return {name: getattr(decision, name) for name in words} | {"short": asdict(decision.short)}
+    return {name: getattr(decision, name) for name in words} | {
+        "short": asdict(decision.short_answer)
+    }
 
 
 def write_decisions(
@@ -324,7 +346,7 @@ def write_decisions(
     answers_out: Path,
     evidence: Mapping[str, Evidence],
 ) -> str:
-    """Write the matrix (CSV) and the answers (JSON), and return the answers for a terminal.
+    """Write candidates and answers of decisions to files; return the answers as text.
 
     Args:
         decisions: Decisions.
@@ -334,8 +356,10 @@ def write_decisions(
         answers_out: JSON file to write.
         evidence: Evidence of extensions by their names.
     """
-    further = {name: answer for name, one in evidence.items() if (answer := one.answer())}
-    rows = [row for decision in decisions for row in decision.matrix]
+    further = {
+        name: answer for name, one in evidence.items() if (answer := one.build_separate_answer())
+    }
+    rows = [row for decision in decisions for row in decision.matrix_rows]
     write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = describe_study_findings(findings)
     write_atomic(
@@ -346,7 +370,7 @@ def write_decisions(
 
 
 def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, Evidence]:
-    """Return the evidence of each extension, by its name.
+    """Return the evidence, such as projected times, that extensions add to decisions, by extension.
 
     Args:
         pairs: Files of extensions, as EXTENSION=FILE.
@@ -354,14 +378,14 @@ def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, E
     """
     paths = dict(pair.split("=", 1) for pair in pairs)
     return {
-        name: reading.evidence(paths.get(name, ""), constraints)
+        name: reading.read_evidence(paths.get(name, ""), constraints)
         for name, reading in list_readings().items()
-        if reading.evidence is not None
+        if reading.read_evidence is not None
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line of decisions, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.decision.decide", description=__doc__
     )

@@ -1,4 +1,4 @@
-"""Evidence from extensions in addition to the records: other times, or unmeasured worker counts."""
+"""Defines evidence that extensions add to the records for decisions, such as projected times."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from stratbench.analysis.decision.constraints import Constraints
     from stratbench.analysis.records.groups import Group, Repeats
 
-#: (experiment, model)
+#: Experiment and model, for which one decision is made.
 Question = tuple[str, str]
 
 
 class Evidence:
-    """Evidence of an extension; the methods are called in this order, and each is optional."""
+    """Base class of an extension's evidence for decisions. All methods are optional and called in order."""
 
-    def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Replace the times of a measured candidate, or exclude it.
+    def replace_measured_times(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
+        """Replace the times of a measured candidate, or exclude the candidate.
 
         Args:
             candidate: The candidate, changed in place.
@@ -26,10 +26,10 @@ class Evidence:
             group: The repeats of the candidate.
         """
 
-    def extend(
+    def iter_unmeasured_candidates(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterable[Candidate]:
-        """Yield candidates on unmeasured numbers of workers.
+        """Yield candidates with numbers of workers that no record has measured.
 
         Args:
             question: Experiment and model.
@@ -38,13 +38,13 @@ class Evidence:
         """
         return ()
 
-    def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
-        """Exclude candidates, after constraints and scores were applied."""
+    def exclude_candidates(self, question: Question, candidates: Sequence[Candidate]) -> None:
+        """Exclude further candidates, once constraints and the score tolerance are applied."""
 
-    def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
+    def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on what would change the choice."""
         return ()
 
-    def answer(self) -> Mapping[str, Any] | None:
-        """Return a separate answer with `headline` and `lines` as texts, or None if not requested."""
+    def build_separate_answer(self) -> Mapping[str, Any] | None:
+        """Return an additional answer with texts `headline` and `lines`. None if not requested."""
         return None

@@ -37,9 +37,8 @@ class Standings(NamedTuple):
     high: np.ndarray
     repeats: np.ndarray
     slower: np.ndarray  # whether the interval excludes equality and the ratio exceeds the margin
-    max_lead: (
-        np.ndarray
-    )  # log ratio by which a candidate may be faster than the chosen, shape [...]
+    # Log ratio by which a candidate may be faster than the chosen one, shape [...].
+    max_lead: np.ndarray
 
 
 def find_choice_index(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
@@ -59,7 +58,7 @@ def find_choice_index(means: np.ndarray, preference: np.ndarray, margin: float) 
 
 
 def compute_differences_from_choice(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
-    """Return the paired difference of every candidate from the chosen one.
+    """Return the paired differences of all candidates from the chosen candidate, in logarithms.
 
     The chosen candidate's difference from itself has no degrees of freedom.
     """
@@ -110,7 +109,7 @@ def compare_with_choice(
 class ComparisonWithChoice:
     """The ratio of an alternative's objective to the choice's, over a number of repeats."""
 
-    rival: Candidate
+    alternative: Candidate
     ratio: IntervalEstimate
     repeats: int
     #: `slower`, `tied` (a near tie, or no clear difference), or `unknown`.
@@ -119,7 +118,7 @@ class ComparisonWithChoice:
 
 @dataclass(frozen=True)
 class RankingNoise:
-    """Noise of the repeats in a comparison."""
+    """The noise between repeats in a comparison of candidates: standard deviation and degrees of freedom."""
 
     #: Standard deviation of the logarithm of a time (or cost) between paired repeats.
     log_time_sd: float
@@ -128,7 +127,7 @@ class RankingNoise:
     prior_dof_per_repeat: float
 
     def compute_needed_repeats(self, difference: float) -> int | None:
-        """Return the number of repeats that detects a difference with 80 % power.
+        """Return the number of repeats that detects a relative difference with 80 % power.
 
         Args:
             difference: How much slower the alternative is, as a fraction.
@@ -136,7 +135,7 @@ class RankingNoise:
         Returns:
             The number if it is fixed in advance; None if it exceeds MAX_REPEATS.
         """
-        from scipy.special import nctdtr, stdtrit  # takes 0.2 s
+        from scipy.special import nctdtr, stdtrit  # this import takes 0.2 s
 
         n = np.arange(3, MAX_REPEATS + 1)
         # The estimated weight of the prior is often less than the maximum, so half of it is assumed.
@@ -151,81 +150,85 @@ class RankingNoise:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The chosen candidate, and its comparisons with the others in the order of their objectives."""
+    """The chosen candidate, and comparisons with all others in the order of their objectives."""
 
-    first: Candidate
+    chosen_candidate: Candidate
     comparisons: tuple[ComparisonWithChoice, ...]
     #: The fraction by which an alternative may be faster (or cheaper) than the choice; None if unknown.
     max_lead: float | None
     #: Noise of the repeats; None if unknown.
     noise: RankingNoise | None
     #: Whether intervals are corrected for repeated looks, since the number of repeats was not planned.
-    corrects_repeated_looks: bool
+    corrects_for_interim_looks: bool
 
     @property
     def tied_alternatives(self) -> list[Candidate]:
         """The alternatives without a significant difference from the choice."""
-        return [c.rival for c in self.comparisons if c.status == "tied"]
+        return [c.alternative for c in self.comparisons if c.status == "tied"]
 
     @property
     def nearest_alternatives(self) -> list[ComparisonWithChoice]:
         """The best alternative, and the best with another strategy than the choice."""
-        others = (c for c in self.comparisons if c.rival.strategy != self.first.strategy)
+        others = (
+            c for c in self.comparisons if c.alternative.strategy != self.chosen_candidate.strategy
+        )
         other = next(others, None)
         return [c for c in self.comparisons if c is self.comparisons[0] or c is other]
 
     @property
     def is_clear(self) -> bool:
-        """Whether every alternative is clearly slower."""
+        """Whether every alternative is clearly slower than the choice."""
         return all(c.status == "slower" for c in self.comparisons)
 
     @property
     def repeats(self) -> int:
-        """The minimum number of repeats of an interval, or the choice's number without intervals."""
+        """The smallest number of repeats behind an interval, else the choice's number of repeats."""
         with_interval = [
-            c.repeats for c in self.comparisons if c.ratio.low is not None and not c.rival.projected
+            c.repeats
+            for c in self.comparisons
+            if c.ratio.low is not None and not c.alternative.is_projected
         ]
-        return min(with_interval, default=len(self.first.times))
+        return min(with_interval, default=len(self.chosen_candidate.times))
 
     @property
     def chance_reason(self) -> str | None:
-        """Why the order may be due to chance. Return None if the repeats decide or nothing is compared."""
-        if not self.comparisons or self.first.projected:
+        """Why the ranking may be due to chance. None if repeats decide it or nothing is compared."""
+        if not self.comparisons or self.chosen_candidate.is_projected:
             return None
-        if len(self.first.times) < 2:
-            return f"measured in one {self.first.unit}"
+        if len(self.chosen_candidate.times) < 2:
+            return f"measured in one {self.chosen_candidate.repetition_unit}"
         if any(c.ratio.low is None and c.status != "slower" for c in self.comparisons):
             return "some rivals were measured once, or not at all"
         return None
 
 
 def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking | None]:
-    """Return the ranking of the candidates of each model that are not excluded.
+    """Return, for each model, a ranking of the candidates that are not excluded.
 
     The variances of all groups of a study are pooled, so all models are ranked together.
 
     Returns:
-        A ranking per model, or None if all its candidates are excluded.
+        A ranking per model, or None for a model whose candidates are all excluded.
     """
     comparisons = [RankedGroup.from_candidates(differences, margin) for differences in studied]
-    if not any(comparison.remaining for comparison in comparisons):
+    if not any(comparison.remaining_indices for comparison in comparisons):
         return [None] * len(comparisons)
     groups = moderated.GroupScatter(
-        *map(np.concatenate, zip(*(b.scatter for b in comparisons), strict=True))
+        *map(np.concatenate, zip(*(b.repeat_variances for b in comparisons), strict=True))
     )
     differences = moderated.Differences(
         *map(np.concatenate, zip(*(b.differences for b in comparisons), strict=True))
     )
     served = np.array(
-        [c.served for comparison in comparisons for c in comparison.candidates], dtype=bool
+        [c.has_servers for comparison in comparisons for c in comparison.candidates], dtype=bool
     )
     sizes = [len(comparison.candidates) for comparison in comparisons]
     starts = np.cumsum([0, *sizes[:-1]])
-    first = np.repeat(starts + [comparison.chosen for comparison in comparisons], sizes)
+    first = np.repeat(starts + [comparison.chosen_index for comparison in comparisons], sizes)
     variance, dof = moderated.moderate_variances_by_groups(differences, groups, served, first)
     return [
         comparison.build_ranking(variance[start:][:size], dof[start:][:size], margin)
-        if comparison.remaining
+        if comparison.remaining_indices
         else None
         for comparison, start, size in zip(comparisons, starts, sizes, strict=True)
     ]
@@ -233,25 +236,25 @@ def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> l
 
 @dataclass(frozen=True)
 class RankedGroup:
-    """The candidates of one model and their differences from the chosen one, as arrays."""
+    """The candidates of one model as arrays, with their differences from the chosen candidate."""
 
     candidates: Sequence[Candidate]
     #: Indices of the candidates that are not excluded.
-    remaining: list[int]
+    remaining_indices: list[int]
     #: The index of the chosen candidate; 0 if there is none.
-    chosen: int
+    chosen_index: int
     #: Differences of the remaining candidates from the chosen one.
     differences: moderated.Differences
-    scatter: moderated.GroupScatter
+    repeat_variances: moderated.GroupScatter
 
     @classmethod
     def from_candidates(cls, candidates: Sequence[Candidate], margin: float) -> RankedGroup:
-        """Return the group of one model's candidates.
+        """Return the group of candidates of one model as arrays.
 
         Unusable records do not contribute to the noise.
         """
-        left = [i for i, c in enumerate(candidates) if not c.kind]
-        times = [c.times if c.kind != UNUSABLE else c.times[:0] for c in candidates]
+        left = [i for i, c in enumerate(candidates) if not c.exclusion_kind]
+        times = [c.times if c.exclusion_kind != UNUSABLE else c.times[:0] for c in candidates]
         logs = compute_log_objectives_by_repeat(candidates, times)
         chosen = 0
         if left:
@@ -261,60 +264,62 @@ class RankedGroup:
             )
             chosen = left[int(among)]
         differences = compute_differences_from_choice(logs, np.array(chosen))
-        out = np.array([bool(c.kind) for c in candidates], dtype=bool)
+        out = np.array([bool(c.exclusion_kind) for c in candidates], dtype=bool)
         differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
-        return cls(candidates, left, chosen, differences, moderated.compute_group_scatter(logs))
+        return cls(candidates, left, chosen, differences, moderated.compute_group_variances(logs))
 
     def build_ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
-        """Return the ranking, from moderated variances of the differences.
+        """Return the ranking of the group's candidates, from moderated variances of differences.
 
         Args:
             variance: Moderated variances.
-            dof: Their degrees of freedom.
+            dof: Degrees of freedom of the variances.
             margin: Fraction within which candidates are equal.
         """
-        comparison = [self.candidates[i] for i in self.remaining]
-        fixed = all(c.repeats_fixed for c in comparison)
+        comparison = [self.candidates[i] for i in self.remaining_indices]
+        fixed = all(c.has_planned_repeats for c in comparison)
         stood = compare_with_choice(
-            moderated.Differences(*(part[self.remaining] for part in self.differences)),
-            np.array(self.remaining.index(self.chosen)),
+            moderated.Differences(*(part[self.remaining_indices] for part in self.differences)),
+            np.array(self.remaining_indices.index(self.chosen_index)),
             compute_log_objectives(comparison),
-            variance[self.remaining],
-            dof[self.remaining],
+            variance[self.remaining_indices],
+            dof[self.remaining_indices],
             moderated.compute_decision_tail(
                 len(comparison), 1.0 if fixed else moderated.REPEATED_LOOKS
             ),
             margin,
         )
         return Ranking(
-            first=self.candidates[self.chosen],
+            chosen_candidate=self.candidates[self.chosen_index],
             comparisons=tuple(iter_comparisons(comparison, stood, margin)),
             max_lead=float(np.expm1(stood.max_lead)) if np.isfinite(stood.max_lead) else None,
             noise=self.noise,
-            corrects_repeated_looks=bool(not fixed and stood.repeats.max() > 1),
+            corrects_for_interim_looks=bool(not fixed and stood.repeats.max() > 1),
         )
 
     @property
     def noise(self) -> RankingNoise | None:
         """The noise of the group's repeats, or None if every candidate has one repeat."""
-        groups = moderated.GroupScatter(*(part[self.remaining] for part in self.scatter))
-        if not groups.pooled_variance > 0:  # nan without repeats
+        groups = moderated.GroupScatter(
+            *(part[self.remaining_indices] for part in self.repeat_variances)
+        )
+        if not groups.pooled_variance > 0:  # the variance is nan without repeats
             return None
         others = float(groups.dof.sum()) / (max(len(c.times) for c in self.candidates) - 1) - 1
         return RankingNoise(
-            math.sqrt(groups.pooled_variance), len(self.remaining), max(0.0, others)
+            math.sqrt(groups.pooled_variance), len(self.remaining_indices), max(0.0, others)
         )
 
 
 def compute_log_objectives(comparison: Sequence[Candidate]) -> np.ndarray:
-    """Return the logarithm of each candidate's objective."""
+    """Return the logarithm of each candidate's objective, which is its cost or its training time."""
     return np.log([c.objective for c in comparison])
 
 
 def compute_log_objectives_by_repeat(
     comparison: Sequence[Candidate], times: Sequence[pd.Series]
 ) -> np.ndarray:
-    """Return the logarithms of the objectives, shape [candidates, repeats].
+    """Return the logarithms of the candidates' cost or time per repeat, shape [candidates, repeats].
 
     Args:
         comparison: Candidates.
@@ -328,7 +333,7 @@ def compute_log_objectives_by_repeat(
 
 
 def rank_by_preference(comparison: Sequence[Candidate]) -> np.ndarray:
-    """Return the order of preference among equals: fewer GPUs first, then less memory."""
+    """Return each candidate's preference as a number, lowest first: fewer GPUs, then less memory."""
     # Peaks are compared in steps of 3 %, so that a difference of one percent counts as equal. A peak with a
     # finding of the audit does not count.
     held = [c.trusted_memory_bytes for c in comparison]
@@ -345,7 +350,7 @@ def iter_comparisons(
 
     Args:
         comparison: Candidates.
-        standings: Their status.
+        standings: Comparisons of the candidates with the choice.
         margin: Fraction within which candidates are equal.
     """
     for i in sorted(
@@ -353,7 +358,7 @@ def iter_comparisons(
     ):
         if i == int(standings.chosen):
             continue
-        if comparison[i].projected or comparison[int(standings.chosen)].projected:
+        if comparison[i].is_projected or comparison[int(standings.chosen)].is_projected:
             yield compare_projected(
                 comparison[i], comparison[int(standings.chosen)], float(standings.mean[i]), margin
             )
@@ -378,7 +383,7 @@ def compare_projected(
     Args:
         rival: The alternative.
         first: The chosen one.
-        mean: Logarithm of the ratio of their objectives.
+        mean: Logarithm of the ratio of the alternative's objective to the choice's.
         margin: Fraction within which candidates are equal.
     """
     ratio = float(np.exp(mean))

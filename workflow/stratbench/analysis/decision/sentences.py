@@ -24,12 +24,12 @@ MAX_OF_A_REASON = 120
 
 
 def format_name(c: Candidate, noun: str) -> str:
-    """Return a candidate's name with the noun for its workers: `ddp on 4 GPUs`."""
+    """Return a candidate's name with the kind of its workers: `ddp on 4 GPUs`."""
     return f"{c.strategy} on {format_count(c.gpus, noun)}"
 
 
 def format_full_name(c: Candidate) -> str:
-    """Return a candidate's name with the number of its workers: `ddp on 4 workers`."""
+    """Return a candidate's name with its number of workers: `ddp on 4 workers`."""
     return format_name(c, "worker")
 
 
@@ -41,21 +41,21 @@ def describe_score_loss(first: Candidate, noun: str, constraints: Constraints) -
         noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    if not first.is_score_open(constraints):
+    if not first.may_miss_score_tolerance(constraints):
         return ""
     score = first.score
     return (
         f"The {score.name} of {format_name(first, noun)} may be up to "
-        f"{score.difference(first.score_loss_upper, score.decimals - 1)} worse than that of "
-        f"{first.best_scoring_names} ({constraints.find_tolerance(score):g} allowed)."
+        f"{score.format_difference(first.score_loss_upper, score.decimals - 1)} worse than that of "
+        f"{first.best_scoring_names} ({constraints.find_score_tolerance(score):g} allowed)."
     )
 
 
 def describe_exclusions(candidates: Sequence[Candidate]) -> str:
-    """Return why candidates are excluded: strategies, kind and the nearest candidate's reason, by kind."""
+    """Return a text with the excluded strategies and the reason, for each kind of exclusion."""
     by_kind: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        by_kind.setdefault(candidate.kind, []).append(candidate)
+        by_kind.setdefault(candidate.exclusion_kind, []).append(candidate)
     return "; ".join(
         f"{', '.join(dict.fromkeys(c.strategy for c in held))}: {kind} ({describe_nearest_exclusion(held)})"
         for kind, held in by_kind.items()
@@ -67,19 +67,23 @@ def describe_nearest_exclusion(held: Sequence[Candidate]) -> str:
 
     The candidate's name precedes the reason if the candidates have different reasons.
     """
-    nearest = min(held, key=lambda c: math.inf if (lack := required_amount(c)) is None else lack)
-    named = "" if len({c.reason for c in held}) == 1 else f"the nearest, {nearest.name}: "
-    return textwrap.shorten(f"{named}{nearest.reason}", MAX_OF_A_REASON, placeholder=" ...")
+    nearest = min(
+        held, key=lambda c: math.inf if (lack := get_required_amount(c)) is None else lack
+    )
+    named = "" if len({c.exclusion_reason for c in held}) == 1 else f"the nearest, {nearest.name}: "
+    return textwrap.shorten(
+        f"{named}{nearest.exclusion_reason}", MAX_OF_A_REASON, placeholder=" ..."
+    )
 
 
-def required_amount(c: Candidate) -> float | None:
+def get_required_amount(c: Candidate) -> float | None:
     """Return the memory, time or workers that an excluded candidate needs, or None if unknown."""
     by_kind = {
-        "does not fit": c.model_states_bytes if c.on_cpu else c.memory_bytes,
+        "does not fit": c.model_states_bytes if c.is_on_cpu else c.memory_bytes,
         "too slow": c.time_s,
         "needs more workers": c.gpus,
     }
-    return by_kind.get(c.kind)
+    return by_kind.get(c.exclusion_kind)
 
 
 # ---------------------------------------------------------------- the reason
@@ -92,26 +96,26 @@ def describe_choice(
 
     Args:
         candidates: Candidates.
-        ranking: Their ranking.
+        ranking: Ranking of the candidates.
         noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    first = ranking.first
+    first = ranking.chosen_candidate
     sentences = [
         describe_results(first, noun),
         *filter(None, [describe_score_loss(first, noun, constraints)]),
     ]
-    if first.served and first.cost is not None:
+    if first.has_servers and first.cost is not None:
         sentences.append(
             "The cost of the choice excludes the processes of its parameter servers "
             "(`processes` in cells.csv)."
         )
     if not constraints.homogeneous:
         sentences += iter_slow_worker_changes(ranking)
-    sentences += [describe_rival(c, noun, constraints) for c in ranking.nearest_alternatives]
+    sentences += [describe_alternative(c, noun, constraints) for c in ranking.nearest_alternatives]
     sentences += filter(None, [describe_missing_projections(candidates, noun, constraints)])
     if not ranking.comparisons:
-        out = [c for c in candidates if c.kind]
+        out = [c for c in candidates if c.exclusion_kind]
         sentences.append(
             f"All other candidates are excluded: {describe_exclusions(out)}."
             if out
@@ -121,8 +125,8 @@ def describe_choice(
 
 
 def describe_results(first: Candidate, noun: str) -> str:
-    """Return a sentence with the results of the choice."""
-    if first.projected:
+    """Return a sentence with the measured results of the chosen candidate."""
+    if first.is_projected:
         return first.projected_figures
     parts = [
         f"{format_name(first, noun)} trains in {describe_amount(first)}{describe_price(first)}"
@@ -130,9 +134,9 @@ def describe_results(first: Candidate, noun: str) -> str:
     if first.rate_text:
         parts[0] += f" at {first.rate_text}"
     if first.mean_score is not None:
-        parts.append(f"reaches {first.score.name} {first.score.text(first.mean_score)}")
+        parts.append(f"reaches {first.score.name} {first.score.format_score(first.mean_score)}")
     if first.memory_bytes is not None:
-        above = " above its base" if first.on_cpu else ""
+        above = " above its base" if first.is_on_cpu else ""
         doubted = f" (doubted by the audit: {', '.join(first.memory_caveats)})"
         parts.append(
             f"has a peak of {format_bytes(first.memory_bytes)} per worker{above}"
@@ -158,7 +162,7 @@ def describe_missing_projections(
         if c.no_projection_reason:
             refused.setdefault(c.no_projection_reason, {})[c.strategy] = None
     # If nothing is projected, the headline already says so.
-    if not refused or not any(c.projected for c in candidates):
+    if not refused or not any(c.is_projected for c in candidates):
         return ""
     reasons = "; ".join(
         f"{join_with_and(list(names))} ({reason})" for reason, names in refused.items()
@@ -166,7 +170,9 @@ def describe_missing_projections(
     return f"There is no projection to {format_count(constraints.gpus, noun)} for {reasons}."
 
 
-def describe_rival(comparison: ComparisonWithChoice, noun: str, constraints: Constraints) -> str:
+def describe_alternative(
+    comparison: ComparisonWithChoice, noun: str, constraints: Constraints
+) -> str:
     """Return a sentence that compares an alternative's time (or cost) with the choice's.
 
     Args:
@@ -174,8 +180,8 @@ def describe_rival(comparison: ComparisonWithChoice, noun: str, constraints: Con
         noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    name, paid = format_name(comparison.rival, noun), describe_amount(comparison.rival)
-    ratio, by_cost = comparison.ratio.value, comparison.rival.is_ranked_by_cost
+    name, paid = format_name(comparison.alternative, noun), describe_amount(comparison.alternative)
+    ratio, by_cost = comparison.ratio.value, comparison.alternative.is_ranked_by_cost
     if ratio == 1:
         exactly = "costs exactly as much" if by_cost else "takes exactly as long"
         return f"{name} {exactly} as the choice ({paid})."
@@ -187,16 +193,16 @@ def describe_rival(comparison: ComparisonWithChoice, noun: str, constraints: Con
             "and then less memory decide."
         )
     shown = "{:.4f}" if f"{ratio:.2f}" == "1.00" else "{:.2f}"
-    many = comparison.ratio.text(shown.format, "{:.2f}".format)
+    many = comparison.ratio.format_text(shown.format, "{:.2f}".format)
     if by_cost:
         return f"{name} costs {many} times as much as the choice ({paid})."
     return f"{name} takes {many} times as long as the choice ({paid})."
 
 
 def describe_amount(c: Candidate) -> str:
-    """Return a candidate's training time as text, with its cost if there is a price."""
+    """Return a candidate's training time as text, with the cost if a price is configured."""
     seconds = f"{format_number(c.time_s or 0.0, None)} s"
-    if c.projected:
+    if c.is_projected:
         low, high = (format_number(value, None) for value in c.time_range_s)
         seconds += f" (projected, 80 %: {low} to {high} s)"
     return seconds if c.cost is None else f"{seconds} at a cost of {c.cost:.3g}"
@@ -206,7 +212,7 @@ def describe_price(c: Candidate) -> str:
     """Return the GPU-hours and the price behind a cost as text, empty without a price."""
     if c.cost is None or not c.price_per_gpu_hour:
         return ""
-    unit = "process-hours" if c.on_cpu else "GPU-hours"
+    unit = "process-hours" if c.is_on_cpu else "GPU-hours"
     hours = c.cost / c.price_per_gpu_hour
     return f" ({hours:.3g} {unit} at {c.price_per_gpu_hour:g} each)"
 
@@ -214,26 +220,26 @@ def describe_price(c: Candidate) -> str:
 # ---------------------------------------------------------------- what would change it
 
 
-def iter_changes(
+def iter_answer_changes(
     candidates: Sequence[Candidate], ranking: Ranking, constraints: Constraints
 ) -> Iterator[str]:
     """Yield sentences on what would change the answer, starting from the nearest alternatives.
 
     Args:
         candidates: Candidates.
-        ranking: Their ranking.
+        ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
     """
-    first = ranking.first
-    ranked = [first, *(c.rival for c in ranking.comparisons)]
-    if first.projected:
+    first = ranking.chosen_candidate
+    ranked = [first, *(c.alternative for c in ranking.comparisons)]
+    if first.is_projected:
         yield f"Training on {first.gpus} workers: the measured times would replace the projected ones."
     elif ranking.comparisons and (ranking.chance_reason or not ranking.is_clear):
         advice = advise_repeats(ranking)
-        yield f"More {first.unit}s, which would show whether the order is significant.{advice}"
+        yield f"More {first.repetition_unit}s, which would show whether the order is significant.{advice}"
     yield from iter_constraint_changes(candidates, first)
-    tolerance = constraints.find_tolerance(first.score)
-    if first.is_score_open(constraints):
+    tolerance = constraints.find_score_tolerance(first.score)
+    if first.may_miss_score_tolerance(constraints):
         sure = [
             c for c in ranked if c.score_loss_upper is not None and c.score_loss_upper <= tolerance
         ]
@@ -257,7 +263,7 @@ def advise_repeats(ranking: Ranking) -> str:
 
     It begins with a blank. Empty for blocks, whose number a verdict states.
     """
-    if ranking.first.unit != "repeat":
+    if ranking.chosen_candidate.repetition_unit != "repeat":
         return ""
     if ranking.noise is None:
         return " A single repeat does not show the noise; five repeats are a good start."
@@ -272,13 +278,13 @@ def advise_repeats(ranking: Ranking) -> str:
 def needs_less_memory(candidate: Candidate, first: Candidate) -> bool:
     """Return whether a candidate needs clearly less memory than the choice; False if unknown."""
     its, own = candidate.trusted_memory_bytes, first.trusted_memory_bytes
-    return None not in (its, own) and not first.on_cpu and its < 0.95 * own
+    return None not in (its, own) and not first.is_on_cpu and its < 0.95 * own
 
 
 def iter_constraint_changes(
     candidates: Sequence[Candidate], first: Candidate | None
 ) -> Iterator[str]:
-    """Yield a sentence per constraint on the better candidate that it excludes."""
+    """Yield a sentence for each constraint that excludes a candidate better than the choice."""
     lift = {
         "does not fit": "More memory",
         "too slow": "A later deadline",
@@ -289,9 +295,12 @@ def iter_constraint_changes(
     for kind, best in find_better_excluded(candidates, first, lift).items():
         # The reason of a candidate that is too slow already states its time.
         amount = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
-        yield f"{lift[kind]}: then {format_full_name(best)} would be chosen ({amount}{best.reason})."
+        yield (
+            f"{lift[kind]}: then {format_full_name(best)} would be chosen "
+            f"({amount}{best.exclusion_reason})."
+        )
     stopped = dict.fromkeys(
-        c.strategy for c in candidates if c.kind == "too slow" and c.time_s is None
+        c.strategy for c in candidates if c.exclusion_kind == "too slow" and c.time_s is None
     )
     if first is None and stopped:
         yield (
@@ -307,10 +316,10 @@ def iter_slow_worker_changes(ranking: Ranking) -> Iterator[str]:
     not wait takes N / (N - 1 + 1/f) times as long. Both are equal at f = (N r - 1) / (N - 1), where r is the
     ratio of their times. Costs are ignored.
     """
-    first = ranking.first
+    first = ranking.chosen_candidate
     if not first.traits.waits_for_slowest or first.is_ranked_by_cost:
         return
-    n, rivals = first.gpus, [c.rival for c in ranking.comparisons]
+    n, rivals = first.gpus, [c.alternative for c in ranking.comparisons]
     free = [c for c in rivals if not c.traits.waits_for_slowest and c.gpus == n]
     if n > 1 and free and first.time_s and free[0].time_s:
         factor = (n * free[0].time_s / first.time_s - 1) / (n - 1)
@@ -324,13 +333,15 @@ def iter_slow_worker_changes(ranking: Ranking) -> Iterator[str]:
 def iter_excluded_strategies(
     candidates: Sequence[Candidate], usable: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each strategy that is excluded at every worker count, with its reasons as text."""
+    """Yield each strategy that is excluded at every worker count, with the reasons as text."""
     for name in dict.fromkeys(c.strategy for c in candidates):
         if name not in usable:
             line = sorted((c for c in candidates if c.strategy == name), key=lambda c: c.gpus)
             counts_by_reason: dict[str, list[str]] = {}
             for c in line:
-                counts_by_reason.setdefault(f"{c.kind}: {c.reason}", []).append(str(c.gpus))
+                counts_by_reason.setdefault(f"{c.exclusion_kind}: {c.exclusion_reason}", []).append(
+                    str(c.gpus)
+                )
             yield (
                 name,
                 "; ".join(

@@ -67,7 +67,7 @@ _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight"
 
 @dataclass(frozen=True)
 class ShortAnswer:
-    """The short answer for one model; texts are empty if nothing is known."""
+    """The short answer for one model, whose texts are empty where nothing is known."""
 
     #: The chosen strategy; None if nothing can be recommended.
     strategy: str | None
@@ -110,13 +110,13 @@ def build_empty_answer(candidates: Sequence[Candidate], margin: float) -> ShortA
         candidates: Candidates.
         margin: Memory reserve as a fraction of the peak.
     """
-    kinds = Counter(c.kind for c in candidates)
+    kinds = Counter(c.exclusion_kind for c in candidates)
     kind, count = kinds.most_common(1)[0]
     claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
     if len(kinds) > 1:
         claim = "Every candidate is excluded."
     remedy = describe_least_memory(candidates, margin) if kind == "does not fit" else ""
-    if all(c.diverged for c in candidates):
+    if all(c.has_diverged for c in candidates):
         claim, verb, remedy = "Every training diverged.", "diverged", STEADIER
     return ShortAnswer(
         None, None, claim, "none", reason=f"{count} of {len(candidates)} {verb}", remedy=remedy
@@ -124,7 +124,7 @@ def build_empty_answer(candidates: Sequence[Candidate], margin: float) -> ShortA
 
 
 def describe_least_memory(candidates: Sequence[Candidate], margin: float) -> str:
-    """Return sentences on the lowest known memory need, and on what reduces it."""
+    """Return sentences on the lowest known memory need, and on options that reduce memory."""
     known = [(c.memory_bytes, c.name) for c in candidates if c.memory_bytes is not None]
     least = min(known, default=None)
     text = least and (
@@ -143,27 +143,27 @@ def build_short_answer(
     unknown: Sequence[str],
     slowed: Sequence[str] = (),
 ) -> ShortAnswer:
-    """Return the short answer for one model.
+    """Return the short answer for one model, for the report or a terminal.
 
     Args:
         candidates: Candidates.
-        ranking: Their ranking.
+        ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
         sure: Confidence of the decision.
         unknown: Sentences on constraints that no record can answer.
         slowed: How workers were slowed down on purpose.
     """
-    first = ranking.first
-    score_open = first.is_score_open(constraints)
+    first = ranking.chosen_candidate
+    score_open = first.may_miss_score_tolerance(constraints)
     claim = compute_claim(candidates, ranking, constraints, score_open)
-    known = "Apart from that:" if first.projected else "Among the measured cells:"
+    known = "Apart from that:" if first.is_projected else "Among the measured cells:"
     score, score_note = format_score(candidates, first, constraints)
     memory, memory_note, share_of_card = format_memory(first)
     # Among equally fast candidates the one with less memory is already the choice.
     leaner = (
         ""
         if ranking.tied_alternatives
-        else describe_leanest_alternative(first, [c.rival for c in ranking.comparisons])
+        else describe_leanest_alternative(first, [c.alternative for c in ranking.comparisons])
     )
     return ShortAnswer(
         first.strategy,
@@ -174,7 +174,7 @@ def build_short_answer(
         KIND_OF_LEVEL.get(sure.level, claim.kind if claim.kind in KINDS else "low"),
         *append_token_rate(first, *format_objective(first)),
         others=tuple(
-            {"strategy": c.rival.strategy, "gpus": c.rival.gpus}
+            {"strategy": c.alternative.strategy, "gpus": c.alternative.gpus}
             | dict(zip(("ratio", "low", "high"), c.ratio, strict=True))
             for c in ranking.comparisons
         ),
@@ -194,7 +194,7 @@ def build_short_answer(
 
 
 def format_objective(c: Candidate) -> tuple[str, str]:
-    """Return a candidate's time (or cost) as text, and the spread of its runs."""
+    """Return a candidate's time (or cost) as text, and the spread of the candidate's runs."""
     if c.cost is not None:
         return f"{c.cost:.3g}", f"for {format_duration(c.time_s)}"
     if c.time_s is None:
@@ -213,7 +213,7 @@ def format_objective(c: Candidate) -> tuple[str, str]:
 
 
 def append_token_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
-    """Return a value and its note, with tokens per second for text data.
+    """Return a value and its note. For text data, the note includes the tokens per second.
 
     Args:
         c: The candidate.
@@ -257,7 +257,7 @@ def format_grouped(value: float) -> str:
 def format_score(
     candidates: Sequence[Candidate], first: Candidate, constraints: Constraints
 ) -> tuple[str, str]:
-    """Return the choice's score as text, and a note on its possible loss.
+    """Return the choice's score as text, and a note on the possible loss of score.
 
     Args:
         candidates: Candidates.
@@ -268,20 +268,21 @@ def format_score(
         return "not measured", "equal scores are assumed"
     if first.mean_score is None:
         return "", ""
-    score, tolerance = first.score, constraints.find_tolerance(first.score)
-    text = f"{first.mean_score:.{max(1, score.decimals - (1 if score.is_share else 0))}f} {score.shown_unit}"
+    score, tolerance = first.score, constraints.find_score_tolerance(first.score)
+    decimals = max(1, score.decimals - (1 if score.is_fraction else 0))
+    text = f"{first.mean_score:.{decimals}f} {score.shown_unit}"
     if first.score_loss_upper is None:
         return text, "not compared"
-    left = [c for c in candidates if not c.kind and c is not first]
-    lost = score.difference(first.score_loss_upper, score.decimals - 1)
-    if first.is_score_open(constraints):
+    left = [c for c in candidates if not c.exclusion_kind and c is not first]
+    lost = score.format_difference(first.score_loss_upper, score.decimals - 1)
+    if first.may_miss_score_tolerance(constraints):
         return text, f"may lose up to {lost} ({tolerance:g} allowed)"
     if left and all(have_equal_arithmetic(first, c) for c in left):
         return text, "the same in all"
     if first.score_loss_upper <= 0:
         chance = compute_chance_difference(first, first)
         if chance > tolerance:
-            by_chance = score.difference(chance, score.decimals - 1)
+            by_chance = score.format_difference(chance, score.decimals - 1)
             return text, f"the best here; chance makes {by_chance}"
         return text, "the best"
     return text, f"loses at most {lost} ({tolerance:g} allowed)"
@@ -291,8 +292,8 @@ def format_memory(first: Candidate) -> tuple[str, str, float | None]:
     """Return peak memory as text, a note, and its fraction of the GPU's memory."""
     if first.memory_bytes is None:
         return "", "", None
-    if first.on_cpu or first.memory_caveats or not first.gpu_memory_bytes:
-        base = "above its base" if first.on_cpu else ""
+    if first.is_on_cpu or first.memory_caveats or not first.gpu_memory_bytes:
+        base = "above its base" if first.is_on_cpu else ""
         note = "doubted by the audit" if first.memory_caveats else base
         return format_bytes(first.memory_bytes), note, None
     taken = first.memory_bytes / first.gpu_memory_bytes
@@ -302,12 +303,14 @@ def format_memory(first: Candidate) -> tuple[str, str, float | None]:
 
 
 def describe_runner_up(ranking: Ranking) -> str:
-    """Return the distance to the best alternative: `recomputed × 1 takes 28 % longer`."""
+    """Return how far the best alternative is behind: `recomputed × 1 takes 28 % longer`."""
     if not ranking.comparisons:
         return ""
     c = ranking.comparisons[0]
-    less = describe_leanest_alternative(ranking.first, [c.rival]).partition(": ")[2]
-    return describe_distance(c, c.rival.name) + (f", with {less} memory" if less else "")
+    less = describe_leanest_alternative(ranking.chosen_candidate, [c.alternative]).partition(": ")[
+        2
+    ]
+    return describe_distance(c, c.alternative.name) + (f", with {less} memory" if less else "")
 
 
 def describe_leanest_alternative(first: Candidate, others: Sequence[Candidate]) -> str:
@@ -326,11 +329,11 @@ def describe_leanest_alternative(first: Candidate, others: Sequence[Candidate]) 
 # ---------------------------------------------------------------- summary of all answers
 
 
-def format_lead(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
-    """Return a line that summarises all answers.
+def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
+    """Return a line that summarises the answers for all models.
 
     Args:
-        answers: Pairs of a model and its answer.
+        answers: Pairs of a model and the short answer for this model.
     """
     sure = [(model, a) for model, a in answers if a.kind == "sure"]
     if not answers:

@@ -26,7 +26,7 @@ NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) -> None:
-    """Exclude candidates with too bad a score, and set `score_loss_upper` of the others.
+    """Exclude candidates whose score is worse than tolerated, and set `score_loss_upper` of the others.
 
     Scores are compared with the best class of candidates. Candidates with equal arithmetic have the same
     expected score, so candidates with the same global batch form a class with one mean. With BatchNorm, or
@@ -34,17 +34,19 @@ def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) 
     its own. Cells without evaluation are assumed equal, which the confidence states.
     """
     unknown = [
-        c for c in candidates if c.mean_score is None and not c.kind and not c.skips_evaluation
+        c
+        for c in candidates
+        if c.mean_score is None and not c.exclusion_kind and not c.skips_evaluation
     ]
-    known = [c for c in candidates if c.mean_score is not None and not c.projected]
-    usable = [c for c in known if c.kind not in NO_MEASURE]
+    known = [c for c in candidates if c.mean_score is not None and not c.is_projected]
+    usable = [c for c in known if c.exclusion_kind not in NO_MEASURE]
     for c in unknown:
         if not any(have_equal_arithmetic(c, other) for other in usable):
-            c.doubts.append(f"its {c.score.name} was not recorded")
+            c.caveats.append(f"its {c.score.name} was not recorded")
     if not usable:
         return
     score = usable[0].score
-    tolerance = constraints.find_tolerance(score)
+    tolerance = constraints.find_score_tolerance(score)
     classes = group_by_arithmetic(usable, tolerance)
     names = [" and ".join(f"{c.strategy} on {c.gpus}" for c in members[:2]) for members in classes]
     series = [pd.concat([c.scores for c in m], axis=1).mean(axis=1) for m in classes]
@@ -62,7 +64,8 @@ def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) 
                 chance = f", {width:.{score.decimals}f} may be chance" if width else ""
                 c.exclude(
                     "worse score",
-                    f"{score.text(own.mean())}, {score.difference(lost)} {score.worse_word} than "
+                    f"{score.format_score(own.mean())}, {score.format_difference(lost)} "
+                    f"{score.worse_word} than "
                     f"{names[best]} ({tolerance:g} allowed{chance})",
                 )
     for c in unknown:
@@ -73,25 +76,25 @@ def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) 
                 like.best_scoring_names,
             )
     for c in candidates:
-        if c.projected:
+        if c.is_projected:
             for like in (k for k in usable if k.scores is c.scores):
                 c.score_loss_upper, c.best_scoring_names = (
                     like.score_loss_upper,
                     like.best_scoring_names,
                 )
-                if like.kind:
-                    c.exclude(like.kind, like.reason)
+                if like.exclusion_kind:
+                    c.exclude(like.exclusion_kind, like.exclusion_reason)
 
 
 def have_equal_arithmetic(c: Candidate, other: Candidate) -> bool:
-    """Return whether two candidates have equal arithmetic; then their scores differ only by chance."""
+    """Return whether two candidates have equal arithmetic, so that scores differ only by chance."""
     if not (c.traits.equals_ddp and other.traits.equals_ddp):
         return False
     return c.gpus == other.gpus if other.score_depends_on_workers else True
 
 
 def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
-    """Return classes of candidates with equal arithmetic.
+    """Return classes of candidates with equal arithmetic, whose scores differ only by chance.
 
     A candidate whose score differs from the median of its class by more than tolerance and chance becomes
     a class of its own. It gets a caveat, since either it or the rest of the class is wrong.
@@ -109,8 +112,9 @@ def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[l
             deviation = ((c.mean_score or 0.0) - middle) * (2 if len(members) == 2 else 1)
             if abs(deviation) > tolerance + compute_chance_difference(c, c):
                 odd.append(c)
-                c.doubts.append(
-                    f"its {c.score.name} differs by {c.score.difference(abs(deviation))} from that of equal "
+                c.caveats.append(
+                    f"its {c.score.name} differs by {c.score.format_difference(abs(deviation))} from "
+                    "that of equal "
                     "arithmetic"
                 )
         rest = [c for c in members if c not in odd]
@@ -134,7 +138,7 @@ def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray
     itself = np.arange(values.shape[-2]) == best[..., None]
     differences = moderated.compute_paired_differences(values, first)
     differences = differences._replace(repeats=np.where(itself, 0, differences.repeats))
-    groups = moderated.compute_group_scatter(values)
+    groups = moderated.compute_group_variances(values)
     against = best[..., None] + np.zeros(itself.shape, dtype=int)
     variance, dof = moderated.moderate_variances_by_groups(
         differences, groups, np.array(False), against
@@ -156,7 +160,7 @@ def compute_chance_difference(one: Candidate, other: Candidate) -> float:
 
 def compute_standard_error(c: Candidate) -> float | None:
     """Return a score's standard error in the shown unit, recorded or from the binomial variance."""
-    if c.score_error is not None or not c.score.is_share or not c.test_samples:
+    if c.score_error is not None or not c.score.is_fraction or not c.test_samples:
         return c.score_error
     share = (c.mean_score or 0.0) / 100
     return 100 * math.sqrt(share * (1 - share) / c.test_samples)

@@ -31,7 +31,7 @@ TICK_SHARE, LETTER_SHARE = 0.02, 0.045
 _LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
 
 
-def new_axes(height: float) -> Axes:
+def create_axes(height: float) -> Axes:
     """Return the axes of a new figure, WIDTH pixels wide and `height` pixels high."""
     return plt.subplots(figsize=(WIDTH / 96, height / 96))[1]
 
@@ -53,7 +53,7 @@ def apply_layout(axes: Axes) -> Figure:
 
 
 def compute_limits(values: Iterable[float], margin: float, log: bool) -> tuple[float, float]:
-    """Return the ends of an axis for these values.
+    """Return the ends of an axis that shows all values.
 
     Args:
         values: Values to show; infinite ones are ignored.
@@ -70,7 +70,7 @@ def compute_limits(values: Iterable[float], margin: float, log: bool) -> tuple[f
     return low / room, high * room
 
 
-def add_near_interval_ends(values: list[float], ends: Iterable[float]) -> list[float]:
+def add_clipped_interval_ends(values: list[float], ends: Iterable[float]) -> list[float]:
     """Return the values and the ends of their intervals, with long intervals clipped."""
     if not values:
         return values
@@ -148,10 +148,10 @@ def format_tick(value: float) -> str:
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def offset_transform(
+def create_shifted_transform(
     axes: Axes, right: float, up: float = 0, of: Transform | None = None
 ) -> Transform:
-    """Return a transform that is shifted by some pixels.
+    """Return a matplotlib transform that is shifted by some pixels.
 
     Args:
         axes: The axes.
@@ -179,7 +179,7 @@ def draw_mark(
 
 def draw_row_name(axes: Axes, y: float, name: str, mark: Mark, chosen: bool) -> None:
     """Draw a strategy's name and its mark to the left of the axes."""
-    draw_mark(axes, 0, y, mark, chosen, 8.5, transform=offset_transform(axes, -10))
+    draw_mark(axes, 0, y, mark, chosen, 8.5, transform=create_shifted_transform(axes, -10))
     draw_text(
         axes,
         0,
@@ -187,7 +187,7 @@ def draw_row_name(axes: Axes, y: float, name: str, mark: Mark, chosen: bool) -> 
         shorten_name(name),
         ha="right",
         bold=chosen,
-        transform=offset_transform(axes, -20),
+        transform=create_shifted_transform(axes, -20),
     )
 
 
@@ -214,9 +214,8 @@ def spread_positions(wanted: Sequence[float], low: float, high: float, apart: fl
     """
     order = np.argsort(wanted, kind="stable")
     groups: list[list[float]] = []
-    for i, k in enumerate(
-        order
-    ):  # touching names form a group at the mean of their wanted positions
+    # Touching names form a group at the mean of their wanted positions.
+    for i, k in enumerate(order):
         groups.append([wanted[k] - apart * i])
         while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
             groups[-2:] = [groups[-2] + groups[-1]]

@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
     LETTER,
-    add_near_interval_ends,
+    add_clipped_interval_ends,
     apply_layout,
     compute_limits,
+    create_axes,
+    create_shifted_transform,
     draw_mark,
     draw_text,
     find_root_figure,
-    new_axes,
-    offset_transform,
     set_ticks,
     shorten_name,
     spread_positions,
@@ -62,7 +62,7 @@ class Curve:
     y: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    chosen: bool = False
+    is_chosen: bool = False
     #: Text after the strategy's name.
     name_suffix: str = ""
     is_line: bool = True
@@ -72,7 +72,7 @@ class Curve:
 class CurveChart:
     """Content and style of a line chart."""
 
-    lines: Sequence[Curve]
+    curves: Sequence[Curve]
     marks: Mapping[str, Mark]
     x_label: str
     x_unit: str = ""
@@ -82,20 +82,20 @@ class CurveChart:
     has_whole_x_ticks: bool = False
     has_log_y: bool = False
     #: Whether the vertical axis begins at 0.
-    from_zero: bool = True
+    y_starts_at_zero: bool = True
     #: Whether to draw the line y = x, up to the largest value.
     draws_ideal_line: bool = False
     #: A value of y at which a horizontal line is drawn, and the line's label.
-    level: tuple[float, str] | None = None
+    labelled_level: tuple[float, str] | None = None
     #: Notes on cells without points, each a line below the chart.
     notes: Sequence[str] = ()
 
 
 def draw_curves(shown: CurveChart) -> Figure:
     """Draw a line chart that is high enough for the names of all lines."""
-    height = max(MIN_HEIGHT, APART * (len(shown.lines) + 1))
+    height = max(MIN_HEIGHT, APART * (len(shown.curves) + 1))
     notes = limit_notes(shown.notes)
-    axes = new_axes(height + BELOW + LINE_HEIGHT * len(notes))
+    axes = create_axes(height + BELOW + LINE_HEIGHT * len(notes))
     set_ticks(axes.yaxis, compute_y_limits(shown), shown.has_log_y)
     x, at = compute_x_limits(shown), shown.x_ticks
     set_ticks(
@@ -110,26 +110,35 @@ def draw_curves(shown: CurveChart) -> Figure:
         )
     if shown.draws_ideal_line:
         draw_ideal(axes, shown)
-    if shown.level:
-        axes.axhline(shown.level[0], color=MUTED, linestyle=dash_style("2 2.5"), zorder=1.5)
-        draw_text(axes, 0, *shown.level, MUTED, va="bottom", transform=offset_transform(axes, 4))
+    if shown.labelled_level:
+        axes.axhline(
+            shown.labelled_level[0], color=MUTED, linestyle=parse_dash_pattern("2 2.5"), zorder=1.5
+        )
+        draw_text(
+            axes,
+            0,
+            *shown.labelled_level,
+            MUTED,
+            va="bottom",
+            transform=create_shifted_transform(axes, 4),
+        )
     names = []
-    for curve in shown.lines:
+    for curve in shown.curves:
         mark, text = shown.marks[curve.strategy], shorten_name(curve.strategy) + curve.name_suffix
         draw_curve(axes, curve, mark)
         if known := [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y]:
-            colour = choose_colour(mark, True) if curve.chosen else INK
-            names.append((text, colour, curve.chosen, known[-1]))
+            colour = choose_colour(mark, True) if curve.is_chosen else INK
+            names.append((text, colour, curve.is_chosen, known[-1]))
     write_line_names(axes, names)
     return find_root_figure(axes)
 
 
 def has_visible_intervals(shown: CurveChart) -> bool:
-    """Return whether any interval is longer than the mark on it."""
+    """Return whether any interval is longer than the mark of its point."""
     low_end, high_end = (math.log(v) if shown.has_log_y else v for v in compute_y_limits(shown))
     ends = (
-        (low, high, CHOSEN_MARK if curve.chosen else MARK)
-        for curve in shown.lines
+        (low, high, CHOSEN_MARK if curve.is_chosen else MARK)
+        for curve in shown.curves
         for low, high in zip(curve.low, curve.high, strict=True)
         if low == low
     )
@@ -138,7 +147,7 @@ def has_visible_intervals(shown: CurveChart) -> bool:
 
 
 def limit_notes(notes: Sequence[str]) -> list[str]:
-    """Return at most MAX_NOTES notes; the last one then counts the omitted ones."""
+    """Return at most MAX_NOTES notes; if some are omitted, the last one says how many."""
     if len(notes) <= MAX_NOTES:
         return list(notes)
     return [*notes[: MAX_NOTES - 1], f"and {len(notes) - MAX_NOTES + 1} more: see the table"]
@@ -146,7 +155,7 @@ def limit_notes(notes: Sequence[str]) -> list[str]:
 
 def compute_x_limits(shown: CurveChart) -> tuple[float, float]:
     """Return the ends of the horizontal axis, which spans exactly the points and ticks."""
-    known = [*(v for c in shown.lines for v in c.x), *shown.x_ticks] or [0.0, 1.0]
+    known = [*(v for c in shown.curves for v in c.x), *shown.x_ticks] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low == high:
         return (low / 2, high * 2) if shown.has_log_x else (low - 1, high + 1)
@@ -157,12 +166,12 @@ def compute_x_limits(shown: CurveChart) -> tuple[float, float]:
 
 def compute_y_limits(shown: CurveChart) -> tuple[float, float]:
     """Return the ends of the vertical axis, from 0 or below the lowest point."""
-    values = [v for c in shown.lines for v in c.y if v == v]
-    known = add_near_interval_ends(
-        values, [v for c in shown.lines for v in (*c.low, *c.high) if v == v]
+    values = [v for c in shown.curves for v in c.y if v == v]
+    known = add_clipped_interval_ends(
+        values, [v for c in shown.curves for v in (*c.low, *c.high) if v == v]
     )
-    known += [shown.level[0]] if shown.level else []
-    if shown.from_zero or shown.has_log_y:
+    known += [shown.labelled_level[0]] if shown.labelled_level else []
+    if shown.y_starts_at_zero or shown.has_log_y:
         return compute_limits(known, ROOM, shown.has_log_y)
     low, high = min(known, default=0.0), max(known, default=1.0)
     room = 2 * ROOM * (high - low) or 0.5 * abs(high) or 0.5
@@ -171,33 +180,37 @@ def compute_y_limits(shown: CurveChart) -> tuple[float, float]:
 
 def draw_ideal(axes: Axes, shown: CurveChart) -> None:
     """Draw the line of ideal speedup, up to the largest value."""
-    known = [v for c in shown.lines for v in c.y if v == v]
+    known = [v for c in shown.curves for v in c.y if v == v]
     first, last = min(shown.x_ticks), min(max(shown.x_ticks), max(known, default=0))
     if last > 1.5 * first:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
         # The label is left of the line, where only points better than ideal could be.
-        place = offset_transform(axes, -8, of=axes.transData)
+        place = create_shifted_transform(axes, -8, of=axes.transData)
         draw_text(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 
 
-def dash_style(lengths: str) -> Any:
+def parse_dash_pattern(lengths: str) -> Any:
     """Return matplotlib's line style for lengths of dashes and gaps in SVG's notation."""
     return (0, [float(part) * PX for part in lengths.split()]) if lengths else "-"
 
 
 def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
     """Draw a strategy's line with its marks and intervals."""
-    colour, over = choose_colour(mark, curve.chosen), 2 if curve.chosen else 0
+    colour, over = choose_colour(mark, curve.is_chosen), 2 if curve.is_chosen else 0
     if curve.is_line:
-        width = 2.75 if curve.chosen else 1.25
-        line = {"color": colour, "linewidth": width * PX, "linestyle": dash_style(mark.dash)}
+        width = 2.75 if curve.is_chosen else 1.25
+        line = {
+            "color": colour,
+            "linewidth": width * PX,
+            "linestyle": parse_dash_pattern(mark.dash_pattern),
+        }
         axes.plot(curve.x, curve.y, zorder=3 + over, **line)
     for x, low, high in zip(curve.x, curve.low, curve.high, strict=False):
         if low == low:
             axes.plot([x, x], [low, high], color=colour, linewidth=1.5 * PX, zorder=3 + over)
     step = max(1, -(-len(curve.x) // MAX_MARKS))
     draw_mark(
-        axes, curve.x, curve.y, mark, curve.chosen, CHOSEN_MARK if curve.chosen else MARK,
+        axes, curve.x, curve.y, mark, curve.is_chosen, CHOSEN_MARK if curve.is_chosen else MARK,
         zorder=3.5 + over, markevery=step,
     )  # fmt: skip
 
@@ -213,7 +226,13 @@ def write_line_names(
     """
     written = [
         draw_text(
-            axes, 1, end[1], text, colour, bold=bold, transform=offset_transform(axes, NAMES_FROM)
+            axes,
+            1,
+            end[1],
+            text,
+            colour,
+            bold=bold,
+            transform=create_shifted_transform(axes, NAMES_FROM),
         )
         for text, colour, bold, end in names
     ]

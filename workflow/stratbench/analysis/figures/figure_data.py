@@ -14,12 +14,12 @@ from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.records.measures import DOUBT, Measure, list_measures
 from stratbench.analysis.records.score import Score, read_score
 from stratbench.analysis.tables.tables import group_rules_by_severity
-from stratbench.cell.text.words import format_count, worker_noun
+from stratbench.cell.text.words import choose_noun_for_workers, format_count
 
 
 @dataclass(frozen=True)
 class FigureData:
-    """The data of a model's figures in an experiment: its rows of three tables, and the marks."""
+    """The data behind the figures of one model in one experiment: table rows, and strategies' marks."""
 
     cells: pd.DataFrame
     epochs: pd.DataFrame
@@ -28,7 +28,7 @@ class FigureData:
     #: The chosen strategy and number of workers; None without a choice.
     choice: tuple[str, int] | None = None
     #: The fraction of a time within which strategies count as equal.
-    margin: float = 0.03
+    equivalence_margin: float = 0.03
     #: results/<study>, the folder of the timelines; None to draw no timelines.
     study_dir: Path | None = None
 
@@ -42,18 +42,18 @@ class FigureData:
 
     @property
     def score(self) -> Score:
-        """The score of the experiment's task."""
+        """The score of the experiment's task, with its name and unit."""
         return read_score(self.cells)
 
     @property
     def measures(self) -> dict[str, Measure]:
-        """The measures by name, with the titles and units of the experiment."""
+        """The metrics by name, with titles and units for this experiment."""
         units = dict(zip(self.summary["measure"], self.summary["unit"], strict=True))
         found = list_measures(self.cells)
         return {name: m.with_unit(units.get(name, m.unit)) for name, m in found.items()}
 
     @property
-    def on_cpu(self) -> bool:
+    def is_on_cpu(self) -> bool:
         """Whether any worker was a CPU process."""
         return bool((self.cells["device_kind"] == "cpu").any())
 
@@ -63,15 +63,15 @@ class FigureData:
         return list(dict.fromkeys(self.cells["strategy"]))
 
     @property
-    def counts(self) -> list[int]:
+    def worker_counts(self) -> list[int]:
         """The numbers of workers, ascending."""
         return sorted(int(n) for n in self.cells["gpus"].unique())
 
     @property
     def shown_worker_count(self) -> int:
-        """The number of workers in figures that show only one: the choice's, else the largest."""
-        several = self.choice and self.choice[1] in self.counts and self.choice[1] > 1
-        return self.choice[1] if several and self.choice else self.counts[-1]
+        """The number of workers in figures for one number only: the choice's, else the largest."""
+        several = self.choice and self.choice[1] in self.worker_counts and self.choice[1] > 1
+        return self.choice[1] if several and self.choice else self.worker_counts[-1]
 
     def is_chosen(self, strategy: str) -> bool:
         """Return whether the decision chose this strategy."""
@@ -79,20 +79,20 @@ class FigureData:
 
     def workers(self, count: int) -> str:
         """Return a number of workers with its noun: `4 GPUs`."""
-        return format_count(count, worker_noun(self.cells["device_kind"]))
+        return format_count(count, choose_noun_for_workers(self.cells["device_kind"]))
 
     def iter_mark_notes(self, flags: Iterable[str]) -> Iterator[str]:
-        """Yield a sentence on the dagger if any of the audit's flags causes one."""
+        """Yield a sentence that explains the dagger (†), if an audit finding marks a value."""
         if told := group_rules_by_severity(flags):
             yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(told)})."
 
-    def rows(self, measure: str) -> pd.DataFrame:
-        """Return the rows of summary.csv of a measure, in the order of the config."""
+    def select_summary_rows(self, measure: str) -> pd.DataFrame:
+        """Return the rows of summary.csv for a metric, in the order of the config."""
         return self.summary[self.summary["measure"] == measure]
 
 
 def assign_marks(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
-    """Return the marks of the strategies in rows of cells.csv and in `also`."""
+    """Return the marks of the strategies that occur in rows of cells.csv or in `also`."""
     bases = map_base_strategies(cells)
     return assign_marks_by_strategy((name, bases.get(name)) for name in {*cells["strategy"], *also})
 

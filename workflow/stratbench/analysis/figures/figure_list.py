@@ -1,4 +1,4 @@
-"""The list of figures of an experiment and model: their titles, and the data that they need."""
+"""Lists the figures of an experiment and model, with their titles and the data that they need."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ INDEX = "figures.json"
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of every experiment and model; if its name is a measure's, it shows that measure."""
+    """A figure that each experiment and model can have. A figure with a metric's name shows this metric."""
 
     name: str
     #: The kind of chart, for screen readers.
     chart_kind: str
     #: The title, in which `score` and `counts` stand for the experiment's names. Empty: the measure's title.
-    own_title: str = ""
+    title_template: str = ""
     #: The column of cells.csv without whose values there is nothing to draw.
-    needs: str = "status"
+    required_column: str = "status"
     #: Whether the report shows the figure without unfolding.
     is_unfolded: bool = False
     #: Whether there is one figure per number of workers.
     is_per_worker_count: bool = False
 
     def format_title(self, score: Score) -> str:
-        """Return the figure's title in an experiment with this score."""
-        named = self.own_title.replace("score", score.name).replace("counts", score.counts)
-        named = named or MEASURES[self.name].named(score).title
+        """Return the figure's title, with the name and unit of the experiment's score filled in."""
+        named = self.title_template.replace("score", score.name).replace(
+            "counts", score.throughput_unit
+        )
+        named = named or MEASURES[self.name].with_score_names(score).title
         return f"{named[0].upper()}{named[1:]}"
 
 
@@ -48,7 +50,7 @@ PLOTS: dict[str, Plot] = {
         Plot("speedup", "Line chart"),
         Plot("score_over_time", "Line chart by time", "score over training time", "epochs"),
         Plot("staleness", "Line chart by staleness", "Staleness of the pushes to servers", "staleness"),
-        Plot("utilisation", "Dot chart", needs="utilisation_pct"),
+        Plot("utilisation", "Dot chart", required_column="utilisation_pct"),
         Plot("utilisation_timelines", "Line charts by time", "Utilisation of each worker over time",
             "utilisation_pct"),
         Plot("memory_timelines", "Line charts by time", "Memory of each worker over time",

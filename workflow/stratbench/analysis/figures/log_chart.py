@@ -21,18 +21,18 @@ class ChartSeries:
     Attributes:
         name: Name next to the series; empty for none.
         colour: CSS variable of a figure's colour, without leading dashes.
-        dots: Points that are drawn as marks.
-        full: Points of a solid line.
-        dashed: Points of a dashed line.
+        marked_points: Points that are drawn as marks.
+        solid_line_points: Points of a solid line.
+        dashed_line_points: Points of a dashed line.
         interval_band: (x, low, high) of a shaded band, in the order of x.
         mark: Mark of the points; small dots if None.
     """
 
     name: str
     colour: str
-    dots: Sequence[tuple[float, float]] = ()
-    full: Sequence[tuple[float, float]] = ()
-    dashed: Sequence[tuple[float, float]] = ()
+    marked_points: Sequence[tuple[float, float]] = ()
+    solid_line_points: Sequence[tuple[float, float]] = ()
+    dashed_line_points: Sequence[tuple[float, float]] = ()
     interval_band: Sequence[tuple[float, float, float]] = ()
     mark: Mark | None = None
 
@@ -65,8 +65,12 @@ def render_log_chart(
     from stratbench.analysis.figures import curves, sheet
 
     with plt.rc_context(sheet.RC):
-        axes = shared.new_axes(HEIGHT)
-        points = [p for s in series for p in (*s.dots, *s.full, *s.dashed)]
+        axes = shared.create_axes(HEIGHT)
+        points = [
+            p
+            for s in series
+            for p in (*s.marked_points, *s.solid_line_points, *s.dashed_line_points)
+        ]
         points += [(x, y) for s in series for x, *ends in s.interval_band for y in ends]
         across, up = np.array(points).T
         x_limits = shared.compute_limits([*across, *x_ticks], curves.ROOM, True)
@@ -80,15 +84,19 @@ def render_log_chart(
             colour = colours[s.colour]
             x, low, high = np.array(s.interval_band).reshape(-1, 3).T
             axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
-            for line, dash in ((s.full, ""), (s.dashed, "5 4")):
-                style = {"linewidth": 1.6 * sheet.PX, "linestyle": curves.dash_style(dash)}
+            for line, dash in ((s.solid_line_points, ""), (s.dashed_line_points, "5 4")):
+                style = {"linewidth": 1.6 * sheet.PX, "linestyle": curves.parse_dash_pattern(dash)}
                 axes.plot(*np.array(line).reshape(-1, 2).T, color=colour, **style)
-            dots = np.array(s.dots).reshape(-1, 2).T
+            dots = np.array(s.marked_points).reshape(-1, 2).T
             if s.mark:
                 shared.draw_mark(axes, dots[0], dots[1], s.mark, True, SIZE)
             else:
                 axes.plot(*dots, ".", color=colour, markersize=SIZE * sheet.PX, zorder=3)
-            if ends := [*s.dots, *s.full, *s.dashed] if s.name else []:
+            if (
+                ends := [*s.marked_points, *s.solid_line_points, *s.dashed_line_points]
+                if s.name
+                else []
+            ):
                 names.append((shared.shorten_name(s.name), colour, True, max(ends)))
         curves.write_line_names(axes, names)
         svg = base64.b64encode(sheet.render_svg(shared.find_root_figure(axes)).encode()).decode()

@@ -12,21 +12,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 
 @dataclass(frozen=True)
 class Hue:
-    """A family's shape, and its (full, quiet) hex colours on a light and on a dark background."""
+    """The mark's shape for a strategy family, and its (full, quiet) colours on light and dark pages."""
 
     shape: str
-    light: tuple[str, str]
-    dark: tuple[str, str]
+    light_theme_colours: tuple[str, str]
+    dark_theme_colours: tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A strategy's mark: its family gives hue and shape, its number in the family filling and dashes."""
+    """A strategy's mark. The family determines hue and shape, the member's number filling and dashes."""
 
     family: str
     index: int
@@ -37,21 +37,21 @@ class Mark:
 
     @property
     def fill(self) -> str:
-        """`full`, `open` or `half`, for figures, where dashes and names distinguish lines as well."""
+        """Filling of the mark in figures with names and dashes: `full`, `open` or `half`."""
         return list(FILLS)[self.index % 3]
 
     @property
-    def dash(self) -> str:
+    def dash_pattern(self) -> str:
         """Lengths of dashes and gaps in SVG's notation; empty for a solid line."""
         return DASHES[self.index % len(DASHES)]
 
     @property
-    def alone(self) -> str:
-        """Shape and one of all FILLS, for marks without a name or a line."""
+    def standalone_style(self) -> str:
+        """Shape and filling of a mark without a name or line next to it."""
         return f"{self.shape} {list(FILLS)[self.index % len(FILLS)]}"
 
     @property
-    def variable(self) -> str:
+    def css_variable(self) -> str:
         """The CSS variable of the family's colour, without leading dashes."""
         return self.family.replace(" ", "-")
 
@@ -98,14 +98,14 @@ def number_family_members() -> dict[str, dict[str, int]]:
     A strategy without a declared number gets the next free one.
     """
     members: dict[str, dict[str, int]] = {}
-    for name in sorted(REGISTRY, key=lambda name: strategy_class(name).mark is None):
-        kind = strategy_class(name)
+    for name in sorted(REGISTRY, key=lambda name: get_strategy_class(name).mark is None):
+        kind = get_strategy_class(name)
         family = members.setdefault(kind.family, {})
-        family[name] = next_free_number(family) if kind.mark is None else kind.mark
+        family[name] = find_next_free_number(family) if kind.mark is None else kind.mark
     return members
 
 
-def next_free_number(family: dict[str, int]) -> int:
+def find_next_free_number(family: dict[str, int]) -> int:
     """Return the smallest number above all numbers of a family."""
     return max(family.values(), default=-1) + 1
 
@@ -120,15 +120,16 @@ def assign_marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[st
         names: Pairs of a strategy or variant and its base strategy.
     """
     taken = {
-        family: next_free_number(members) for family, members in number_family_members().items()
+        family: find_next_free_number(members)
+        for family, members in number_family_members().items()
     }
     marks = {}
     for name, base in sorted(dict(names).items()):
         if name in REGISTRY:
-            family = strategy_class(name).family
+            family = get_strategy_class(name).family
             marks[name] = create_mark(family, number_family_members()[family][name])
         else:
-            family = strategy_class(base).family if base in REGISTRY else "other"
+            family = get_strategy_class(base).family if base in REGISTRY else "other"
             marks[name] = create_mark(family, taken.get(family, 0))
             taken[family] = taken.get(family, 0) + 1
     return marks
@@ -146,7 +147,7 @@ _CORNERS = {
 _RINGS = {"hexagon": (6, (1.1, 1.1)), "star": (10, (1.35, 0.58)), "cross": (8, (1.25, 0.55))}
 
 
-def corners(shape: str) -> list[tuple[float, float]]:
+def compute_shape_corners(shape: str) -> list[tuple[float, float]]:
     """Return the corners of a shape of radius 1 around 0, with y downwards. None for a circle."""
     if shape in _RINGS:
         count, far = _RINGS[shape]
@@ -159,12 +160,14 @@ def corners(shape: str) -> list[tuple[float, float]]:
     return list(_CORNERS.get(shape, ()))
 
 
-def svg_outline_path(shape: str, x: float, y: float, radius: float) -> str:
+def build_svg_outline_path(shape: str, x: float, y: float, radius: float) -> str:
     """Return the `d` attribute of an SVG path that draws a shape around (x, y)."""
     if shape == "circle":
         r, across = f"{radius:.1f}", f"{2 * radius:.1f}"
         return f"M{x - radius:.1f},{y:.1f}a{r},{r} 0 1,0 {across},0a{r},{r} 0 1,0 -{across},0Z"
-    points = (f"{x + dx * radius:.1f},{y + dy * radius:.1f}" for dx, dy in corners(shape))
+    points = (
+        f"{x + dx * radius:.1f},{y + dy * radius:.1f}" for dx, dy in compute_shape_corners(shape)
+    )
     return f"M{'L'.join(points)}Z"
 
 
@@ -173,6 +176,6 @@ def format_css_variables(dark: bool) -> str:
     declarations = []
     for name, hue in FAMILIES.items():
         variable = f"--{name.replace(' ', '-')}"
-        full, quiet = hue.dark if dark else hue.light
+        full, quiet = hue.dark_theme_colours if dark else hue.light_theme_colours
         declarations += [f"{variable}: {full};", f"{variable}-q: {quiet};"]
     return " ".join(declarations)

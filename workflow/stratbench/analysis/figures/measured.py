@@ -17,10 +17,10 @@ from stratbench.analysis.figures.rows import (
     RowChart,
     draw_rows,
     has_points,
-    shows_intervals,
+    has_visible_row_intervals,
 )
 from stratbench.analysis.records.measures import DOUBT, Measure, format_number
-from stratbench.cell.text.words import GIB, pluralize, worker_noun
+from stratbench.cell.text.words import GIB, choose_noun_for_workers, pluralize
 
 #: Worker counts above this are drawn on logarithmic axes.
 LINEAR_UP_TO = 8
@@ -45,8 +45,8 @@ class CaptionedFigure:
 
 def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
     """Draw a row per strategy with its values by number of workers."""
-    rows = data.rows(measure.name)
-    if measure.name == "utilisation":  # it is nearly the same for any number of workers
+    rows = data.select_summary_rows(measure.name)
+    if measure.name == "utilisation":  # utilisation is nearly the same for any number of workers
         rows = rows[rows["gpus"] == data.shown_worker_count]
     unit, factor = choose_axis_unit(measure, rows["value"])
     of_time = measure.name == "training_time"
@@ -56,7 +56,7 @@ def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
         str(name): list(iter_points(data, str(name), found, factor, several))
         for name, found in rows.groupby("strategy", sort=False)
     }
-    if measure.name == "memory" and not data.on_cpu:
+    if measure.name == "memory" and not data.is_on_cpu:
         points = {name: add_model_states(data, name, p, factor) for name, p in points.items()}
     lines = [
         FigureRow(
@@ -64,15 +64,15 @@ def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
             points[name],
             describe_missing_values(found, several),
             format_row_value(data, measure, found, unit, factor, reference if of_time else None),
-            chosen=data.is_chosen(name),
+            is_chosen=data.is_chosen(name),
         )
         for name, found in rows.groupby("strategy", sort=False)
     ]
-    lines.sort(key=lambda row: row_sort_key(row, measure))
+    lines.sort(key=lambda row: compute_row_sort_key(row, measure))
     card = find_gpu_memory(data, measure, points, factor)
     band = None
     if of_time and reference:
-        ends = reference / (1 + data.margin), reference * (1 + data.margin)
+        ends = reference / (1 + data.equivalence_margin), reference * (1 + data.equivalence_margin)
         band = ends[0] * factor, ends[1] * factor
     shown = RowChart(
         lines,
@@ -96,7 +96,7 @@ def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
 
 
 def find_chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
-    """Return the choice's value in the summary's unit, or None if unknown."""
+    """Return the chosen candidate's value in the unit of summary.csv, or None if unknown."""
     if data.choice is None:
         return None
     found = rows[(rows["strategy"] == data.choice[0]) & (rows["gpus"] == data.choice[1])]["value"]
@@ -117,13 +117,15 @@ def iter_points(
 def add_model_states(
     data: FigureData, strategy: str, points: Sequence[Point], factor: float
 ) -> list[Point]:
-    """Return points of peak memory on GPUs, with the part that model states take."""
-    states = data.rows("model_states")
+    """Return points of peak memory on GPUs, each with the part of model states."""
+    states = data.select_summary_rows("model_states")
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
     by_count = dict(zip(states["gpus"].astype(str), states["value"] * factor, strict=True))
     only = next(iter(by_count.values()), None)
     return [
-        Point(p.value, p.low, p.high, p.workers_text, p.chosen, by_count.get(p.workers_text, only))
+        Point(
+            p.value, p.low, p.high, p.workers_text, p.is_chosen, by_count.get(p.workers_text, only)
+        )
         for p in points
     ]
 
@@ -186,7 +188,7 @@ def format_row_value(
     return f"{row['value'] / reference:.2f}×{mark}"
 
 
-def row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
+def compute_row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
     """Return the sort key of a row: the best value first, rows without values last."""
     sign = -1 if measure.better == "higher" else 1
     return not row.points, min((sign * p.value for p in row.points), default=0.0)
@@ -195,14 +197,14 @@ def row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
 def find_gpu_memory(
     data: FigureData, measure: Measure, points: dict[str, list[Point]], factor: float
 ) -> float | None:
-    """Return the GPU's memory in the axis' unit, or None if it is not drawn.
+    """Return the GPU's memory in the axis' unit. None if the memory is not to be drawn.
 
     Only memory that is near enough to the peaks is drawn.
     """
     cards = data.cells["device_memory_bytes"].dropna()
-    if measure.name != "memory" or data.on_cpu or cards.empty:
+    if measure.name != "memory" or data.is_on_cpu or cards.empty:
         return None
-    card = float(cards.min()) * measure.scale * factor
+    card = float(cards.min()) * measure.display_factor * factor
     highest = max((p.value for of in points.values() for p in of), default=0.0)
     return card if card <= FARTHEST_CARD * highest else None
 
@@ -211,13 +213,13 @@ def iter_rows_caption(
     data: FigureData, measure: Measure, rows: pd.DataFrame, shown: RowChart
 ) -> Iterator[str]:
     """Yield the sentences of the caption of a figure of rows."""
-    noun = pluralize(worker_noun(data.cells["device_kind"]))
+    noun = pluralize(choose_noun_for_workers(data.cells["device_kind"]))
     if not has_points(shown):
         yield f"No strategy has a value; the figure shows how its cells ended, by number of {noun}."
         return
     if measure.name == "memory":
         worker = "The worker with the highest peak"
-        yield f"{worker}, above the base of its process." if data.on_cpu else f"{worker}."
+        yield f"{worker}, above the base of its process." if data.is_on_cpu else f"{worker}."
     if rows["gpus"].nunique() > 1:
         yield f"The number in a marker is the number of {noun}."
     elif len(rows):
@@ -227,13 +229,16 @@ def iter_rows_caption(
         if (rows["cells"] > 1).any():
             yield "Markers are medians of the repeats; the answer compares geometric means."
     if shown.equality_band and data.choice:
-        yield f"The shaded band is within {100 * data.margin:g} % of {data.choice[0]} × {data.choice[1]}."
-    if any(p.part_value is not None for row in shown.rows for p in row.points):
+        yield (
+            f"The shaded band is within {100 * data.equivalence_margin:g} % of {data.choice[0]} × "
+            f"{data.choice[1]}."
+        )
+    if any(p.model_states_value is not None for row in shown.rows for p in row.points):
         yield "Strokes show the part of the memory that model states take."
     cards = data.cells["device_memory_bytes"].dropna()
-    if measure.name == "memory" and not data.on_cpu and len(cards):
+    if measure.name == "memory" and not data.is_on_cpu and len(cards):
         yield f"The GPU has {cards.min() / GIB:.0f} GiB of memory."
-    if shows_intervals(shown):
+    if has_visible_row_intervals(shown):
         yield from describe_spread(rows, "Lines")
     yield from data.iter_mark_notes(rows.loc[rows["value"].notna(), "flags"])
 
@@ -254,7 +259,7 @@ def describe_spread(rows: pd.DataFrame, drawn: str) -> Iterator[str]:
 
 def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
     """Draw lines over the number of workers; a speedup also has the ideal line."""
-    rows = data.rows(measure.name)
+    rows = data.select_summary_rows(measure.name)
     is_ratio = measure.baseline is not None
     curves, notes = [], []
     for name, found in rows.groupby("strategy", sort=False):
@@ -275,12 +280,12 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
                     DOUBT if (found["flags"] != "").any() else "",
                 )
             )
-    log = data.counts[-1] > LINEAR_UP_TO
+    log = data.worker_counts[-1] > LINEAR_UP_TO
     shown = CurveChart(
         curves,
         data.marks,
-        pluralize(worker_noun(data.cells["device_kind"])),
-        x_ticks=data.counts,
+        pluralize(choose_noun_for_workers(data.cells["device_kind"])),
+        x_ticks=data.worker_counts,
         has_log_x=log,
         has_log_y=log,
         draws_ideal_line=is_ratio,
@@ -304,7 +309,7 @@ def iter_scaling_caption(measure: Measure, drawn: pd.DataFrame, shown: CurveChar
             "the same strategy on one worker" if measure.baseline == "self" else measure.baseline
         )
         yield f"Training throughput divided by the throughput of {against}."
-        best = max(shown.lines, key=lambda c: max(v for v in c.y if v == v), default=None)
+        best = max(shown.curves, key=lambda c: max(v for v in c.y if v == v), default=None)
         if best is not None:
             value, count = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
             yield f"The maximum is {value:.2f}, by {best.strategy} × {count}."
@@ -316,12 +321,12 @@ def draw_score_figure(data: FigureData, measure: Measure, count: int) -> Caption
     """Draw the score of each strategy after each epoch, on one number of workers."""
     score = data.score
     epochs = data.epochs[data.epochs["gpus"] == count]
-    rows = data.rows(measure.name)
+    rows = data.select_summary_rows(measure.name)
     rows = rows[rows["gpus"] == count]
     flags = dict(zip(rows["strategy"], rows["flags"], strict=True))
     curves, repeats = [], 0
     for name, found in epochs.groupby("strategy", sort=False):
-        by_epoch = (found["score"] * score.factor).groupby(found["epoch"])
+        by_epoch = (found["score"] * score.display_factor).groupby(found["epoch"])
         median, chosen = by_epoch.median(), data.is_chosen(str(name))
         spread = chosen and by_epoch.size().max() > 1 and len(median) <= MAX_SPREAD
         repeats = int(by_epoch.size().max()) if spread else repeats
@@ -363,12 +368,12 @@ def draw_score_curves(
         sentences: Sentences of the caption.
         axis: Fields of CurveChart for the horizontal axis.
     """
-    least, rows = data.score.least_possible, data.rows("score")
+    least, rows = data.score.best_possible_score, data.select_summary_rows("score")
     shown = CurveChart(
         curves,
         data.marks,
-        from_zero=False,
-        level=None if least is None else (least, f"least possible: {least:.3g}"),
+        y_starts_at_zero=False,
+        labelled_level=None if least is None else (least, f"least possible: {least:.3g}"),
         notes=list(iter_missing_value_notes(rows[rows["gpus"] == count])),
         **axis,
     )

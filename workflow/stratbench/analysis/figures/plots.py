@@ -75,7 +75,7 @@ def draw_figure(name: str, data: FigureData, count: int | None = None) -> Captio
 
 
 def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
-    """Yield each figure with data: its name, and a number of workers or None."""
+    """Yield the name of each figure with data, and a number of workers or None."""
     for name, plot in PLOTS.items():
         if not has_data(name, data):
             continue
@@ -83,25 +83,25 @@ def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
             yield name, None
             continue
         scored = set(data.epochs["gpus"])
-        yield from ((name, count) for count in data.counts if count in scored)
+        yield from ((name, count) for count in data.worker_counts if count in scored)
 
 
 def has_data(name: str, data: FigureData) -> bool:
     """Return whether any record has data for the figure."""
-    if data.cells[PLOTS[name].needs].isna().all():
+    if data.cells[PLOTS[name].required_column].isna().all():
         return False
     if name in FURTHER:
         return bool(FURTHER[name](data))
-    rows = data.rows(name)
+    rows = data.select_summary_rows(name)
     if CHARTS.get(PLOTS[name].chart_kind) is draw_scaling_figure:
         several = rows if MEASURES[name].baseline is None else rows[rows["gpus"] > 1]
-        return len(data.counts) > 1 and bool(several["value"].notna().any())
+        return len(data.worker_counts) > 1 and bool(several["value"].notna().any())
     # Without values, the figure of the training time still lists the outcomes of the cells.
     return bool(rows["value"].notna().any()) or name == "training_time"
 
 
 def has_column_on_shown_count(column: str) -> Callable[[FigureData], bool]:
-    """Return a check whether a column has values on the shown number of workers."""
+    """Return a function that checks whether a column has values on the shown worker count."""
     return lambda data: bool(
         data.cells.loc[data.cells["gpus"] == data.shown_worker_count, column].notna().any()
     )
@@ -123,8 +123,11 @@ def find_timed_and_scored(data: FigureData) -> set[Any]:
     """Return the (strategy, number of workers) pairs that have a time and a score."""
     known = [
         set(zip(rows["strategy"], rows["gpus"], strict=True))
-        for rows in (data.rows(name).dropna(subset=["value"]) for name in ("training_time", "score"))
-    ]  # fmt: skip
+        for rows in (
+            data.select_summary_rows(name).dropna(subset=["value"])
+            for name in ("training_time", "score")
+        )
+    ]
     return known[0] & known[1]
 
 
@@ -143,14 +146,14 @@ FIGURES_A_PROCESS = 8
 _loaded: list[FigureData] = []
 
 
-def initialize_process(*tables: Path | None) -> None:
-    """Read the tables in a new process, unless a fork already has them."""
+def load_tables_in_process(*tables: Path | None) -> None:
+    """Read the tables into this process, unless a parent process already has."""
     if not _loaded:
         _loaded.extend(read_figure_data(*tables))
 
 
 def write_figure(place: int, name: str, count: int | None, out_dir: Path) -> dict[str, Any]:
-    """Draw and save a figure, and return its entry in INDEX.
+    """Draw and save a figure, and return the figure's entry for the index figures.json.
 
     Args:
         place: Index of the experiment and model in the loaded data.
@@ -193,7 +196,7 @@ def remove_old_figures(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Run the command line of figures, and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.figures.plots", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--epochs", type=Path, required=True, help="epochs.csv")
@@ -217,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # On other systems, a fork of a process that has used system libraries may crash.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(
-                n_processes, context, initializer=initialize_process, initargs=tables
+                n_processes, context, initializer=load_tables_in_process, initargs=tables
             )
             drawing = stack.enter_context(pool).map
         columns = list(zip(*asked, strict=True)) or [(), (), ()]

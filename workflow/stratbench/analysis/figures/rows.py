@@ -1,4 +1,4 @@
-"""Draws charts with a row per strategy: its mark and name, its values on a common scale, its best as text."""
+"""Draws charts with a row per strategy: mark, name, values on a common scale, and the best value."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from matplotlib.patches import BoxStyle
 from stratbench.analysis.figures.axes import (
     LETTER,
     MAX_LETTERS,
-    add_near_interval_ends,
+    add_clipped_interval_ends,
     apply_layout,
     compute_axis_fraction,
     compute_limits,
+    create_axes,
+    create_shifted_transform,
     draw_mark,
     draw_row_name,
     draw_text,
-    new_axes,
-    offset_transform,
     set_ticks,
 )
 from stratbench.analysis.figures.marks import Mark
@@ -50,28 +50,28 @@ _WIDE = BoxStyle.Round(pad=0, rounding_size=1)(-WIDE_DISC / DISC, -1, 2 * WIDE_D
 
 @dataclass(frozen=True)
 class Point:
-    """A value on a row, with the ends of its interval if it has one."""
+    """A value on a row of a chart, with the ends of the value's interval, if any."""
 
     value: float
     low: float | None = None
     high: float | None = None
     #: The number of workers, written in the mark; if empty, the strategy's own mark is drawn.
     workers_text: str = ""
-    chosen: bool = False
+    is_chosen: bool = False
     #: A part of the value that is drawn as a stroke.
-    part_value: float | None = None
+    model_states_value: float | None = None
 
 
 @dataclass(frozen=True)
 class FigureRow:
-    """A strategy's row: its points, the outcomes of cells without values, and its best value as text."""
+    """A strategy's row in a chart: points, outcomes of cells without values, and the best value as text."""
 
     strategy: str
     points: Sequence[Point] = ()
     #: Outcomes of cells without a value: `OOM on 2`.
     missing_values_text: str = ""
-    told: str = ""
-    chosen: bool = False
+    value_text: str = ""
+    is_chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RowChart:
     value_heading: str = ""
 
     @classmethod
-    def of_ratios(
+    def from_ratios(
         cls, rows: Sequence[FigureRow], marks: Mapping[str, Mark], margin: float, head: str = ""
     ) -> RowChart:
         """Return a chart of ratios, in which values within `margin` of 1 count as equal."""
@@ -106,20 +106,20 @@ class RowScale:
 
     limits: tuple[float, float]
     log: bool
-    width: float
+    width_px: float
 
     @classmethod
-    def of(cls, shown: RowChart) -> RowScale:
+    def from_chart(cls, shown: RowChart) -> RowScale:
         """Return the scale that spans all points and their intervals."""
         letters = max((min(len(row.strategy), MAX_LETTERS) for row in shown.rows), default=0)
         letters += max(
-            (len(text) for text in (shown.value_heading, *(r.told for r in shown.rows))),
+            (len(text) for text in (shown.value_heading, *(r.value_text for r in shown.rows))),
             default=0,
         )
         width = WIDTH - MARGINS - LETTER * letters
         points = [p for row in shown.rows for p in row.points]
-        values = [v for p in points for v in (p.value, p.part_value) if v is not None]
-        values = add_near_interval_ends(
+        values = [v for p in points for v in (p.value, p.model_states_value) if v is not None]
+        values = add_clipped_interval_ends(
             values, [v for p in points for v in (p.low, p.high) if v is not None]
         )
         values += [
@@ -132,9 +132,9 @@ class RowScale:
             width,
         )
 
-    def at(self, value: float) -> float:
+    def compute_x_px(self, value: float) -> float:
         """Return the position of a value in pixels."""
-        return self.width * compute_axis_fraction(value, self.limits, self.log)
+        return self.width_px * compute_axis_fraction(value, self.limits, self.log)
 
 
 def has_points(shown: RowChart) -> bool:
@@ -142,11 +142,11 @@ def has_points(shown: RowChart) -> bool:
     return any(row.points for row in shown.rows)
 
 
-def shows_intervals(shown: RowChart) -> bool:
-    """Return whether any interval is wider than the mark on it."""
-    scale = RowScale.of(shown)
+def has_visible_row_intervals(shown: RowChart) -> bool:
+    """Return whether any interval is wider than the mark of its point."""
+    scale = RowScale.from_chart(shown)
     return any(
-        scale.at(p.high) - scale.at(p.low) > mark_width_px(p)
+        scale.compute_x_px(p.high) - scale.compute_x_px(p.low) > compute_mark_width_px(p)
         for row in shown.rows
         for p in row.points
         if p.low is not None and p.high is not None
@@ -154,54 +154,54 @@ def shows_intervals(shown: RowChart) -> bool:
 
 
 def assign_lanes(row: FigureRow, scale: RowScale) -> Iterator[int]:
-    """Yield each point's lane: the first in which it overlaps no earlier point."""
+    """Yield the lane of each point: the first lane without an overlapping earlier point."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
-        at, half = scale.at(point.value), mark_width_px(point) / 2
+        at, half = scale.compute_x_px(point.value), compute_mark_width_px(point) / 2
         free = [all(abs(at - a) >= half + h for a, h in lane) for lane in lanes]
         chosen = free.index(True) if any(free) else len(lanes)
         lanes[chosen : chosen + 1] = [[*(lanes[chosen] if any(free) else ()), (at, half)]]
         yield chosen
 
 
-def mark_width_px(point: Point) -> float:
+def compute_mark_width_px(point: Point) -> float:
     """Return the width of a point's mark in pixels."""
     return WIDE_DISC if len(point.workers_text) > 2 else DISC
 
 
 def draw_rows(shown: RowChart) -> Figure:
     """Draw the chart, with its rows in the given order."""
-    scale = RowScale.of(shown)
+    scale = RowScale.from_chart(shown)
     lanes = [list(assign_lanes(row, scale)) for row in shown.rows]
     lowest = [LANE * max(of, default=0) for of in lanes]
     heights = [
         ROW + low + (LINE_HEIGHT if row.missing_values_text and row.points else 0)
         for row, low in zip(shown.rows, lowest, strict=True)
     ]
-    axes = new_axes(HEAD + sum(heights) + (LINE_HEIGHT if shown.labelled_limit else 0))
+    axes = create_axes(HEAD + sum(heights) + (LINE_HEIGHT if shown.labelled_limit else 0))
     axes.set_ylim(sum(heights), 0)
     draw_scale(axes, shown, scale)
     for row, of, low, end, height in zip(
         shown.rows, lanes, lowest, accumulate(heights), heights, strict=True
     ):
         middle, mark = end - height + ROW / 2, shown.marks[row.strategy]
-        draw_row_name(axes, middle, row.strategy, mark, row.chosen)
+        draw_row_name(axes, middle, row.strategy, mark, row.is_chosen)
         axes.axhline(middle, color=LINE, zorder=1)
-        full = choose_colour(mark, True) if row.chosen else MUTED
+        full = choose_colour(mark, True) if row.is_chosen else MUTED
         draw_text(
             axes,
             1,
             middle,
-            row.told,
+            row.value_text,
             full,
-            bold=row.chosen,
-            transform=offset_transform(axes, 6),
+            bold=row.is_chosen,
+            transform=create_shifted_transform(axes, 6),
         )
         for point, lane in zip(row.points, of, strict=True):
             draw_point(axes, point, mark, middle + LANE * lane)
         if row.missing_values_text:
             # The text may extend below the values on the right, which are in another line.
-            room = int((scale.width + MARGINS) / LETTER)
+            room = int((scale.width_px + MARGINS) / LETTER)
             words = (
                 row.missing_values_text
                 if len(row.missing_values_text) <= room
@@ -210,7 +210,13 @@ def draw_rows(shown: RowChart) -> Figure:
             below = low + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
             paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}
             draw_text(
-                axes, 0, middle + below, words, BAD, transform=offset_transform(axes, 0), bbox=paper
+                axes,
+                0,
+                middle + below,
+                words,
+                BAD,
+                transform=create_shifted_transform(axes, 0),
+                bbox=paper,
             )
     return apply_layout(axes)
 
@@ -225,9 +231,8 @@ def draw_scale(axes: Axes, shown: RowChart, scale: RowScale) -> None:
         axes.set_xticks([])
         return
     set_ticks(axes.xaxis, scale.limits, shown.has_log_scale, unit=shown.unit)
-    if (
-        scale.at(axes.get_xticks()[-1]) > scale.width - DISC
-    ):  # the tick's text would touch the text to the right
+    # The tick's text would touch the text to the right.
+    if scale.compute_x_px(axes.get_xticks()[-1]) > scale.width_px - DISC:
         axes.get_xticklabels()[-1].set_horizontalalignment("right")
     if shown.equality_band:
         axes.axvspan(*shown.equality_band, color=BAND, linewidth=0, zorder=0)
@@ -239,7 +244,7 @@ def draw_scale(axes: Axes, shown: RowChart, scale: RowScale) -> None:
             shown.value_heading,
             MUTED,
             va="bottom",
-            transform=offset_transform(axes, 6, 6),
+            transform=create_shifted_transform(axes, 6, 6),
         )
     if shown.labelled_limit:
         value, text = shown.labelled_limit
@@ -248,19 +253,22 @@ def draw_scale(axes: Axes, shown: RowChart, scale: RowScale) -> None:
 
 
 def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
-    """Draw a value with its interval, its stroke and its mark."""
-    colour, chosen = choose_colour(mark, point.chosen), point.chosen
+    """Draw a point of a row: its value, its interval, its stroke and its mark."""
+    colour, chosen = choose_colour(mark, point.is_chosen), point.is_chosen
     if point.low is not None and point.high is not None:
         width = (3.5 if chosen else 1.75) * PX
         axes.plot([point.low, point.high], [y, y], color=colour, linewidth=width, zorder=2)
-    if point.part_value is not None:
-        axes.vlines(point.part_value, y - 7, y + 7, color=colour, linewidth=2 * PX, zorder=3)
+    if point.model_states_value is not None:
+        axes.vlines(
+            point.model_states_value, y - 7, y + 7, color=colour, linewidth=2 * PX, zorder=3
+        )
     if not point.workers_text:
         draw_mark(axes, point.value, y, mark, chosen, 11 if chosen else 7.5)
         return
     wide = len(point.workers_text) > 2
     axes.plot(
-        [point.value], [y], marker=_WIDE if wide else "o", markersize=(mark_width_px(point) - 1.25) * PX,
+        [point.value], [y], marker=_WIDE if wide else "o",
+        markersize=(compute_mark_width_px(point) - 1.25) * PX,
         color=colour, markerfacecolor=colour if chosen else PAPER, markeredgewidth=1.25 * PX, zorder=5,
     )  # fmt: skip
     text = PAPER if chosen else INK

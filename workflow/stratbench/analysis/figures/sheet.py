@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.marks import DARK_PAPER, FAMILIES, LIGHT_PAPER, Mark
-from stratbench.cell.files import replacing
+from stratbench.cell.files import replace_file_atomically
 
 # This backend needs no display.
 matplotlib.use("Agg")
@@ -104,16 +104,16 @@ MARKERS = {
 
 def choose_colour(mark: Mark, full: bool) -> str:
     """Return a strategy's colour: full for the chosen strategy, quiet for the others."""
-    return FAMILIES[mark.family].light[0 if full else 1]
+    return FAMILIES[mark.family].light_theme_colours[0 if full else 1]
 
 
 def map_theme_colours() -> dict[str, tuple[str, str]]:
-    """Return the CSS variable and the dark value by light colour of figures."""
+    """Return, for each light-theme colour of figures, the CSS variable and the dark-theme colour."""
     known = {light: (name, dark) for name, (light, dark) in THEME.items()}
     for name, hue in FAMILIES.items():
         variable = name.replace(" ", "-")
-        known[hue.light[0]] = variable, hue.dark[0]
-        known[hue.light[1]] = f"{variable}-q", hue.dark[1]
+        known[hue.light_theme_colours[0]] = variable, hue.dark_theme_colours[0]
+        known[hue.light_theme_colours[1]] = f"{variable}-q", hue.dark_theme_colours[1]
     return known
 
 
@@ -121,7 +121,7 @@ def apply_theme_variables(svg: str) -> str:
     """Return an SVG whose colours follow the page's theme, sized in pixels."""
     known = map_theme_colours()
     used = sorted({c for c in re.findall(r"#[0-9a-f]{6}\b", svg) if c in known})
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: css_variable_for(m[0], known), svg)
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: find_css_variable(m[0], known), svg)
     svg = re.sub(
         r'(width|height)="([\d.]+)pt"', lambda m: f'{m[1]}="{float(m[2]) / PX:g}"', svg, count=2
     )
@@ -135,8 +135,8 @@ def apply_theme_variables(svg: str) -> str:
     return re.sub(r"(<svg[^>]*>)", lambda m: m[1] + style, svg, count=1)
 
 
-def css_variable_for(colour: str, known: dict[str, tuple[str, str]]) -> str:
-    """Return the CSS variable of a colour, or an unknown colour itself."""
+def find_css_variable(colour: str, known: dict[str, tuple[str, str]]) -> str:
+    """Return the CSS variable of a colour, or the colour itself if it has none."""
     return f"var(--{known[colour][0]})" if colour in known else colour
 
 
@@ -149,9 +149,9 @@ FORMATS: dict[str, dict[str, None]] = {
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
-    """Save the figure in all FORMATS and close it. The SVG has both themes, the others are white."""
+    """Save the figure in all FORMATS and close it. The SVG has both themes; other formats are white."""
     for suffix, metadata in FORMATS.items():
-        with replacing(stem.with_suffix(suffix)) as unfinished:
+        with replace_file_atomically(stem.with_suffix(suffix)) as unfinished:
             if suffix == ".svg":
                 Path(unfinished).write_text(render_svg(figure), encoding="utf-8")
             else:

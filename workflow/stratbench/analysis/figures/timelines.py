@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
     apply_layout,
+    create_axes,
+    create_shifted_transform,
     draw_row_name,
     draw_text,
-    new_axes,
-    offset_transform,
     set_ticks,
 )
-from stratbench.analysis.figures.curves import dash_style
+from stratbench.analysis.figures.curves import parse_dash_pattern
 from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.measured import CaptionedFigure, shorten_outcome
 from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, choose_colour
@@ -54,7 +54,7 @@ def has_timelines(data: FigureData) -> bool:
 def draw_timeline_figure(
     data: FigureData, what: dict[str, tuple[str, float]], unit: str
 ) -> CaptionedFigure:
-    """Draw a panel per strategy for its first repeat on most workers.
+    """Draw a panel per strategy, for the strategy's first repeat on most workers.
 
     Args:
         data: Data of the figure.
@@ -81,7 +81,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
     lines = [line for _, _, of in panels for line in of]
     end = max([t.max() for _, t, _ in lines], default=0) or 1e-3
     highest = max([v.max() for _, _, v in lines], default=0) or 1e-3
-    axes = new_axes(8 + len(panels) * (PANEL + BETWEEN) + AXIS)
+    axes = create_axes(8 + len(panels) * (PANEL + BETWEEN) + AXIS)
     axes.set_ylim(len(panels), -BETWEEN / PANEL)
     axes.set_yticks([])
     axes.spines["bottom"].set_visible(False)
@@ -99,7 +99,9 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
             reason = (
                 "no timeline" if cell["status"] == "ok" else shorten_outcome(str(cell["status"]))
             )
-            draw_text(axes, 0, i + used / 2, reason, BAD, transform=offset_transform(axes, 4))
+            draw_text(
+                axes, 0, i + used / 2, reason, BAD, transform=create_shifted_transform(axes, 4)
+            )
             continue
         if "phase" in timeline:
             training = timeline.loc[timeline["phase"] == "train", "t_s"]
@@ -108,7 +110,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
             )
         for name, t, v in of:
             style = {
-                "linestyle": dash_style("3 2" if name.startswith("server") else ""),
+                "linestyle": parse_dash_pattern("3 2" if name.startswith("server") else ""),
                 "zorder": 3,
             }
             style |= {"color": choose_colour(mark, chosen), "linewidth": 1.25 * PX}
@@ -120,7 +122,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
         format_highest(highest, unit),
         MUTED,
         va="top",
-        transform=offset_transform(axes, 4),
+        transform=create_shifted_transform(axes, 4),
     )
     return apply_layout(axes)
 
@@ -131,13 +133,13 @@ def format_highest(value: float, unit: str) -> str:
 
 
 def find_largest_cell(data: FigureData, strategy: str) -> pd.Series:
-    """Return a strategy's first repeat on its largest number of workers."""
+    """Return the cell that is a strategy's first repeat on the largest number of workers."""
     cells = data.cells[data.cells["strategy"] == strategy]
     return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
 
 
 def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
-    """Return the timeline of a cell. Return None if it has none or its record is unusable."""
+    """Return the timeline of a cell. None without a timeline or with an unusable record."""
     if study_dir is None or not isinstance(cell["record_path"], str) or cell["status"] == "error":
         return None
     path = (study_dir / cell["record_path"]).with_name("timeline.csv")
@@ -170,7 +172,7 @@ def iter_worker_lines(timeline: pd.DataFrame, what: dict[str, tuple[str, float]]
 
 
 def average_runs(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return times and values averaged over runs of equal length, at most MAX_POINTS of them."""
+    """Return times and values averaged over intervals of equal length, at most MAX_POINTS of each."""
     run = -(-len(times) // MAX_POINTS)
     if run == 1:
         return times, values

@@ -14,12 +14,12 @@ from matplotlib.transforms import Bbox, BboxBase
 from stratbench.analysis.figures.axes import (
     apply_layout,
     compute_limits,
+    create_axes,
+    create_shifted_transform,
     draw_mark,
     draw_row_name,
     draw_text,
     find_root_figure,
-    new_axes,
-    offset_transform,
     set_ticks,
     shorten_name,
 )
@@ -48,7 +48,7 @@ PARTS = (
     ("waiting", "wait", False, ("server_wait", "bubble")),
     ("slowed on purpose", "bad", True, ("slowdown",)),
 )
-#: The label, colour and filling of the time in no other part.
+#: The label, colour and filling of the time of a step that belongs to no other part.
 REST = ("rest", "muted", False)
 #: Maximum number of named points in a scatter chart.
 MAX_NAMED = 7
@@ -76,7 +76,7 @@ def draw_breakdown_figure(data: FigureData) -> CaptionedFigure:
 def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
     """Draw stacked bars of each part's time in ms by strategy, with sums."""
     drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
-    axes = new_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
+    axes = create_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
     axes.set_axis_off()
     axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=compute_limits(parts.sum(axis=1), 0, False))
     done = pd.Series(0.0, index=parts.index)
@@ -92,7 +92,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
         chosen, mark = data.is_chosen(str(name)), data.marks[str(name)]
         draw_row_name(axes, y, str(name), mark, chosen)
         full = choose_colour(mark, True) if chosen else MUTED
-        place = offset_transform(axes, 6, of=axes.transData)
+        place = create_shifted_transform(axes, 6, of=axes.transData)
         text = f"{format_number(width, None)} ms"
         draw_text(axes, width, y, text, full, bold=chosen, transform=place)
     bars = axes.get_legend_handles_labels()[0]
@@ -102,7 +102,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
 
 
 def sum_step_parts(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the time in ms of each of PARTS and of the rest, by strategy."""
+    """Return the time per step in ms of PARTS and the rest, by strategy."""
     named = {
         part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
         for part, _, _, phases in PARTS
@@ -121,16 +121,16 @@ def iter_breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[st
 
 
 def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
-    """Draw the score after each epoch over the training time so far."""
+    """Draw the score after each epoch over the training time up to that epoch."""
     epochs, score, count = data.epochs, data.score, data.shown_worker_count
     rows = epochs[epochs["gpus"] == count]
     alone = epochs[(epochs["strategy"] == ALONE) & (epochs["gpus"] != count)]
     curves = []
     for name, found in pd.concat([rows, alone]).groupby("strategy", sort=False):
         middle = found.groupby("epoch")[["train_time_s", "score"]].median()
-        values = (middle["score"] * score.factor).tolist()
+        values = (middle["score"] * score.display_factor).tolist()
         chosen = data.is_chosen(str(name))
-        curves.append(Curve(str(name), middle["train_time_s"].tolist(), values, chosen=chosen))
+        curves.append(Curve(str(name), middle["train_time_s"].tolist(), values, is_chosen=chosen))
     sentences = [f"{score.name.capitalize()}, {score.shown_unit}, on {data.workers(count)}."]
     if len(alone):
         sentences.append(f"{ALONE} is on one.")
@@ -142,16 +142,16 @@ def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
 def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
     """Draw every strategy and number of workers by time and score, and the Pareto front."""
     measured = [
-        data.rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
+        data.select_summary_rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
         for name in ("training_time", "score")
     ]
     points = pd.concat(measured, axis=1).dropna()
     # Scores that are equal after rounding count as equal.
     points["score"] = points["score"].round(data.score.decimals)
-    points["unbeaten"] = are_pareto_optimal(
+    points["unbeaten"] = find_pareto_optimal_mask(
         *points.to_numpy(dtype=float).T * [[1], [data.score.sign]]
     )
-    flags = data.rows("score").set_index(["strategy", "gpus"])["flags"].to_dict()
+    flags = data.select_summary_rows("score").set_index(["strategy", "gpus"])["flags"].to_dict()
     unit = data.score.shown_unit
     caption = [
         f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
@@ -167,7 +167,7 @@ def draw_tradeoff(
     data: FigureData, points: pd.DataFrame, flags: Mapping[tuple[str, int], str]
 ) -> Figure:
     """Draw a scatter chart of times and scores, naming choice and Pareto-optimal points."""
-    axes = new_axes(SCATTER)
+    axes = create_axes(SCATTER)
     scores = points["score"]
     # The axis spans at least the tolerance, so that tiny differences do not fill it.
     room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
@@ -226,8 +226,8 @@ def find_free_box(at: Sequence[float], width: float, taken: Sequence[Bbox], page
     return min(places)[2]
 
 
-def are_pareto_optimal(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Return the mask of Pareto-optimal points.
+def find_pareto_optimal_mask(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Return a boolean mask of the Pareto-optimal points.
 
     A point is beaten by another that is no worse in time and score, and better in one of them.
     """
@@ -247,7 +247,7 @@ def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
         shares = compute_shares_by_value([json.loads(text) for text in found["staleness"]])
         places = [float(i) for i in range(len(shares))]
         chosen = data.is_chosen(str(name))
-        curves.append(Curve(str(name), places, (100 * shares).tolist(), chosen=chosen))
+        curves.append(Curve(str(name), places, (100 * shares).tolist(), is_chosen=chosen))
     shown = CurveChart(
         curves,
         data.marks,

@@ -1,1 +1,1 @@
-"""Records as tables: cells.csv and epochs.csv, their columns, and what is derived from them."""
+"""Reads records as tables: cells.csv and epochs.csv, their columns, and values derived from records."""

@@ -38,20 +38,20 @@ UNMEASURED = ("missing", "error")
 
 @dataclass(frozen=True)
 class Expectations:
-    """Expectations of the config on the records.
+    """The config's expectations of the records: skipped cells, target scores, and settings.
 
     Attributes:
-        skipped: Reasons of skipped cells, by the cells' paths.
+        skip_reasons: Reasons of skipped cells, by the cells' paths.
         targets: Scores to reach, by experiment.
         study: The study whose settings every record must have; None to check no settings.
     """
 
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skip_reasons: Mapping[str, str] = field(default_factory=dict)
     targets: Mapping[str, float] = field(default_factory=dict)
     study: Study | None = None
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_expectation_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `read_expectations` reads to a command line."""
     parser.add_argument("--skipped", default="{}", help="JSON: reasons of skipped cells, by path")
     parser.add_argument("--study", default="null", help="JSON: the config of the study")
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_expectations(args: argparse.Namespace) -> Expectations:
-    """Return the Expected that a command line describes."""
+    """Return the expectations that the options of a command line describe."""
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
     return Expectations(json.loads(args.skipped), json.loads(args.targets), study)
@@ -120,7 +120,7 @@ def build_cell_rows(
     row: Row = dict.fromkeys(COLUMNS) | coordinates
     row["log_path"] = str(log.relative_to(study_dir))
     if not os.path.lexists(path):
-        skip_reason = expected.skipped.get(cell.path)
+        skip_reason = expected.skip_reasons.get(cell.path)
         return row | (
             {"status": "infeasible", "reason": skip_reason}
             if skip_reason
@@ -134,7 +134,7 @@ def build_cell_rows(
                 f"{path} holds the record of another cell: {record.get_cell(rec)}"
             )
         if expected.study is not None and (
-            other := record.describe_other_settings(rec, expected.study.settings(cell))
+            other := record.describe_settings_differences(rec, expected.study.settings(cell))
         ):
             raise record.RecordError(f"{path} {other}")
         measured = build_record_row(rec, path.with_name("timeline.csv"))
@@ -202,8 +202,8 @@ def collect_records(
     listed = list(iter_cell_rows(cells, study_dir, expected or Expectations(), read))
     rows = [row for row, _ in listed]
     for extension in load_extensions().values():
-        if extension.judge is not None:
-            import_attribute(extension.judge)(rows)
+        if extension.modify_cell_rows is not None:
+            import_attribute(extension.modify_cell_rows)(rows)
     write_rows(epochs_out, EPOCH_COLUMNS, (epoch for _, epochs in listed for epoch in epochs))
     write_rows(out, COLUMNS, rows)
     return [row for row in rows if row["status"] in UNMEASURED]
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--partial", action="store_true", help="accept missing records, and list them"
     )
-    add_options(parser)
+    add_expectation_options(parser)
     args = parser.parse_args(argv)
     cells = read_expected_cells(args.expected)
     study_dir = args.records_root.parent

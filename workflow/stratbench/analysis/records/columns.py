@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from stratbench.analysis.records import derived
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.record import Record, RecordError, load_schema
 from stratbench.strategies.base import Traits
 
@@ -28,23 +28,23 @@ MAXIMUM = 1000
 
 @dataclass(frozen=True)
 class Column:
-    """A column; unknown values are empty."""
+    """A column of cells.csv or epochs.csv, whose unknown values are empty."""
 
     name: str
-    kind: Kind
+    value_kind: Kind
     #: The unit, empty for text, counts and flags. `share` is a fraction of 1.
     unit: str
     #: The path of a field of the record, a function of the record, the name of a value of the timeline
     #: (`derived.timeline_figures`), or None if `collect` knows the value without a record.
     source: str | Callable[[Record], Any] | None
     #: The definition; if empty, the description in the record's schema is used.
-    own_definition: str = ""
+    explicit_definition: str = ""
 
     @property
     def definition(self) -> str:
         """The meaning of the column, in a sentence."""
-        if self.own_definition or not isinstance(self.source, str):
-            return self.own_definition
+        if self.explicit_definition or not isinstance(self.source, str):
+            return self.explicit_definition
         return find_schema_description(self.source)
 
     @property
@@ -58,8 +58,8 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether the column is always read as text."""
-        return self.kind in ("text", "json")
+        """Whether values of the column are always read as text."""
+        return self.value_kind in ("text", "json")
 
 
 # One or two lines per column keep this readable as a table.
@@ -102,9 +102,9 @@ _ALL_COLUMNS: tuple[Column, ...] = (
            "the training time. Accuracy is the share of correctly classified samples. Loss is the mean "
            "cross-entropy of the next token."),
     Column("score_best", "number", "", "score.best"),
-    Column("score_error", "number", "", derived.score_error,
+    Column("score_error", "number", "", derived.get_score_error,
            "Standard error of the score, from the finite number of test samples."),
-    Column("perplexity", "number", "", derived.perplexity,
+    Column("perplexity", "number", "", derived.compute_perplexity,
            "The exponential of a score in nats per token: the number of equally likely tokens that would "
            "give the same loss."),
     Column("least_loss", "number", "nats/token", "task.least_loss"),
@@ -135,7 +135,7 @@ _ALL_COLUMNS: tuple[Column, ...] = (
     Column("eval_s", "number", "s", "time.eval_s"),
     Column("total_s", "number", "s", "time.total_s"),
     Column("queue_wait_s", "number", "s", "time.queue_wait_s"),
-    Column("time_to_result_s", "number", "s", derived.time_to_result_s,
+    Column("time_to_result_s", "number", "s", derived.compute_time_to_result_s,
            "Time from the submission of the cell's job to its end, including the wait in the queue, for "
            "cells in SLURM."),
     Column("time_limit_s", "number", "s", "time.time_limit_s"),
@@ -188,7 +188,7 @@ _ALL_COLUMNS: tuple[Column, ...] = (
     Column("data_sha256", "text", "", "data.sha256"),
     Column("synthetic_data", "flag", "", "data.synthetic"),
     Column("test_samples", "number", "samples", "data.test_samples"),
-    Column("peak_memory_bytes", "number", "bytes", derived.peak_memory_bytes,
+    Column("peak_memory_bytes", "number", "bytes", derived.get_peak_memory_bytes,
            "Peak memory of the worker that used most. On a GPU it is the peak that the framework "
            "allocated, including model states. On a CPU it is the peak resident set size minus that "
            "before training, when weights and momentum are already allocated."),
@@ -198,7 +198,7 @@ _ALL_COLUMNS: tuple[Column, ...] = (
     Column("cublas_bytes", "number", "bytes", "memory.cublas_bytes",
            "Bytes of cuBLAS's workspaces on a GPU, for the worker with the largest peak memory. Its "
            "peaks include them with every strategy."),
-    Column("model_states_bytes", "number", "bytes", derived.model_states_bytes,
+    Column("model_states_bytes", "number", "bytes", derived.get_model_states_bytes,
            "Exact bytes of parameters, gradients, optimizer state and buffers between two steps, for the "
            "worker with the most. Activations, communication buffers and the memory of parameter servers "
            "are excluded."),
@@ -206,27 +206,27 @@ _ALL_COLUMNS: tuple[Column, ...] = (
            "The score to reach, from `target_score` of the configuration."),
     Column("time_to_target_s", "number", "s", None,
            "Training time until the end of the first epoch whose test score reached the target score."),
-    Column("device_kind", "text", "", derived.device_kind, "Kind of the workers' device: cuda or cpu."),
-    Column("device_name", "text", "", derived.device_name, "Names of the GPUs, or of the CPUs."),
-    Column("device_memory_bytes", "number", "bytes", derived.device_memory_bytes,
+    Column("device_kind", "text", "", derived.get_device_kind, "Kind of the workers' device: cuda or cpu."),
+    Column("device_name", "text", "", derived.format_device_names, "Names of the GPUs, or of the CPUs."),
+    Column("device_memory_bytes", "number", "bytes", derived.get_min_device_memory_bytes,
            "Memory of the GPU with the least memory."),
-    Column("host", "text", "", derived.hosts, "Names of the hosts of the workers."),
-    Column("cpu_model", "text", "", derived.cpu_models, "CPU models of the hosts."),
-    Column("cpu_cores", "number", "", derived.cpu_cores,
+    Column("host", "text", "", derived.format_host_names, "Names of the hosts of the workers."),
+    Column("cpu_model", "text", "", derived.format_cpu_models, "CPU models of the hosts."),
+    Column("cpu_cores", "number", "", derived.count_usable_cpu_cores,
            "Number of CPU cores that all workers together may use."),
-    Column("torch", "text", "", derived.torch_versions, "Version of PyTorch."),
-    Column("driver", "text", "", derived.driver_versions, "Version of the GPU driver."),
-    Column("revision", "text", "", derived.revision,
+    Column("torch", "text", "", derived.format_torch_versions, "Version of PyTorch."),
+    Column("driver", "text", "", derived.format_driver_versions, "Version of the GPU driver."),
+    Column("revision", "text", "", derived.format_git_revision,
            "Commit of the code that trained the cell, with `+changes` if files differed from the commit."),
     Column("planned_repeats", "number", "", "provenance.planned_repeats"),
-    Column("other_cpu_cores", "number", "", derived.other_cpu_cores,
+    Column("other_cpu_cores", "number", "", derived.get_other_cpu_cores,
            "CPU cores that other processes used when the cell started, on the busiest node."),
-    Column("node_cores", "number", "", derived.node_cores,
+    Column("node_cores", "number", "", derived.count_node_cores,
            "Number of logical CPU cores of the smallest node."),
-    Column("start_skew_ms", "number", "ms", derived.start_skew_ms,
+    Column("start_skew_ms", "number", "ms", derived.get_max_start_skew_ms,
            "Time from the start of an epoch on the first worker to its start on the last worker, for the "
            "epoch with the largest difference."),
-    Column("slowdown", "text", "", derived.slowdown,
+    Column("slowdown", "text", "", derived.describe_slowdown,
            "How workers were slowed down on purpose."),
     Column("throttled_share", "number", "share", "timeline: throttled_share",
            "Share of the samples during training in which heat or the power limit slowed a GPU down."),
@@ -234,14 +234,15 @@ _ALL_COLUMNS: tuple[Column, ...] = (
            "Mean utilisation over the samples during training. For a GPU it is NVML's share of time in "
            "which any kernel ran, including communication and waiting kernels. For a CPU process it is the "
            "share of one core."),
-    Column("breakdown_ms", "json", "ms", derived.breakdown_ms, "Mean time per step of each phase."),
-    Column("staleness", "json", "", derived.staleness,
+    Column("breakdown_ms", "json", "ms", derived.format_step_breakdown_ms,
+           "Mean time per step of each phase."),
+    Column("staleness", "json", "", derived.format_staleness_counts,
            "Number of pushes by staleness, which is the index in the list. The staleness of a push is the "
            "number of updates since the weights that it was computed from."),
     Column("processes", "number", "", derived.count_processes,
            "Number of workers plus parameter servers. GPU-hours, worker-hours and costs count only the "
            "workers."),
-    *(Column(*values) for _, columns in iter_resolved("columns") for values in columns),
+    *(Column(*values) for _, columns in iter_imported_additions("columns") for values in columns),
     Column("record_path", "text", "", None, "Path of the record below results/<study>."),
     Column("log_path", "text", "", None, "Path of the log below results/<study>."),
 )
@@ -312,7 +313,7 @@ _OF_TIMELINE = [
 
 
 def build_record_row(record: Record, timeline: Path) -> Row:
-    """Return the values of the columns that a record and its timeline determine, by name.
+    """Return the values of columns that a record and its timeline determine, by column.
 
     Raises:
         RecordError: A column of numbers or flags would have a value that is not a finite number.
@@ -324,7 +325,7 @@ def build_record_row(record: Record, timeline: Path) -> Row:
     for name, value in row.items():
         if value is None:
             continue
-        kind = BY_NAME[name].kind
+        kind = BY_NAME[name].value_kind
         if kind == "text":
             row[name] = join_lines(str(value))
         elif kind != "json" and not (isinstance(value, int | float) and math.isfinite(value)):
@@ -348,7 +349,7 @@ def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
         text: Further columns of text.
         types: Pandas types of other columns.
     """
-    import pandas as pd  # slow, and `collect` does not need it
+    import pandas as pd  # this import is slow, and `collect` does not need it
 
     # The dtype `object` keeps texts that look like numbers.
     texts = (*(c.name for c in CELL_COLUMNS if c.is_text), *text)

@@ -26,22 +26,22 @@ def get_by_path(value: Any, path: str) -> Any:
 # ---------------------------------------------------------------- the score
 
 
-def time_to_result_s(record: Record) -> float | None:
-    """Return the time from the submission of a cell's job to its end, or None outside of SLURM."""
+def compute_time_to_result_s(record: Record) -> float | None:
+    """Return the seconds from the submission of a cell's SLURM job to its end, or None outside of SLURM."""
     wait_s, total_s = get_by_path(record, "time.queue_wait_s"), get_by_path(record, "time.total_s")
     if wait_s is None or total_s is None:
         return None
     return wait_s + total_s + (get_by_path(record, "restarts.between_s") or 0.0)
 
 
-def score_error(record: Record) -> float | None:
+def get_score_error(record: Record) -> float | None:
     """Return the standard error of the last epoch's score. Return None if the cell did not finish."""
     entries = get_by_path(record, "score.per_epoch") or [{}]
     return None if get_by_path(record, "score.final") is None else entries[-1].get("score_error")
 
 
-def perplexity(record: Record) -> float | None:
-    """Return the exponential of a score in nats per token. Return None for other or too large scores."""
+def compute_perplexity(record: Record) -> float | None:
+    """Return the exponential of a score in nats per token. None for other or too large scores."""
     final = get_by_path(record, "score.final")
     if final is None or get_by_path(record, "task.unit") != "nats/token" or final > 700:
         return None
@@ -62,44 +62,44 @@ def join_or_none(texts: list[str]) -> str | None:
     return "; ".join(texts) or None
 
 
-def device_kind(record: Record) -> str | None:
+def get_device_kind(record: Record) -> str | None:
     """Return `cuda` or `cpu`, as recorded by workers or else by the launcher."""
     kinds = {device.partition(":")[0] for device in list_worker_values(record, "device")}
     return join_or_none(sorted(kinds)) or get_by_path(record, "provenance.device")
 
 
-def device_name(record: Record) -> str | None:
+def format_device_names(record: Record) -> str | None:
     """Return the names of the GPUs, or of the CPUs if there are no GPUs."""
-    return join_or_none(list_worker_values(record, "gpu.name")) or cpu_models(record)
+    return join_or_none(list_worker_values(record, "gpu.name")) or format_cpu_models(record)
 
 
-def device_memory_bytes(record: Record) -> float | None:
+def get_min_device_memory_bytes(record: Record) -> float | None:
     """Return the memory of the GPU with the least memory, or None without a GPU."""
     sizes = list_worker_values(record, "gpu.memory_bytes")
     return min(map(float, sizes), default=None)
 
 
-def hosts(record: Record) -> str | None:
+def format_host_names(record: Record) -> str | None:
     """Return the names of the hosts on which workers ran."""
     return join_or_none(list_worker_values(record, "host.name"))
 
 
-def cpu_models(record: Record) -> str | None:
+def format_cpu_models(record: Record) -> str | None:
     """Return the CPU models of the hosts."""
     return join_or_none(list_worker_values(record, "host.cpu_model"))
 
 
-def torch_versions(record: Record) -> str | None:
+def format_torch_versions(record: Record) -> str | None:
     """Return the versions of PyTorch; several only if workers differ."""
     return join_or_none(list_worker_values(record, "software.torch"))
 
 
-def driver_versions(record: Record) -> str | None:
+def format_driver_versions(record: Record) -> str | None:
     """Return the versions of the GPU driver; several only if hosts differ."""
     return join_or_none(list_worker_values(record, "driver.driver_version"))
 
 
-def cpu_cores(record: Record) -> float | None:
+def count_usable_cpu_cores(record: Record) -> float | None:
     """Return the number of CPU cores that the workers may use, within quotas."""
     cores_of: dict[str, tuple[set[int], float]] = {}
     for worker in record["workers"]:
@@ -111,14 +111,14 @@ def cpu_cores(record: Record) -> float | None:
     return round(total, 1) or None
 
 
-def other_cpu_cores(record: Record) -> float | None:
-    """Return how many cores other processes used at the start, on the busiest node."""
+def get_other_cpu_cores(record: Record) -> float | None:
+    """Return the number of cores that other processes used at the start. The busiest node counts."""
     nodes = (get_by_path(record, "provenance.busy_at_start") or {}).values()
     busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
     return max(busy, default=None)
 
 
-def node_cores(record: Record) -> int | None:
+def count_node_cores(record: Record) -> int | None:
     """Return the number of logical cores of the smallest node, whether usable or not."""
     counts = (
         get_by_path(worker["provenance"], "host.cores_logical") for worker in record["workers"]
@@ -126,14 +126,14 @@ def node_cores(record: Record) -> int | None:
     return min((count for count in counts if count), default=None)
 
 
-def revision(record: Record) -> str | None:
-    """Return the first 12 digits of the commit, with `+changes` if files differed."""
+def format_git_revision(record: Record) -> str | None:
+    """Return the git commit's first 12 digits, with `+changes` if files differed from it."""
     git = get_by_path(record, "provenance.git") or {}
     commit = git.get("revision")
     return commit and commit[:12] + ("+changes" if git.get("dirty") else "")
 
 
-def slowdown(record: Record) -> str | None:
+def describe_slowdown(record: Record) -> str | None:
     """Return a text on how workers were slowed down on purpose."""
     setting = get_by_path(record, "settings.slowdown")
     if not setting:
@@ -150,17 +150,17 @@ def slowdown(record: Record) -> str | None:
 # ---------------------------------------------------------------- memory and time
 
 
-def peak_memory_bytes(record: Record) -> int | None:
+def get_peak_memory_bytes(record: Record) -> int | None:
     """Return the peak memory of the rank that used most, in bytes.
 
     On a GPU this is the allocator's peak, including model states. On a CPU it is the growth of the resident
     set over its base, which contains libraries, weights and momentum.
     """
-    on_cpu = "cpu" in (device_kind(record) or "").split("; ")
+    on_cpu = "cpu" in (get_device_kind(record) or "").split("; ")
     return get_by_path(record, f"memory.{'peak_over_base_bytes' if on_cpu else 'peak_bytes'}")
 
 
-def model_states_bytes(record: Record) -> int | None:
+def get_model_states_bytes(record: Record) -> int | None:
     """Return the bytes of parameters, gradients, optimizer state and buffers of the rank with most."""
     states = get_by_path(record, "memory.model_states") or {}
     kinds = ("parameters", "gradients", "optimizer", "buffers")
@@ -168,12 +168,12 @@ def model_states_bytes(record: Record) -> int | None:
     return sum(n_bytes or 0 for n_bytes in held) if any(held) else None
 
 
-def start_skew_ms(record: Record) -> float | None:
-    """Return the largest start skew of all epochs, in ms."""
+def get_max_start_skew_ms(record: Record) -> float | None:
+    """Return the largest start skew of all epochs: the last worker's delay in ms."""
     return max(get_by_path(record, "time.start_skew_ms") or (), default=None)
 
 
-def breakdown_ms(record: Record) -> str | None:
+def format_step_breakdown_ms(record: Record) -> str | None:
     """Return the mean time per step of each phase in ms, as a JSON object."""
     phases = get_by_path(record, "time.breakdown_ms")
     return json.dumps(phases) if phases else None
@@ -195,7 +195,7 @@ def count_processes(record: Record) -> int | None:
     return get_by_path(record, "cell.gpus") + len(servers)
 
 
-def staleness(record: Record) -> str | None:
+def format_staleness_counts(record: Record) -> str | None:
     """Return the pushes by staleness over all shards and servers, as a JSON list.
 
     The index in the list is the staleness: the number of updates since the weights that the gradient was
@@ -228,11 +228,14 @@ def compute_timeline_figures(path: Path, device_kind: str | None) -> dict[str, f
     series = timeline.select_kind(kind)
     if kind == "gpu" and series:
         count = sum(one.count for one in series.values())
-        figures["throttled_share"] = sum(one.slowed for one in series.values()) / count
+        figures["throttled_share"] = (
+            sum(one.num_throttled_samples for one in series.values()) / count
+        )
     used = [
-        one.training[BUSY[kind]]
+        one.training_summaries[BUSY[kind]]
         for (_, name), one in series.items()
-        if BUSY[kind] in one.training and (kind == "gpu" or not name or name.startswith("rank"))
+        if BUSY[kind] in one.training_summaries
+        and (kind == "gpu" or not name or name.startswith("rank"))
     ]
     if used:
         whole = sum(values.mean * values.count for values in used)

@@ -37,12 +37,12 @@ class Facts:
     def __call__(self, path: str) -> Any:
         return get_by_path(self.record, path)
 
-    def product(self, *paths: str) -> float | None:
+    def multiply_fields(self, *paths: str) -> float | None:
         """Return the product of the fields at the paths, or None if one is absent."""
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
-    def samples_on(
+    def find_samples(
         self, worker: dict[str, Any], kind: str, name: str | None
     ) -> SampleSeries | None:
         """Return the samples of a worker's host, or of a process or GPU on it.
@@ -58,27 +58,27 @@ class Facts:
             return None
         return self.timeline.series.get((get_host_name(worker) or "", kind, name or ""))
 
-    def gpu_series(self, worker: dict[str, Any]) -> SampleSeries | None:
+    def find_gpu_samples(self, worker: dict[str, Any]) -> SampleSeries | None:
         """Return the samples of a worker's GPU, or None without samples."""
-        return self.samples_on(worker, "gpu", get_gpu_id(worker))
+        return self.find_samples(worker, "gpu", get_gpu_id(worker))
 
-    def series_of(self, worker: dict[str, Any]) -> tuple[str, SampleSeries | None]:
+    def find_device_samples(self, worker: dict[str, Any]) -> tuple[str, SampleSeries | None]:
         """Return the kind (`gpu` or `process`) and the samples of a worker's device."""
         if self("provenance.device") == "cuda":
-            return "gpu", self.gpu_series(worker)
-        return "process", self.samples_on(worker, "process", f"rank{worker['rank']}")
+            return "gpu", self.find_gpu_samples(worker)
+        return "process", self.find_samples(worker, "process", f"rank{worker['rank']}")
 
     @property
     def workers_per_node(self) -> int:
         """Number of workers per node; the last node may have had fewer."""
         return self("provenance.workers_per_node") or self.gpus
 
-    def node_of(self, rank: int) -> int:
+    def compute_node(self, rank: int) -> int:
         """Return the number of the node on which a rank ran."""
         return rank // self.workers_per_node
 
     @property
-    def averages_all(self) -> bool:
+    def averages_all_workers(self) -> bool:
         """Whether every update averages the gradients of all workers."""
         traits = self("strategy.traits")
         return bool(traits["waits_for_slowest"] and traits["updates_per_step"] == 1)
@@ -91,31 +91,31 @@ class Facts:
 
     @property
     def steps_run(self) -> int:
-        """The number of trained global batches, if the workers finished training."""
+        """The number of global batches that the cell has trained, from its passes."""
         whole = self.passes_run * (self("batch.steps_per_epoch") or 0)
         return min(whole, self("settings.steps") or whole)
 
     @property
-    def skips(self) -> int:
-        """The number of steps that overflowed, over all workers."""
+    def skipped_steps(self) -> int:
+        """The number of optimizer steps that were skipped because gradients overflowed, over all workers."""
         if self.servers:
             return sum(link.get("skips") or 0 for link in self.servers[0].get("workers") or ())
         return self("strategy.details.skipped_steps") or 0
 
     @property
     def parameter_bytes(self) -> float | None:
-        """The size of all parameters of the model, from their number and format. None if unknown."""
-        return self.bytes_of(self("model.parameters"))
+        """The size of all model parameters in bytes, from their number and dtype. None if unknown."""
+        return self.compute_bytes(self("model.parameters"))
 
-    def bytes_of(self, count: int | None) -> float | None:
-        """Return the size of `count` parameters in their stored format."""
+    def compute_bytes(self, count: int | None) -> float | None:
+        """Return the size in bytes of `count` parameters in their stored dtype."""
         widths = {"float64": 8, "bfloat16": 2}
         width = widths.get(self("strategy.details.weights_dtype"), 4)
         return None if count is None else count * width
 
 
 def sum_longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:
-    """Return the maximum over nodes of the sum of `seconds_of` over a node's pauses. 0 without pauses."""
+    """Return the largest sum of a node's pauses in s. `seconds_of` gives a pause's length."""
     by_node: dict[int, float] = defaultdict(float)
     for pause in facts("pauses") or ():
         by_node[pause["node"]] += seconds_of(pause)
@@ -133,7 +133,7 @@ def get_gpu_id(worker: dict[str, Any]) -> str | None:
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
 
-def iter_inequality(
+def iter_inequality_messages(
     what: str,
     value: float | None,
     formula: str,
@@ -149,7 +149,7 @@ def iter_inequality(
         formula: Name of the formula.
         other: The value of the formula.
         relative: Allowed difference as a fraction of the larger value.
-        absolute: Further allowed difference.
+        absolute: Allowed absolute difference, in addition to `relative`.
     """
     if None in (value, other):
         return
@@ -158,7 +158,7 @@ def iter_inequality(
         yield f"{what} is {value:.6g}, but {formula} is {other:.6g}"
 
 
-def iter_excess(
+def iter_excess_messages(
     what: str,
     value: float | None,
     formula: str,
@@ -174,7 +174,7 @@ def iter_excess(
         formula: Name of the formula.
         maximum: The value of the formula.
         relative: Allowed difference as a fraction of the larger value.
-        absolute: Further allowed difference.
+        absolute: Allowed absolute excess, in addition to `relative`.
     """
     if None not in (value, maximum) and not value <= maximum + absolute + relative * abs(maximum):
         yield f"{what} is {value:.6g}, more than {formula}, {maximum:.6g}"

@@ -1,4 +1,4 @@
-"""The columns of audit.csv, and functions to read it."""
+"""Defines the columns of audit.csv, and reads this file."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def read_audit(path: Path | None) -> pd.DataFrame:
 
 
 def format_tally(count: int, severity: str) -> str:
-    """Return the number of findings with a severity: `2 unusable`, `1 warning`, `3 notes`."""
+    """Return the number of findings per severity as text: `2 unusable`, `1 warning`, `3 notes`."""
     return f"{count} unusable" if severity == "unusable" else format_count(count, severity)

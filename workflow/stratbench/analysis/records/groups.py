@@ -22,15 +22,15 @@ class Group(NamedTuple):
     gpus: int
 
     def with_gpus(self, gpus: int) -> Group:
-        """Return the same group on another number of workers."""
+        """Return the coordinates of this group, with another number of workers."""
         return self._replace(gpus=gpus)
 
     def with_strategy(self, strategy: str) -> Group:
-        """Return the same group with another strategy."""
+        """Return the coordinates of this group, with another strategy."""
         return self._replace(strategy=strategy)
 
     @property
-    def comparison(self) -> tuple[str, str]:
+    def comparison_key(self) -> tuple[str, str]:
         """The experiment and the model, within which strategies and worker counts are compared."""
         return self.experiment, self.model
 
@@ -53,7 +53,7 @@ def map_base_strategies(cells: pd.DataFrame) -> dict[str, str]:
 def iter_findings_by_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> Iterator[tuple[Group, list[Row]]]:
-    """Yield each group with the audit's findings on it.
+    """Yield each group of repeats, with the audit's findings on the group.
 
     A finding that lacks some coordinates applies to all cells with its other coordinates. A finding without
     any coordinate applies to the whole study and to no group.
@@ -110,7 +110,7 @@ class Repeats:
     def read_common_values(
         self, groups: Sequence[Group], column: str, concerns: str = ""
     ) -> np.ndarray:
-        """Return the values of the repeats that all groups share, shape [groups, repeats].
+        """Return a column's values for the repeats that all groups share, shape [groups, repeats].
 
         Args:
             groups: The groups.
@@ -121,8 +121,8 @@ class Repeats:
         shared = [repeat for repeat in by_group[0] if all(repeat in values for values in by_group)]
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
-    def median(self, group: Group, column: str, concerns: str = "") -> float | None:
-        """Return the median of `values`, or None without values.
+    def compute_median(self, group: Group, column: str, concerns: str = "") -> float | None:
+        """Return the median of a column over a group's repeats, or None without values.
 
         Args:
             group: The group.
@@ -132,6 +132,6 @@ class Repeats:
         values = list(self.values(group, column, concerns).values())
         return float(np.median(values)) if values else None
 
-    def have_servers(self, groups: Iterable[Group]) -> bool:
+    def has_servers(self, groups: Iterable[Group]) -> bool:
         """Return whether any of the groups has parameter servers."""
         return any((self.all[group]["strategy_kind"] == "server").any() for group in groups)

@@ -45,8 +45,8 @@ class Measure:
     #: The shown unit; None for the column's unit. A ratio has no unit.
     shown_unit: str | None = None
     #: The definition; empty for the column's definition.
-    own_definition: str = ""
-    better: Literal["lower", "higher"] | None = "lower"  # None if neither is better
+    explicit_definition: str = ""
+    better: Literal["lower", "higher"] | None = "lower"  # which values are better; None if neither
     #: The strategy by whose value the measure is divided: `self` is the same strategy on one worker, `single`
     #: runs on one worker, others on the same number of workers.
     baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
@@ -59,19 +59,19 @@ class Measure:
     #: Digits after the decimal point; None for three significant digits.
     decimals: int | None = None
     #: What the experiment's records name: the `score`, or the unit that throughput `counts`.
-    name_source: Literal["score", "counts"] | None = None
+    title_source: Literal["score", "counts"] | None = None
     #: The factor from the column's values to the shown values; None to derive it from the units.
     shown_factor_override: float | None = None
 
     @property
     def unit(self) -> str:
-        """The shown unit; empty for a ratio."""
+        """The unit in which the metric is shown, empty for a ratio."""
         if self.baseline:
             return ""
         return BY_NAME[self.column].unit if self.shown_unit is None else self.shown_unit
 
     @property
-    def scale(self) -> float:
+    def display_factor(self) -> float:
         """The factor from the column's values to the shown values; 1 for a ratio."""
         if self.shown_factor_override is not None:
             return self.shown_factor_override
@@ -80,32 +80,32 @@ class Measure:
 
     @property
     def definition(self) -> str:
-        """The meaning of the measure, in a few sentences."""
-        return self.own_definition or BY_NAME[self.column].definition
+        """The meaning of the metric, in a few sentences."""
+        return self.explicit_definition or BY_NAME[self.column].definition
 
     @property
     def heading(self) -> str:
-        """The title with the unit, for axes and captions."""
+        """The title of the metric with its unit, for axes and captions."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
-    def named(self, score: Score) -> Measure:
-        """Return the measure with the names and units of an experiment with this score."""
-        if self.name_source == "score":
+    def with_score_names(self, score: Score) -> Measure:
+        """Return the metric with names and units of a score filled in."""
+        if self.title_source == "score":
             return replace(
                 self,
                 title=self.title.replace("score", score.name),
                 shown_unit=score.shown_unit,
                 better=score.better,
                 decimals=score.decimals,
-                shown_factor_override=score.factor,
+                shown_factor_override=score.display_factor,
             )
-        if self.name_source == "counts":
-            unit = f"{score.counts}/s"
+        if self.title_source == "counts":
+            unit = f"{score.throughput_unit}/s"
             return replace(self, shown_unit=unit, shown_factor_override=score.counts_per_sample)
         return self
 
     def with_unit_for(self, rows: pd.DataFrame) -> Measure:
-        """Return the measure in a suitable unit for rows of cells.csv, such as GiB.
+        """Return the metric in a unit that suits the rows of cells.csv, such as GiB.
 
         All measures of memory have the unit that suits the peak.
         """
@@ -115,7 +115,7 @@ class Measure:
         )
 
     def with_unit(self, unit: str) -> Measure:
-        """Return the measure in another unit of its column."""
+        """Return the metric in another unit of the metric's column."""
         return self if unit == self.unit else replace(self, shown_unit=unit, decimals=None)
 
 
@@ -130,35 +130,38 @@ MEASURES: dict[str, Measure] = {
     m.name: m
     for m in (
         Measure("training_time", "Training time", "train_time_s"),
-        Measure("throughput", "Training throughput", _THROUGHPUT, better="higher", name_source="counts"),
+        Measure("throughput", "Training throughput", _THROUGHPUT, better="higher", title_source="counts"),
         Measure("throughput_per_worker", "Training throughput per worker", _THROUGHPUT, better="higher",
-            own_definition="Training throughput divided by the number of workers.", name_source="counts",
+            explicit_definition="Training throughput divided by the number of workers.",
+            title_source="counts",
             is_per_worker=True),
         Measure("achieved", "Achieved arithmetic rate", "achieved_flops_per_s", "GFLOP/s", better="higher"),
         Measure("mfu", "Model FLOPs utilisation (MFU)", "mfu", "%", better="higher"),
         Measure("speedup", "Speedup over one worker", _THROUGHPUT,
-            own_definition=f"Speedup over the same strategy with one worker. {_SPEEDUP}", better="higher",
+            explicit_definition=f"Speedup over the same strategy with one worker. {_SPEEDUP}",
+            better="higher",
             baseline="self", decimals=2),
         Measure("efficiency", "Scaling efficiency", _THROUGHPUT,
-            own_definition="Speedup over the same strategy with one worker, divided by the number of "
+            explicit_definition="Speedup over the same strategy with one worker, divided by the number of "
             "workers.", better="higher", baseline="self", is_per_worker=True, decimals=2),
         Measure("speedup_vs_single", "Speedup over single", _THROUGHPUT,
-            own_definition="Speedup over strategy single, a plain training loop in one process without "
+            explicit_definition="Speedup over strategy single, a plain training loop in one process without "
             f"distribution. {_SPEEDUP}", better="higher", baseline="single", decimals=2),
         Measure("efficiency_vs_single", "Efficiency against single", _THROUGHPUT,
-            own_definition="Speedup over strategy single, divided by the number of workers.",
+            explicit_definition="Speedup over strategy single, divided by the number of workers.",
             better="higher", baseline="single", is_per_worker=True, decimals=2),
         Measure("time_vs_ddp", "Training time against ddp", "train_time_s",
-            own_definition="Training time divided by that of ddp on the same number of workers.",
+            explicit_definition="Training time divided by that of ddp on the same number of workers.",
             baseline="ddp", decimals=2),
         Measure("time_vs_sync", "Training time against ps-sync", "train_time_s",
-            own_definition="Training time divided by that of ps-sync on the same number of workers.",
+            explicit_definition="Training time divided by that of ps-sync on the same number of workers.",
             baseline="ps-sync", decimals=2),
         Measure("memory", "Peak memory per worker", "peak_memory_bytes", "MiB", audit_kind="memory",
             decimals=0),
         Measure("model_states", "Model states per worker", "model_states_bytes", "MiB", audit_kind="memory"),
         Measure("memory_reduction", "Memory reduction against ddp", "peak_memory_bytes",
-            own_definition="Peak memory per worker of ddp divided by the strategy's, on the same number of "
+            explicit_definition="Peak memory per worker of ddp divided by the strategy's, on the "
+                                "same number of "
             "workers. Sharding reduces model states, by the number of workers at most, but not "
             "activations. CPU peaks exclude weights and momentum.", better="higher", baseline="ddp",
             is_inverted=True, audit_kind="memory", decimals=2),
@@ -168,7 +171,7 @@ MEASURES: dict[str, Measure] = {
         Measure("time_to_target", "Training time to the target score", "time_to_target_s"),
         Measure("time_to_result", "Time to the result, queue included", "time_to_result_s"),
         Measure("score", "Test score after the last epoch", "score_final", better="higher",
-            audit_kind="score", name_source="score"),
+            audit_kind="score", title_source="score"),
         Measure("perplexity", "Perplexity per token", "perplexity", audit_kind="score"),
         Measure("utilisation", "Utilisation while training", "utilisation_pct", better="higher",
             decimals=1),
@@ -178,13 +181,13 @@ MEASURES: dict[str, Measure] = {
 
 
 def list_measures(rows: pd.DataFrame) -> dict[str, Measure]:
-    """Return the measures by name, with titles and units for one experiment's rows of cells.csv."""
+    """Return the metrics by name, with titles and units for one experiment's rows of cells.csv."""
     score = read_score(rows)
-    return {name: m.named(score).with_unit_for(rows) for name, m in MEASURES.items()}
+    return {name: m.with_score_names(score).with_unit_for(rows) for name, m in MEASURES.items()}
 
 
 def list_measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
-    """Return the measures by name, for each experiment."""
+    """Return the metrics by name, for each experiment."""
     return {
         str(name): list_measures(rows) for name, rows in cells.groupby("experiment", sort=False)
     }
@@ -201,7 +204,7 @@ def format_number(value: float, decimals: int | None) -> str:
     return f"{value:.{decimals}f}"
 
 
-def marked(text: str, flags: str) -> str:
+def append_audit_dagger(text: str, flags: str) -> str:
     """Return the text of a value, with a dagger if the audit flags it."""
     return f"{text} {DOUBT}" if flags else text
 
@@ -211,7 +214,7 @@ def format_status(status: str, time_limit_s: float | None, reason: str | None = 
 
     Args:
         status: Status of the cell.
-        time_limit_s: Its time limit, if any.
+        time_limit_s: Time limit of the cell in seconds, if any.
         reason: Reason of the status, if any.
     """
     if status == "infeasible":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.analysis.records.columns import Row
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.text import pages
 
 if TYPE_CHECKING:
@@ -30,52 +30,52 @@ class ReportInput:
     cells: pd.DataFrame
     findings: pd.DataFrame
     #: The content of answers.json.
-    decided: Mapping[str, Any]
+    answers_json: Mapping[str, Any]
     #: Paths of files that extensions show and that are not in `folder`, by extension.
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report as HTML."""
+    """A section of the report as HTML, which an extension adds."""
 
     id: str
     html: Markup
     #: The section's title in the navigation; empty if it is not listed there.
-    link: str = ""
+    link_title: str = ""
     #: Whether the section is above the experiments, next to the answers.
-    answers: bool = False
+    is_beside_answers: bool = False
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Additions of one extension to decisions and the report.
+    """The functions by which one extension adds to decisions and to the report.
 
     Attributes:
-        notices: Returns sentences that precede all numbers, given the cells and the findings.
-        sections: Returns the extension's sections of the report, none if the study has nothing to show.
-        page: Returns a further page as HTML, given the input and the notices of the report.
-        page_name: The page's file name.
-        page_link: The page's title in the navigation.
-        evidence: Returns evidence for decisions, given the path of the extension's file ("" without one) and
-            the constraints.
+        list_notices: Returns sentences that precede all numbers, given the cells and the findings.
+        list_sections: Returns the extension's sections of the report, none if the study has nothing to show.
+        render_page: Returns a further page as HTML, given the input and the notices of the report.
+        page_file_name: The page's file name.
+        page_link_title: The page's title in the navigation.
+        read_evidence: Returns evidence for decisions, from the path of the extension's file ("" without one)
+            and the constraints.
     """
 
-    notices: Callable[[pd.DataFrame, Sequence[Row]], Iterable[str]] | None = None
-    sections: Callable[[ReportInput], Iterable[Section]] | None = None
-    page: Callable[[ReportInput, Sequence[str]], str] | None = None
-    page_name: str = ""
-    page_link: str = ""
-    evidence: Callable[[str, Constraints], Evidence] | None = None
+    list_notices: Callable[[pd.DataFrame, Sequence[Row]], Iterable[str]] | None = None
+    list_sections: Callable[[ReportInput], Iterable[Section]] | None = None
+    render_page: Callable[[ReportInput, Sequence[str]], str] | None = None
+    page_file_name: str = ""
+    page_link_title: str = ""
+    read_evidence: Callable[[str, Constraints], Evidence] | None = None
 
 
 def render_section(template: Path, **values: Any) -> Markup:
-    """Return the HTML of a section's template, a file in the folder of its extension."""
+    """Return the HTML of a section's template, which is a file in the extension's folder."""
     from markupsafe import Markup
 
-    return Markup(pages.render(template.name, template.parent, values=values))
+    return Markup(pages.render_page(template.name, template.parent, values=values))
 
 
 def list_readings() -> dict[str, Reading]:
     """Return the additions of each installed extension, in the order of the report's sections."""
-    return dict(iter_resolved("reading"))
+    return dict(iter_imported_additions("report_additions"))

@@ -36,10 +36,10 @@ class ColumnSummary:
 
     count: int
     mean: float
-    most: float
+    maximum: float
 
     @classmethod
-    def of(cls, given: Iterable[float | None]) -> ColumnSummary | None:
+    def from_values(cls, given: Iterable[float | None]) -> ColumnSummary | None:
         """Return the summary of the values that are not None, or None without such values."""
         values = [value for value in given if value is not None]
         if not values:
@@ -65,21 +65,21 @@ class SampleSeries:
     first_s: float
     last_s: float
     #: Summaries by column, over all samples and over the samples during training.
-    overall: dict[str, ColumnSummary]
-    training: dict[str, ColumnSummary]
+    overall_summaries: dict[str, ColumnSummary]
+    training_summaries: dict[str, ColumnSummary]
     #: The values of the first and the last sample, and the first sample's phase (empty before any phase).
-    first: dict[str, float]
-    last: dict[str, float]
+    first_values: dict[str, float]
+    last_values: dict[str, float]
     first_phase: str
     #: The number of samples in which heat or the power brake slowed a GPU.
-    slowed: int
+    num_throttled_samples: int
     #: Over samples during training with a busy GPU: the clocks in MHz, and the fraction at the power limit.
-    working_clock: ColumnSummary | None
-    capped_share: float
+    busy_clock_mhz: ColumnSummary | None
+    power_capped_share: float
 
     @classmethod
-    def of(cls, kind: str, samples: Sequence[Sample]) -> SampleSeries:
-        """Return the summary of at least one sample, in the order of time."""
+    def from_samples(cls, kind: str, samples: Sequence[Sample]) -> SampleSeries:
+        """Return the summary of one or more samples that are in the order of time."""
         trained = [sample for sample in samples if sample.phase == "train"]
         index_of = {name: i for i, name in enumerate(COLUMNS[kind])}
         working = []
@@ -91,19 +91,22 @@ class SampleSeries:
             count=len(samples),
             first_s=samples[0].t_s,
             last_s=samples[-1].t_s,
-            overall=summarize_by_column(index_of, samples),
-            training=summarize_by_column(index_of, trained),
-            first=select_known_values(index_of, samples[0]),
-            last=select_known_values(index_of, samples[-1]),
+            overall_summaries=summarize_by_column(index_of, samples),
+            training_summaries=summarize_by_column(index_of, trained),
+            first_values=select_known_values(index_of, samples[0]),
+            last_values=select_known_values(index_of, samples[-1]),
             first_phase=samples[0].phase,
-            slowed=sum(any(name in sample.reasons for name in SLOWED) for sample in samples),
-            working_clock=ColumnSummary.of(clocks),
-            capped_share=sum(CAPPED in sample.reasons for sample in working) / max(1, len(working)),
+            num_throttled_samples=sum(
+                any(name in sample.reasons for name in SLOWED) for sample in samples
+            ),
+            busy_clock_mhz=ColumnSummary.from_values(clocks),
+            power_capped_share=sum(CAPPED in sample.reasons for sample in working)
+            / max(1, len(working)),
         )
 
 
 def select_known_values(index_of: dict[str, int], sample: Sample) -> dict[str, float]:
-    """Return the known values of a sample by column."""
+    """Return the values of a sample that are not missing, by column."""
     return {name: v for name, i in index_of.items() if (v := sample.values[i]) is not None}
 
 
@@ -112,7 +115,7 @@ def summarize_by_column(
 ) -> dict[str, ColumnSummary]:
     """Return the summary of each column that has values in the samples."""
     by_column = {
-        name: ColumnSummary.of([sample.values[i] for sample in samples])
+        name: ColumnSummary.from_values([sample.values[i] for sample in samples])
         for name, i in index_of.items()
     }
     return {name: values for name, values in by_column.items() if values is not None}
@@ -130,7 +133,7 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline | None:
-    """Return the timeline in a file. Return None if there is no file or it has other content."""
+    """Return the timeline in a file. None if the file is missing or has other content."""
     try:
         if not path.is_file():
             return None
@@ -162,11 +165,13 @@ def parse_timeline(lines: Iterable[str]) -> Timeline | None:
         t_s, phase, reasons = (row[at] for at in moment)
         values = [parse_finite(row[at]) for at in wanted[kind]]
         samples_of[node, kind, name].append(Sample(float(t_s), phase, reasons, values))
-    return Timeline({key: SampleSeries.of(key[1], samples) for key, samples in samples_of.items()})
+    return Timeline(
+        {key: SampleSeries.from_samples(key[1], samples) for key, samples in samples_of.items()}
+    )
 
 
 def parse_finite(text: str) -> float | None:
-    """Return a finite number, or None for an empty field.
+    """Return a CSV field as a finite number, or None for an empty field.
 
     Raises:
         ValueError: The text is not a finite number.

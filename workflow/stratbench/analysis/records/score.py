@@ -1,4 +1,4 @@
-"""The score of an experiment's task, with its name and unit for texts, axes and decisions."""
+"""Defines the score of an experiment's task: name and unit for texts, axes and decisions."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Score:
     #: Tolerated difference of two scores, in the shown unit.
     tolerance: float = 1.0
     #: What throughput counts (samples or tokens), and their number per sample.
-    counts: str = "samples"
+    throughput_unit: str = "samples"
     counts_per_sample: float = 1.0
     #: The lowest possible mean loss in nats per token; None if unknown.
-    least_loss: float | None = None
+    min_loss: float | None = None
 
     @property
-    def is_share(self) -> bool:
+    def is_fraction(self) -> bool:
         return self.unit == "share"
 
     @property
     def shown_unit(self) -> str:
-        return "%" if self.is_share else self.unit
+        return "%" if self.is_fraction else self.unit
 
     @property
-    def factor(self) -> float:
+    def display_factor(self) -> float:
         """The factor from a record's value to the shown value."""
-        return 100.0 if self.is_share else 1.0
+        return 100.0 if self.is_fraction else 1.0
 
     @property
     def sign(self) -> float:
@@ -45,7 +45,7 @@ class Score:
 
     @property
     def decimals(self) -> int:
-        return 2 if self.is_share else 3
+        return 2 if self.is_fraction else 3
 
     @property
     def worse_word(self) -> str:
@@ -53,18 +53,18 @@ class Score:
         return "less" if self.better == "higher" else "more"
 
     @property
-    def least_possible(self) -> float | None:
-        """The best possible score if it is a loss with a known minimum, else None."""
-        return self.least_loss if self.unit == "nats/token" else None
+    def best_possible_score(self) -> float | None:
+        """The best possible score, if the score is a loss with a known minimum. Else None."""
+        return self.min_loss if self.unit == "nats/token" else None
 
-    def text(self, shown: float) -> str:
-        """Return a shown value with its unit as text."""
+    def format_score(self, shown: float) -> str:
+        """Return a score in the shown unit as text, with the unit."""
         return f"{shown:.{self.decimals}f} {self.shown_unit}".rstrip()
 
-    def difference(self, shown: float, decimals: int | None = None) -> str:
-        """Return a difference of two shown values with its unit: `1.20 points`."""
+    def format_difference(self, shown: float, decimals: int | None = None) -> str:
+        """Return a difference of two scores in the shown unit as text: `1.20 points`."""
         digits = self.decimals if decimals is None else decimals
-        return f"{shown:.{digits}f} {'points' if self.is_share else self.unit}".rstrip()
+        return f"{shown:.{digits}f} {'points' if self.is_fraction else self.unit}".rstrip()
 
 
 #: The columns of cells.csv behind the fields of Score.
@@ -73,9 +73,9 @@ _SAID = {
     "unit": "score_unit",
     "better": "score_better",
     "tolerance": "score_tolerance",
-    "counts": "throughput_unit",
+    "throughput_unit": "throughput_unit",
     "counts_per_sample": "counts_per_sample",
-    "least_loss": "least_loss",
+    "min_loss": "least_loss",
 }
 
 

@@ -1,1 +1,1 @@
-"""The report and the page for exploring: their content and templates."""
+"""Content and templates of the report, and of the page on which readers explore the results."""

@@ -13,9 +13,9 @@ from stratbench.analysis.figures.marks import (
     FAMILIES,
     Mark,
     assign_marks_by_strategy,
+    build_svg_outline_path,
     create_mark,
     format_css_variables,
-    svg_outline_path,
 )
 
 #: The scale of alternatives: its width, and the positions of ratio 1 and of the maximum, in pixels.
@@ -35,7 +35,7 @@ DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
 
 @dataclass(frozen=True)
 class DrawnMark:
-    """A mark on the scale: its SVG path, the CSS colours of its line and filling, and its name."""
+    """A mark on the scale: SVG path, CSS colours of line and filling, and the strategy's name."""
 
     path: str
     colour: str
@@ -50,7 +50,7 @@ def compute_scale_x(ratio: float) -> float:
 
 
 def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> DrawnMark:
-    """Return a strategy's mark around (x, y).
+    """Return the mark of a strategy as SVG path and colours, centred at (x, y).
 
     Args:
         mark: The strategy's mark.
@@ -58,14 +58,14 @@ def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: 
         y: Vertical position.
         radius: Radius in pixels.
         title: Text for a tooltip.
-        full: Whether it has the full colour of its family, instead of the quiet one.
+        full: Whether the mark has its family's full colour instead of the quiet one.
     """
     quiet = "" if full else "-q"
-    colour = f"var(--{mark.variable}{quiet})"
-    half = f"url(#half-{mark.variable}{quiet})"
+    colour = f"var(--{mark.css_variable}{quiet})"
+    half = f"url(#half-{mark.css_variable}{quiet})"
     inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
     return DrawnMark(
-        svg_outline_path(mark.shape, x, y, radius),
+        build_svg_outline_path(mark.shape, x, y, radius),
         colour,
         inside,
         title,
@@ -81,7 +81,7 @@ def build_icon(mark: Mark) -> DrawnMark:
 def build_scale(
     short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
 ) -> dict[str, Any] | None:
-    """Return the drawing of a choice and its alternatives, or None without alternatives.
+    """Return a drawing of the choice and its alternatives on a scale. None without alternatives.
 
     It has marks, intervals, and the band of values that count as equal.
 
@@ -96,9 +96,8 @@ def build_scale(
     nearest = others[0]
     inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
     beyond = len(others) - len(inside)
-    inside = (
-        inside if nearest in inside else [nearest, *inside]
-    )  # the nearest is drawn at the end of the scale
+    # The nearest alternative is drawn at the end of the scale.
+    inside = inside if nearest in inside else [nearest, *inside]
     taken: list[tuple[float, int]] = [(compute_scale_x(1.0), 0), (compute_scale_x(1.0) + CHOICE, 0)]
     shown, lines = [], []
     for other in inside:
@@ -109,7 +108,7 @@ def build_scale(
         )
         taken.append((x, lane))
         y = MIDDLE + LANES[lane]
-        name = format_ratio(other)
+        name = format_alternative_ratio(other)
         shown.append(
             build_mark(
                 marks[other["strategy"]], x, y, NEAREST if first else OTHER, name, full=first
@@ -130,7 +129,7 @@ def build_scale(
     choice = build_mark(
         marks[short["strategy"]], compute_scale_x(1.0), MIDDLE, CHOICE, "", full=True
     )
-    label = format_label(nearest)
+    label = format_alternative_label(nearest)
     # The label is centred below its mark, as far as it stays on the scale.
     half = min(LETTER * len(label) / 2, WIDTH / 2)
     x = min(max(compute_scale_x(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
@@ -145,28 +144,28 @@ def build_scale(
         "beyond": beyond,
         "label": label,
         "label_x": x,
-        "alt": "; ".join(format_ratio(other) for other in others),
+        "alt": "; ".join(format_alternative_ratio(other) for other in others),
     }
 
 
-def format_label(other: Mapping[str, Any]) -> str:
+def format_alternative_label(other: Mapping[str, Any]) -> str:
     """Return the label of the nearest alternative: `zero1 × 8: 1.09× [1.06–1.12]`."""
     interval = ""
     if other["low"] is not None:
         high = other["high"]
         interval = f" [{other['low']:.2f}–{f'{high:.2f}' if high < 100 else '∞'}]"
-    return f"{format_ratio(other)}{interval}"
+    return f"{format_alternative_ratio(other)}{interval}"
 
 
-def format_ratio(other: Mapping[str, Any]) -> str:
-    """Return an alternative and its ratio: `zero1 × 8: 1.09×`."""
+def format_alternative_ratio(other: Mapping[str, Any]) -> str:
+    """Return an alternative and its ratio to the choice as text: `zero1 × 8: 1.09×`."""
     return f"{other['strategy']} × {other['gpus']}: {other['ratio']:.2f}×"
 
 
 def iter_answer_rows(
     answers: Sequence[Mapping[str, Any]], bases: Mapping[str, str | None], margin: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each answer of answers.json.
+    """Yield the template's values of a row for each answer of answers.json.
 
     Args:
         answers: The answers.
@@ -195,7 +194,7 @@ def list_drawn_strategies(short: Mapping[str, Any]) -> list[str]:
     return [*own, *(other["strategy"] for other in short["others"])]
 
 
-def list_ticks() -> list[dict[str, Any]]:
+def list_scale_ticks() -> list[dict[str, Any]]:
     """Return the position and the text of each tick of the scale."""
     return [{"x": compute_scale_x(t), "text": f"{t:g}×"} for t in TICKS]
 
@@ -216,14 +215,14 @@ def build_first_screen(
         "decided": decided,
         "answers": rows,
         "any_open": any(row["short"]["score_open"] for row in rows),
-        "ticks": list_ticks(),
+        "ticks": list_scale_ticks(),
         "value_name": "Cost" if decided["by_cost"] else "Training time",
         "others_name": f"{of} of the others, as a multiple",
         "families": [
             {
                 "name": name,
-                "variable": create_mark(name, 0).variable,
-                "path": svg_outline_path(hue.shape, 7, 7, 4.5),
+                "variable": create_mark(name, 0).css_variable,
+                "path": build_svg_outline_path(hue.shape, 7, 7, 4.5),
                 "shown": name in shown,
             }
             for name, hue in FAMILIES.items()

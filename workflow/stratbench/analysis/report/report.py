@@ -1,4 +1,4 @@
-"""Writes the report as a self-contained HTML page, and the pages of extensions next to it."""
+"""Writes the report as a self-contained HTML page, together with the pages of extensions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (
     build_wide_rows,
     describe_brackets,
-    describe_marks,
+    describe_table_daggers,
+    describe_worker_devices,
     group_rules_by_severity,
     has_table,
-    workers_are,
 )
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import MIB, format_count, pluralize, worker_noun
+from stratbench.cell.text.words import MIB, choose_noun_for_workers, format_count, pluralize
 
 TEMPLATES = Path(__file__).parent / "templates"
 STATUS_WORDS = {
@@ -70,7 +70,7 @@ def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
     """Return a row per experiment with its matrix, its settings and its machine."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
-        noun = worker_noun(rows["device_kind"])
+        noun = choose_noun_for_workers(rows["device_kind"])
         values = {words: format_distinct_values(rows, column) for words, column in RUNS.items()}
         values["workers"] += f" {pluralize(noun)}"
         values["repeats"] = str(rows["repeat"].nunique())
@@ -87,15 +87,15 @@ def format_training_length(rows: pd.DataFrame) -> str:
 
 
 def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
-    """Yield the core's notices, which a reader must know before all numbers."""
+    """Yield notices of the core that must precede all numbers of the report."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
     if partial and cells["status"].isin(["missing", "error"]).any():
         yield "This report is partial: cells without a usable record are marked, not left out."
     if 0 < len(cpu) < len(known):
         yield (
-            f"Some cells ran without a GPU. {workers_are(cpu)} Their times, speedups and memory do not "
-            "apply to GPUs: further CPU processes share the same hardware."
+            f"Some cells ran without a GPU. {describe_worker_devices(cpu)} Their times, speedups and memory "
+            "do not apply to GPUs: further CPU processes share the same hardware."
         )
     if known["synthetic_data"].astype(str).eq("True").any():
         yield "Some cells train on generated data: their scores have no meaning outside this study."
@@ -119,12 +119,12 @@ def list_notices(
         cells: Rows of cells.csv.
         findings: Findings of the audit.
         readings: Additions of extensions.
-        partial: Whether it is an interim report.
+        partial: Whether the report is an interim one.
     """
     notices = list(iter_notices(cells, partial))
     for reading in readings:
-        if reading.notices is not None:
-            notices += reading.notices(cells, findings)
+        if reading.list_notices is not None:
+            notices += reading.list_notices(cells, findings)
     return notices
 
 
@@ -156,7 +156,7 @@ def describe_devices(cells: pd.DataFrame) -> str:
 
 def describe_matrix(rows: pd.DataFrame) -> str:
     """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
-    noun = pluralize(worker_noun(rows["device_kind"]))
+    noun = pluralize(choose_noun_for_workers(rows["device_kind"]))
     steps = rows["steps"].notna().any()
     length = (
         format_training_length(rows)
@@ -180,7 +180,7 @@ def describe_experiment(rows: pd.DataFrame) -> str:
     note = f" Workers were slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
     if rows["steps"].notna().any():
         note += f" The cells trained for {format_distinct_values(rows, 'steps')} steps without evaluation."
-    return workers_are(rows) + note
+    return describe_worker_devices(rows) + note
 
 
 def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
@@ -202,7 +202,8 @@ def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | N
     def ties(row: Row) -> bool:
         if abs(row["value"] - best["value"]) <= margin * abs(best["value"]):
             return True
-        return bool(row["low"] <= best["high"] and best["low"] <= row["high"])  # False without any
+        # Without an interval the bounds are NaN, which gives False.
+        return bool(row["low"] <= best["high"] and best["low"] <= row["high"])
 
     unusable = "unusable" in group_rules_by_severity([best["flags"]])
     partial = best["ok"] < best["cells"]
@@ -258,17 +259,17 @@ def build_table_values(
         }
         for model, strategy, by_count in lines
     ]
-    noun = worker_noun(rows["device_kind"])
+    noun = choose_noun_for_workers(rows["device_kind"])
     return {
         "id": measure.name,
         "title": measure.heading,
-        "caption": describe_brackets(rows, measure) + describe_marks(lines),
+        "caption": describe_brackets(rows, measure) + describe_table_daggers(lines),
         "columns": [format_count(n, noun) for n in counts],
         "body": body,
     }
 
 
-def iter_cell_lines(
+def iter_cell_table_rows(
     cells: pd.DataFrame, study_dir: Path, page_dir: Path
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per cell, with links to record and log.
@@ -295,7 +296,9 @@ def iter_cell_lines(
             "gpus": row.gpus,
             "repeat": row.repeat,
             "time": "" if pd.isna(row.train_time_s) else f"{row.train_time_s:.2f}",
-            "score": "" if pd.isna(row.score_final) else score.text(score.factor * row.score_final),
+            "score": ""
+            if pd.isna(row.score_final)
+            else score.format_score(score.display_factor * row.score_final),
             "reason": row.reason if isinstance(row.reason, str) else "",
             "record": link(row.record_path),
             "log": link(row.log_path),
@@ -306,7 +309,7 @@ def iter_experiment_sections(
     inputs: ReportInput,
 ) -> Iterator[dict]:
     """Yield the template's values for each experiment: its models with figures, and its tables."""
-    cells, decided, folder = inputs.cells, inputs.decided, inputs.folder
+    cells, decided, folder = inputs.cells, inputs.answers_json, inputs.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
     figures = list(iter_shown_figures(folder / "plots"))
@@ -348,7 +351,7 @@ def build_page_values(
         notices: Notices before any number.
         sections: Sections of extensions.
     """
-    cells, decided, folder = inputs.cells, inputs.decided, inputs.folder
+    cells, decided, folder = inputs.cells, inputs.answers_json, inputs.folder
     counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
@@ -362,7 +365,7 @@ def build_page_values(
         "total": len(cells),
         "runs": list_runs_by_experiment(cells),
         "machines": list_machine_rows(cells),
-        "cells": list(iter_cell_lines(cells, inputs.study_dir, folder)),
+        "cells": list(iter_cell_table_rows(cells, inputs.study_dir, folder)),
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
     }
@@ -370,13 +373,13 @@ def build_page_values(
 
 def render_report(values: dict[str, Any]) -> str:
     """Return the report as HTML."""
-    return pages.render("report.html.j2", TEMPLATES, values=values)
+    return pages.render_page("report.html.j2", TEMPLATES, values=values)
 
 
 def read_input(
     folder: Path, study_dir: Path, audit: Path | None, evidence: Iterable[str] = ()
 ) -> ReportInput:
-    """Read the input of a report.
+    """Read the tables and files that a report shows.
 
     Args:
         folder: Folder with the files of the other stages.
@@ -389,7 +392,7 @@ def read_input(
         study_dir=study_dir,
         cells=read_cells(folder / "cells.csv"),
         findings=read_audit(audit),
-        decided=json.loads((folder / "answers.json").read_text(encoding="utf-8")),
+        answers_json=json.loads((folder / "answers.json").read_text(encoding="utf-8")),
         evidence=dict(pair.split("=", 1) for pair in evidence),
     )
 
@@ -402,26 +405,28 @@ def write_pages(
     Args:
         inputs: Input of the report.
         readings: Additions of extensions.
-        partial: Whether it is an interim report.
+        partial: Whether the report is an interim one.
         description: Description of the study.
     """
     notices = list_notices(inputs.cells, inputs.findings.to_dict("records"), readings, partial)
-    sections = (s for r in readings if r.sections is not None for s in r.sections(inputs))
+    sections = (s for r in readings if r.list_sections is not None for s in r.list_sections(inputs))
     values = build_page_values(inputs, notices, sections) | {"description": description}
-    values["pages"] = [(r.page_name, r.page_link) for r in readings if r.page is not None]
+    values["pages"] = [
+        (r.page_file_name, r.page_link_title) for r in readings if r.render_page is not None
+    ]
     report = inputs.folder / "report.html"
     write_atomic(report, render_report(values))
     yield report
     above = [f"Measured on {values['measured']}", *notices]
     for reading in readings:
-        if reading.page is not None:
-            page = inputs.folder / reading.page_name
-            write_atomic(page, reading.page(inputs, above))
+        if reading.render_page is not None:
+            page = inputs.folder / reading.page_file_name
+            write_atomic(page, reading.render_page(inputs, above))
             yield page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line of the report, and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.report.report", description=__doc__)
     parser.add_argument(
         "--folder",

@@ -8,11 +8,11 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.groups import map_base_strategies
-from stratbench.strategies import REGISTRY, strategy_class
+from stratbench.strategies import REGISTRY, get_strategy_class
 
 
 def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
-    """Yield name, summary and update rule of each strategy. A variant has those of its base strategy."""
+    """Yield name, summary and update rule of each strategy. A variant has its base strategy's."""
     bases = map_base_strategies(cells)
     for name in cells["strategy"].unique():
         of = bases.get(name, name)
@@ -21,7 +21,7 @@ def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
             yield {"name": name, "summary": untold, "rule": untold}
             continue
         kind = "" if of == name else f"a variant of {of}: "
-        known = strategy_class(of)
+        known = get_strategy_class(of)
         yield {"name": name, "summary": kind + known.summary, "rule": known.rule}
 
 

@@ -67,7 +67,7 @@ def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
             "text": describe_outcomes_without_value(groups, group)
             or f"n/a ({describe_unknown(groups, group, measure)})"
         }
-    scale = measure.scale / (group.gpus if measure.is_per_worker else 1)
+    scale = measure.display_factor / (group.gpus if measure.is_per_worker else 1)
     median, low, high, spread = compute_median_and_spread([value * scale for value in values])
     row = {"value": median} | count_missing_repeats(groups, group, measure, len(values))
     return row | ({"low": low, "high": high, "spread": spread} if len(values) > 1 else {})
@@ -93,7 +93,7 @@ def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
 def count_missing_repeats(
     groups: Repeats, group: Group, measure: Measure, known: int, reason: str = ""
 ) -> Row:
-    """Return the number of repeats behind a value and the outcomes of the other repeats.
+    """Return the number of repeats with a value, and the outcomes of the other repeats.
 
     Empty if all `ok` repeats have a value.
 
@@ -116,7 +116,7 @@ def count_missing_repeats(
 
 
 def describe_outcomes_without_value(groups: Repeats, group: Group) -> str:
-    """Return the outcomes of a group without a value; empty if its cells are `ok`."""
+    """Return the outcomes of a group's cells without a value. Empty if all cells are `ok`."""
     return format_outcome_kinds(describe_outcome(groups.all[group]))
 
 
@@ -144,7 +144,7 @@ def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | st
 
 
 def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return the `pair` of values behind a ratio, or a `text`.
+    """Return the summary row of a ratio, with the `pair` to divide, or a `text`.
 
     The text is the reason for which there is no ratio.
 
@@ -168,11 +168,11 @@ def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     paired = count_missing_repeats(groups, group, measure, pair.shape[1], "without a baseline")
     if baseline == group:  # the ratio to itself is exactly 1 and has no interval
         return {"value": compute_mean_ratio(*pair)} | paired
-    return {"pair": pair, "served": groups.have_servers((group, baseline))} | paired
+    return {"pair": pair, "served": groups.has_servers((group, baseline))} | paired
 
 
 def fill_ratios(rows: list[Row]) -> None:
-    """Replace each `pair` by its ratio and 95 % interval. Variances are pooled over a measure's ratios."""
+    """Replace the `pair` in each row by its ratio with a 95 % interval. Variances are pooled per metric."""
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "pair" in row:
@@ -191,7 +191,7 @@ def format_cell(row: Row, measure: Measure) -> str:
     if "text" in row:
         return row["text"]
     estimate = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
-    text = estimate.text(lambda value: format_number(value, measure.decimals))
+    text = estimate.format_text(lambda value: format_number(value, measure.decimals))
     if row["ok"] < row["cells"]:
         text += f" ({row['ok']} of {row['cells']}; {row['outcome']})"
     return text
@@ -200,7 +200,7 @@ def format_cell(row: Row, measure: Measure) -> str:
 def group_findings(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
-    """Return the audit's severities by rule, for each (time, memory or score, *group)."""
+    """Return the audit's severities by rule, per group and kind of value (time, memory, score)."""
     doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     shown = [finding for finding in findings if finding["severity"] != "note"]
     for key, on_group in iter_findings_by_group(shown, groups):
@@ -211,8 +211,8 @@ def group_findings(
     return doubts
 
 
-def summarise(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return the long table (SUMMARY_COLUMNS) of the rows of cells.csv, in their order.
+def build_summary_table(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return the long table (SUMMARY_COLUMNS) for the rows of cells.csv, in the rows' order.
 
     The column `flags` has severity and name of the audit's rules that concern the value, except notes.
     """

@@ -16,11 +16,17 @@ import pandas as pd
 from stratbench.analysis.records.columns import read_cells
 from stratbench.analysis.records.findings import SEVERITIES, read_audit
 from stratbench.analysis.records.groups import GROUP, Group
-from stratbench.analysis.records.measures import DOUBT, NO_CELL, Measure, list_measures, marked
+from stratbench.analysis.records.measures import (
+    DOUBT,
+    NO_CELL,
+    Measure,
+    append_audit_dagger,
+    list_measures,
+)
 from stratbench.analysis.records.score import read_score
-from stratbench.analysis.tables.summary import summarise
+from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import format_count, worker_noun
+from stratbench.cell.text.words import choose_noun_for_workers, format_count
 from stratbench.statistics.intervals import QUARTILES_FROM
 
 _LATEX = {
@@ -42,7 +48,7 @@ _LATEX = {
 }
 
 
-def workers_are(cells: pd.DataFrame) -> str:
+def describe_worker_devices(cells: pd.DataFrame) -> str:
     """Return a sentence on the devices of the workers in rows of cells.csv.
 
     If no worker of a cell reported, as in a timeout, only the kind of device is known.
@@ -96,7 +102,7 @@ def format_table_heading(cells: pd.DataFrame, measure: Measure) -> str:
 
 
 def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str:
-    """Return sentences on one experiment's numbers: their definition, intervals and workers.
+    """Return sentences on one experiment's numbers: definition, intervals and workers.
 
     Args:
         cells: Rows of cells.csv.
@@ -113,14 +119,15 @@ def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str
 
 
 def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
-    """Return a sentence on the lowest possible score. Return an empty text if it is unknown."""
-    if measure.name_source != "score":
+    """Return a sentence on the lowest possible score. Empty if that score is unknown."""
+    if measure.title_source != "score":
         return ""
     score = read_score(cells)
-    if score.least_possible is None:
+    if score.best_possible_score is None:
         return ""
     return (
-        f"The lowest possible {score.name} on this data set is {score.text(score.least_possible)}."
+        f"The lowest possible {score.name} on this data set is "
+        f"{score.format_score(score.best_possible_score)}."
     )
 
 
@@ -155,7 +162,7 @@ def group_lines_by_model(
     return [(model, *line) for model, lines in by_model.items() for line in lines.items()]
 
 
-def describe_marks(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
+def describe_table_daggers(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
     """Return a sentence on a table's daggers with the audit's rules. Return an empty text without daggers."""
     by_severity = group_rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
     text = " or ".join(
@@ -183,14 +190,18 @@ def build_wide_table(
 
     Args:
         cells: Rows of cells.csv.
-        counts: From `build_wide_rows`.
-        lines: From `build_wide_rows`.
+        counts: Worker counts, as `build_wide_rows` returns them.
+        lines: Rows per model and strategy, as `build_wide_rows` returns them.
     """
     texts = (
-        (model, strategy, {n: marked(row["text"], row["flags"]) for n, row in by_count.items()})
+        (
+            model,
+            strategy,
+            {n: append_audit_dagger(row["text"], row["flags"]) for n, row in by_count.items()},
+        )
         for model, strategy, by_count in lines
     )
-    return build_table_by_count(counts, texts, worker_noun(cells["device_kind"]))
+    return build_table_by_count(counts, texts, choose_noun_for_workers(cells["device_kind"]))
 
 
 def build_table_by_count(
@@ -224,7 +235,7 @@ def escape_latex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 
-def latex(table: pd.DataFrame, title: str) -> str:
+def format_latex(table: pd.DataFrame, title: str) -> str:
     """Return the table as a LaTeX float, which needs the package booktabs."""
     columns = "ll" + "r" * (len(table.columns) - 2)
     lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(title)}}}"]
@@ -257,12 +268,12 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
     Args:
         table: The table.
-        title: Its title.
+        title: Title of the table.
         stem: Path without an ending.
     """
     write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False))
     write_atomic(stem.with_suffix(".md"), format_markdown(table, title))
-    write_atomic(stem.with_suffix(".tex"), latex(table, title))
+    write_atomic(stem.with_suffix(".tex"), format_latex(table, title))
 
 
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
@@ -278,7 +289,7 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
     written = 0
     for experiment, rows in cells.groupby("experiment", sort=False):
         folder = out_dir / str(experiment)
-        workers, here = workers_are(rows), summary[summary["experiment"] == experiment]
+        workers, here = describe_worker_devices(rows), summary[summary["experiment"] == experiment]
         for measure in list_measures(rows).values():
             if not has_table(rows, here, measure):
                 for kind in ("csv", "md", "tex"):
@@ -289,14 +300,14 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
             title = (
                 f"{format_table_heading(rows, measure)} {describe_numbers(rows, measure, workers)}"
             )
-            title += describe_marks(lines)
+            title += describe_table_daggers(lines)
             write_table(table, title, folder / measure.name)
             written += 1
     return written
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line of the tables, and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.tables.tables", description=__doc__)
     parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
     parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
@@ -306,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out-dir", type=Path, required=True, help="folder for the tables")
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
-    summary = summarise(cells, read_audit(args.audit))
+    summary = build_summary_table(cells, read_audit(args.audit))
     write_atomic(args.summary_out, summary.to_csv(index=False))
     print(f"{write_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
     return 0

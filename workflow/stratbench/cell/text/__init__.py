@@ -1,1 +1,1 @@
-"""How numbers and values are said in words, and how HTML pages are filled in."""
+"""Formats numbers and values as text, and fills in the templates of HTML pages."""

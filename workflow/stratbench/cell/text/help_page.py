@@ -7,7 +7,7 @@ import re
 PAGE = "docs/troubleshooting.md"
 
 
-def help_address(heading: str) -> str:
+def format_help_address(heading: str) -> str:
     """Return the address of an entry of docs/troubleshooting.md, in square brackets.
 
     Args:

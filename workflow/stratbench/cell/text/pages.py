@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratbench.cell.text.words import printable
+from stratbench.cell.text.words import replace_control_characters
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 SHARED = Path(__file__).parent / "templates"
 
 
-def render(
+def render_page(
     template: str,
     *folders: Path,
     values: dict[str, Any],
     filters: dict[str, Callable[..., Any]] | None = None,
 ) -> str:
-    """Return a page: a template filled in with values.
+    """Return a page as text, by filling values into a template.
 
     Templates may include templates of SHARED. A template `*.txt.j2` gives a text for a terminal, without
     escapes.
@@ -40,42 +40,47 @@ def render(
         values: Values by name.
         filters: Further filters by name.
     """
-    import jinja2  # machines that only train may lack it
+    import jinja2  # machines that only train may lack this package
 
     in_terminal = template.endswith(".txt.j2")
-    shown = printable if in_terminal else unbroken
+    shown = replace_control_characters if in_terminal else insert_no_break_spaces
+    # Values of type Markup, a subclass of str, are HTML already.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, SHARED]),
         autoescape=not in_terminal,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: shown(value) if type(value) is str else value,  # not of Markup
+        finalize=lambda value: shown(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"breakable": breakable} | (filters or {})
+    environment.filters |= {"breakable": allow_line_breaks} | (filters or {})
     return environment.get_template(template).render(values)
 
 
-def unbroken(text: str) -> str:
+def insert_no_break_spaces(text: str) -> str:
     """Return a printable text with no-break spaces before `%` and in `ddp × 8`."""
-    return re.sub(r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", printable(text))
+    return re.sub(
+        r"(?<=\d) (?=%)| (?=× \d)|(?<=×) (?=\d)", "\u00a0", replace_control_characters(text)
+    )
 
 
-def breakable(name: str) -> Markup:
+def allow_line_breaks(name: str) -> Markup:
     """Return a name in which a line may break after `_`, `.` and `/`."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(printable(name)))))
+    return Markup(re.sub(r"([_./])", r"\1<wbr>", str(escape(replace_control_characters(name)))))
 
 
-def as_json(data: Any) -> str:
+def format_html_safe_json(data: Any) -> str:
     """Return data as JSON that contains no characters of HTML markup."""
-    text = printable(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+    text = replace_control_characters(
+        json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    )
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def script_values(path: Path) -> dict[str, str]:
-    """Return a page's whole script, and its hash for the content security policy."""
+def read_page_script(path: Path) -> dict[str, str]:
+    """Return a page's complete script, and its hash for the content security policy."""
     script = "".join(p.read_text(encoding="utf-8") for p in (SHARED / "interactive.js", path))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {"script": script, "script_hash": f"sha256-{digest}"}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def progress_bar(total: int, unit: str, description: str) -> Any:
+def create_progress_bar(total: int, unit: str, description: str) -> Any:
     """Return a tqdm bar on stderr that appears after two seconds.
 
     If stderr is a log file, the bar is updated every 10 s. Without tqdm nothing is shown.

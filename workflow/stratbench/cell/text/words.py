@@ -1,4 +1,4 @@
-"""Formats counts with nouns (`4 CPU processes`), memory, times, foreign texts and wrong values."""
+"""Formats counts with nouns (`4 CPU processes`), memory, times, untrusted texts and invalid config values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_short_time(seconds: float) -> str:
-    """Return a time in s, ms or µs, with at most three significant digits."""
+    """Return a time as text in s, ms or µs with three significant digits."""
     unit, name = next(((u, n) for u, n in ((1, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "µs"))
     value = seconds / unit
     return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
@@ -72,8 +72,8 @@ def join_with_and(values: Iterable[object]) -> str:
     return f"{', '.join(texts)} and {last}" if texts else last
 
 
-def worker_noun(device_kinds: Iterable[object]) -> str:
-    """Return the noun for workers on these kinds of device, `worker` if ambiguous."""
+def choose_noun_for_workers(device_kinds: Iterable[object]) -> str:
+    """Return the noun for workers on these kinds of device, or `worker` if kinds differ."""
     nouns = [WORKER_NOUNS[kind] for kind in WORKER_NOUNS.keys() & set(device_kinds)]
     return nouns[0] if len(nouns) == 1 else "worker"
 
@@ -82,7 +82,7 @@ def worker_noun(device_kinds: Iterable[object]) -> str:
 COLUMNS = 100
 
 
-def folded(lines: Iterable[str]) -> str:
+def wrap_lines(lines: Iterable[str]) -> str:
     """Return lines as a text, wrapped at COLUMNS with a hanging indent."""
     wrapped: list[str] = []
     for line in "\n".join(lines).split("\n"):
@@ -98,16 +98,16 @@ def folded(lines: Iterable[str]) -> str:
     return "\n".join(wrapped)
 
 
-def printable(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Return a text with `?` for characters that could control a terminal or reverse text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def shortened(text: str) -> str:
-    """Return a text like `printable`, cut to 80 characters for a table."""
-    text = printable(text)
+def shorten_for_table(text: str) -> str:
+    """Return a text without control characters, cut to 80 characters for a table."""
+    text = replace_control_characters(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

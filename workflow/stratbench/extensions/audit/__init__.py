@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="which figures not to believe",
-    rules=("audit.smk",),
-    reading="stratbench.extensions.audit.section:READING",
+    summary="which figures not to believe",
+    rule_files=("audit.smk",),
+    report_additions="stratbench.extensions.audit.section:READING",
 )

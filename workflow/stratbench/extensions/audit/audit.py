@@ -46,10 +46,10 @@ def list_rules(module: Any) -> list[Rule]:
 
 
 def iter_rule_modules() -> Iterator[Any]:
-    """Yield the modules with rules: those of the audit, then those of other extensions."""
+    """Yield the modules that define audit rules, first the audit's, then other extensions'."""
     yield from KINDS
     for extension in load_extensions().values():
-        yield from map(import_module, extension.audited)
+        yield from map(import_module, extension.audit_modules)
 
 
 RULES: tuple[Rule, ...] = tuple(
@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = tuple(
 )
 
 
-def audit(
+def audit_cells(
     cells: pd.DataFrame,
     records: Sequence[Record] = (),
     floors: dict[str, float] | None = None,
@@ -83,8 +83,8 @@ def audit(
             "affects": rule.affects,
             "explanation": rule.explanation,
         }
-        | {"figures": case.figures}
-        | case.where
+        | {"figures": case.values_text}
+        | case.coordinates
         for rule in RULES
         for case in run_rule(rule, evidence)
     ]
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
     study_dir = args.study_dir or args.cells.parent
-    findings = audit(
+    findings = audit_cells(
         cells,
         read_records(cells, study_dir),
         timelines=read_timelines(cells, study_dir),

@@ -1,4 +1,4 @@
-"""Rule of the audit that the values of a single record agree with each other, and are possible."""
+"""Audit rule that checks whether the values of a single record are consistent and possible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from stratbench.analysis.records.derived import get_by_path
-from stratbench.analysis.records.facts import Facts, iter_excess, iter_inequality
+from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_inequality_messages
 from stratbench.extensions.audit.rule import is_elastic, record_rule
 
 #: Values that every cell has that ended well.
@@ -24,16 +24,16 @@ def find_contradictory_values(facts: Facts) -> Iterator[str]:
     """Values of the record contradict each other, or are impossible: the program that wrote the record has a
     fault, or the file was changed.
     """
-    yield from iter_faults_of_end(facts)
+    yield from iter_contradictions_in_ending(facts)
     if facts.finished:
-        yield from iter_faults_of_times(facts)
-    if facts("strategy.kind") != "own":  # the processes of a user's command have one entry
+        yield from iter_contradictions_in_times(facts)
+    if facts("strategy.kind") != "own":  # all processes of a user's command have one common entry
         if facts.finished and not is_elastic(facts):
-            yield from iter_faults_of_steps(facts)
-        yield from iter_faults_of_devices(facts)
+            yield from iter_contradictions_in_steps(facts)
+        yield from iter_contradictions_with_devices(facts)
 
 
-def iter_faults_of_end(facts: Facts) -> Iterator[str]:
+def iter_contradictions_in_ending(facts: Facts) -> Iterator[str]:
     """Yield contradictions in how the cell ended, and in its results if it ended well."""
     is_ok, entries = facts.status == "ok", facts("score.per_epoch")
     if is_ok == bool(facts("reason")):
@@ -50,75 +50,86 @@ def iter_faults_of_end(facts: Facts) -> Iterator[str]:
         yield "a test loss is not finite, although the cell ended well"
     if entries:
         last = f"the score of epoch {len(entries)}"
-        yield from iter_inequality("score.final", facts("score.final"), last, entries[-1]["score"])
+        yield from iter_inequality_messages(
+            "score.final", facts("score.final"), last, entries[-1]["score"]
+        )
 
 
-def iter_faults_of_times(facts: Facts) -> Iterator[str]:
+def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
     """Yield contradictions between the training time and the times of cell, epochs, samples and workers."""
     train_s, applied = facts("time.train_time_s"), facts("batch.samples_applied")
-    yield from iter_excess("time.train_time_s", train_s, "time.total_s", facts("time.total_s"))
+    yield from iter_excess_messages(
+        "time.train_time_s", train_s, "time.total_s", facts("time.total_s")
+    )
     if not train_s:
         return
-    yield from iter_inequality(
+    yield from iter_inequality_messages(
         "time.throughput_samples_per_s", facts("time.throughput_samples_per_s"),
         "samples_applied / train_time_s", None if applied is None else applied / train_s,
     )  # fmt: skip
     # With servers and a number of steps, the last two epochs may end at the same time.
     if not is_elastic(facts) and not (facts.servers and facts("settings.steps")):
         spans = sum(facts("time.epoch_times_s"))
-        yield from iter_inequality(
+        yield from iter_inequality_messages(
             "the sum of time.epoch_times_s", spans, "time.train_time_s", train_s, 0.02, CLOCKS_S
         )
     own = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
     if own and not is_elastic(facts):
-        yield from iter_inequality(
+        yield from iter_inequality_messages(
             "time.train_time_s", train_s, "the slowest worker's", max(own), CLOCKS, CLOCKS_S
         )
-        if facts("strategy.kind") == "collective":  # its workers make each step together
-            yield from iter_excess(
+        # The workers of a collective make each step together.
+        if facts("strategy.kind") == "collective":
+            yield from iter_excess_messages(
                 "half of the slowest worker's time", max(own) / 2, "the fastest one's", min(own),
                 absolute=CLOCKS_S,
             )  # fmt: skip
 
 
-def iter_faults_of_steps(facts: Facts) -> Iterator[str]:
+def iter_contradictions_in_steps(facts: Facts) -> Iterator[str]:
     """Yield contradictions between steps, samples and updates."""
     own = [w["train_time_s"] for w in facts.workers]
     steps, phases = facts("time.step_ms"), facts("time.breakdown_ms")
     if steps and own and None not in own:
         spent_s = steps["mean"] * steps["count"] / 1e3
-        yield from iter_inequality(
+        yield from iter_inequality_messages(
             "the sum of all steps", spent_s, "that of the workers' times", sum(own), CLOCKS,
             CLOCKS_S * len(own),
         )  # fmt: skip
     is_collective = facts("strategy.kind") == "collective"
     if steps and phases and is_collective:  # a server's workers take unequal numbers of steps
-        yield from iter_inequality(
+        yield from iter_inequality_messages(
             "the sum of time.breakdown_ms", sum(phases.values()), "time.step_ms.mean",
             steps["mean"], 2 * CLOCKS, 1.0,
         )  # fmt: skip
     seen, applied = (facts(f"batch.samples_{which}") for which in ("seen", "applied"))
     batch = facts("batch.global_batch")
-    yield from iter_excess("batch.samples_applied", applied, "batch.samples_seen", seen)
+    yield from iter_excess_messages("batch.samples_applied", applied, "batch.samples_seen", seen)
     each = facts.mesh.replicas * facts("batch.per_worker_batch")
-    yield from iter_inequality("batch.global_batch", batch, "what the workers take", each)
+    yield from iter_inequality_messages("batch.global_batch", batch, "what the workers take", each)
     if facts.status == "ok":
         work = "steps x global_batch"
-        yield from iter_inequality("batch.samples_seen", seen, work, facts.steps_run * batch, 0.02)
+        yield from iter_inequality_messages(
+            "batch.samples_seen", seen, work, facts.steps_run * batch, 0.02
+        )
     if is_collective:
-        made, done = facts("batch.updates_applied"), facts.steps_run - facts.skips
-        yield from iter_inequality("batch.updates_applied", made, "the number of steps", done)
+        made, done = facts("batch.updates_applied"), facts.steps_run - facts.skipped_steps
+        yield from iter_inequality_messages(
+            "batch.updates_applied", made, "the number of steps", done
+        )
     # If each update waits for all workers, no gradient can be stale.
-    if facts.averages_all and any(sum(s["staleness_all_shards"][1:]) for s in facts.servers):
+    if facts.averages_all_workers and any(
+        sum(s["staleness_all_shards"][1:]) for s in facts.servers
+    ):
         yield "pushes are stale, although every update waits for all workers"
     rings = facts("strategy.traits.ring_copies") if facts.gpus > 1 else 0
     if (rings or facts.servers) and facts("communication.sent_bytes_per_step") == 0:
         yield "communication.sent_bytes_per_step is 0, although the strategy exchanges gradients"
 
 
-def iter_faults_of_devices(facts: Facts) -> Iterator[str]:
+def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
     """Yield values of memory, operations and energy that the model or the devices make impossible."""
-    yield from iter_excess("compute.mfu", facts("compute.mfu"), "all operations", 1.0)
+    yield from iter_excess_messages("compute.mfu", facts("compute.mfu"), "all operations", 1.0)
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
     limits = [
         get_by_path(w["provenance"], "gpu.power_limit_w")
@@ -133,21 +144,23 @@ def iter_faults_of_devices(facts: Facts) -> Iterator[str]:
             ("energy.train_joules", joules, f"{MAX_POWER:.0%} {of}", MAX_POWER * allowed),
             (f"{MIN_POWER:.0%} {of}", MIN_POWER * allowed, "energy.train_joules", joules),
         ):
-            yield from iter_excess(what, one, other, most, absolute=late)
+            yield from iter_excess_messages(what, one, other, most, absolute=late)
     states, size = facts("memory.model_states"), facts.parameter_bytes
     if states:
         if not facts("strategy.traits.states_on_host"):
             peak = facts("memory.peak_bytes")
-            yield from iter_excess(
+            yield from iter_excess_messages(
                 "memory.model_states, in all,", sum(states.values()), "memory.peak_bytes", peak
             )
         if size and (parts := facts("strategy.traits.weight_parts")):
             # The tolerance is large, because parts of small layers are padded.
-            yield from iter_inequality(
+            yield from iter_inequality_messages(
                 "memory.model_states.parameters_bytes", states["parameters_bytes"],
                 f"a part of {parts} of the model", size / parts, 0.3, 8192,
             )  # fmt: skip
     for worker in facts.workers:
         peak, device = get_by_path(worker, "memory.peak_bytes"), worker["provenance"]
         held = f"the peak of rank {worker['rank']}"
-        yield from iter_excess(held, peak, "its GPU's", get_by_path(device, "gpu.memory_bytes"))
+        yield from iter_excess_messages(
+            held, peak, "its GPU's", get_by_path(device, "gpu.memory_bytes")
+        )

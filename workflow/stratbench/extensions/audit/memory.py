@@ -18,20 +18,20 @@ UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
 
 @rule("memory-reduced-too-much", "warning", "memory")
 def find_too_large_memory_reduction(evidence: AuditData) -> Iterator[Case]:
-    """Memory is reduced more than sharding over the workers can: something else differs."""
+    """Memory is reduced more than sharding over the workers can explain: something else differs."""
     columns = {"model_states_bytes": "model states", "peak_memory_bytes": "peak memory"}
     for group, rows in evidence.groups.items():
         other = evidence.find_unsharded_rival(group)
         if other is None or evidence.get_common_value(group, "strategy_kind") == "server":
-            continue  # the servers hold the rest of the model states
+            continue  # the servers store the rest of the model states
         # The resident set of a CPU process contains more than tensors, so that only model states are
         # compared.
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
-            whole, held = (evidence.median(k, column) for k in (other, group))
+            whole, held = (evidence.compute_median(k, column) for k in (other, group))
             if column == "peak_memory_bytes" and whole and held:  # cuBLAS's part is never sharded
                 whole, held = (
-                    n - (evidence.median(k, "cublas_bytes") or 0)
+                    n - (evidence.compute_median(k, "cublas_bytes") or 0)
                     for n, k in ((whole, other), (held, group))
                 )
             if not whole or not held or (on_cpu and column != "model_states_bytes"):
@@ -57,9 +57,9 @@ def find_oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
         # well.
         fewer = [
             k
-            for k in evidence.list_groups_on_any_count(group)
+            for k in evidence.list_groups_with_any_worker_count(group)
             if k.gpus < row.gpus
-            and not (evidence.median(k, "global_batch") or math.inf) < row.global_batch
+            and not (evidence.compute_median(k, "global_batch") or math.inf) < row.global_batch
         ]
         if fewer:
             yield group, f"out of memory on {row.gpus}, but not on {fewer[-1].gpus}"

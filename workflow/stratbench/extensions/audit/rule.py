@@ -40,12 +40,12 @@ Case = tuple[Any, str]
 class Finding:
     """A finding of a rule: the coordinates of the cells, and a text with the values."""
 
-    where: Row
-    figures: str
+    coordinates: Row
+    values_text: str
 
 
 class AuditData:
-    """The data that rules check: rows of cells.csv, and their records and timelines if there are any.
+    """Data that rules check: rows of cells.csv, with the cells' records and timelines if available.
 
     `floors` has the accuracy that any working training reaches, by data set, for published tables.
     `timelines` are by key of their cell, and `study_dir` is results/<study>.
@@ -79,37 +79,37 @@ class AuditData:
             self._alike[group.with_gpus(0)].append(group)
 
     @cached_property
-    def rows(self) -> list[Any]:
+    def finished_rows(self) -> list[Any]:
         """Rows of the cells that ended well, as tuples. They are cached, because pandas is slow here."""
         return list(self.ok.itertuples())
 
     def list_groups_with_any_strategy(self, group: Group) -> list[Group]:
-        """Return the groups of all strategies on the same model and number of workers.
+        """Return the groups of all strategies with the model and worker count of `group`.
 
         The group itself is included.
         """
         return self._alike.get(group.with_strategy(""), [])
 
-    def list_groups_on_any_count(self, group: Group) -> list[Group]:
-        """Return the groups of the same strategy and model on all numbers of workers.
+    def list_groups_with_any_worker_count(self, group: Group) -> list[Group]:
+        """Return the groups of all worker counts with the strategy and model of `group`.
 
         The group itself is included.
         """
         return self._alike.get(group.with_gpus(0), [])
 
-    def median(self, group: Group, column: str) -> float | None:
+    def compute_median(self, group: Group, column: str) -> float | None:
         """Return the median of a column over the repeats of a group.
 
         The result is None if there are no values.
         """
-        return self.repeats.median(group, column)
+        return self.repeats.compute_median(group, column)
 
     def multiply_medians(self, group: Group, *columns: str) -> float | None:
         """Return the product of the medians of some columns.
 
         The result is None if a median is missing.
         """
-        values = [self.median(group, column) for column in columns]
+        values = [self.compute_median(group, column) for column in columns]
         return None if None in values else math.prod(values)
 
     def get_common_value(self, group: Group, column: str) -> Any:
@@ -121,7 +121,7 @@ class AuditData:
         return None if pd.isna(value) else value
 
     def find_unsharded_rival(self, group: Group) -> Group | None:
-        """Return the group of an unsharded collective strategy on as many workers, or None."""
+        """Return the group of an unsharded collective strategy with equally many workers, or None."""
         return next(
             (
                 other
@@ -148,13 +148,13 @@ class Rule:
 def rule(
     id: str, severity: Severity, affects: Affects
 ) -> Callable[[Callable[[AuditData], Iterator[Case]]], Rule]:
-    """Return a decorator that makes a rule of a function that checks a whole study.
+    """Return a decorator that turns a function on a whole study into an audit rule.
 
     The docstring of the function is the explanation for users.
 
     Args:
         id: Name of the rule.
-        severity: Its severity.
+        severity: Severity of the rule's findings.
         affects: Which values of a cell the rule concerns.
     """
 
@@ -162,11 +162,11 @@ def rule(
         if not check.__doc__:
             raise TypeError(f"{id}: a rule needs a docstring, which explains it to users")
 
-        def over_study(evidence: AuditData) -> Iterator[Finding]:
+        def check_study(evidence: AuditData) -> Iterator[Finding]:
             for cells, figures in check(evidence):
                 yield Finding(get_coordinates(cells), figures)
 
-        return Rule(id, severity, affects, " ".join(check.__doc__.split()), over_study)
+        return Rule(id, severity, affects, " ".join(check.__doc__.split()), check_study)
 
     return decorate
 
@@ -174,34 +174,36 @@ def rule(
 def record_rule(
     id: str, severity: Severity, affects: Affects, of: Of = "ours"
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
-    """Return a decorator that makes a rule of a check of one record.
+    """Return a decorator that turns a check of one record into an audit rule.
 
     The decorated function checks one record and yields violations. Its docstring is the explanation for
     users.
 
     Args:
         id: Name of the rule.
-        severity: Its severity.
+        severity: Severity of the rule's findings.
         affects: Which values of a cell the rule concerns.
         of: Records to check: of stratbench's loop (`ours`), of users' commands (`commands`), or `both`.
     """
 
     def decorate(check: Callable[[Facts], Iterator[str]]) -> Rule:
         @wraps(check)
-        def over_records(evidence: AuditData) -> Iterator[Case]:
+        def check_records(evidence: AuditData) -> Iterator[Case]:
             ours = evidence.records if of != "commands" else ()
             for record in (*ours, *(evidence.commands if of != "ours" else ())):
                 cell = record["cell"]
                 facts = Facts(record, evidence.timelines.get(make_cell_key(cell)))
-                yield from ((cell, text) for text in iter_faults_of_record(check, facts))
+                yield from ((cell, text) for text in iter_violations_in_record(check, facts))
 
-        return rule(id, severity, affects)(over_records)
+        return rule(id, severity, affects)(check_records)
 
     return decorate
 
 
-def iter_faults_of_record(check: Callable[[Facts], Iterator[str]], facts: Facts) -> Iterator[str]:
-    """Yield the violations that `check` finds. A field of an unexpected form is a violation as well."""
+def iter_violations_in_record(
+    check: Callable[[Facts], Iterator[str]], facts: Facts
+) -> Iterator[str]:
+    """Yield the violations that `check` finds. A field of an unexpected form is one violation more."""
     try:
         yield from check(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -226,7 +228,7 @@ def get_coordinates(cells: Any) -> Row:
 
 
 def get_coordinates_of_strategy(group: Group) -> Row:
-    """Return the coordinates of a finding on a strategy for all numbers of workers."""
+    """Return the coordinates of a finding that concerns a strategy on any number of workers."""
     return {name: value for name, value in group._asdict().items() if name != "gpus"}
 
 

@@ -43,13 +43,13 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
         name: read_score(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)
     }
     expected: dict[tuple[str, str, float | None], tuple[str, float | None]] = {}
-    for row in evidence.rows:
+    for row in evidence.finished_rows:
         if pd.isna(row.score_final):
             continue
         score = scores[row.experiment]
         # Published tables of accuracies lack the chance level.
         guess = (
-            0.0 if score.is_share and pd.isna(row.score_chance_level) else row.score_chance_level
+            0.0 if score.is_fraction and pd.isna(row.score_chance_level) else row.score_chance_level
         )
         if pd.isna(guess):
             continue
@@ -65,7 +65,7 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
         )
         if (by_chance := DEVIATIONS * compute_error_of_guessing(score, guess, row)) > gain:
             gain, against = by_chance, f"guessing reaches {format_score(score, guess)}"
-        if (floor := evidence.floors.get(row.dataset, 0.0)) > guess + gain and score.is_share:
+        if (floor := evidence.floors.get(row.dataset, 0.0)) > guess + gain and score.is_fraction:
             gain = floor - guess
             against = f"the simplest models reach {floor:.0%} on this data set"
         if reached < gain:
@@ -75,7 +75,7 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
 
 def format_score(score: Score, value: float) -> str:
     """Format a score that is in the unit of records."""
-    return f"{value:.1%}" if score.is_share else score.text(score.factor * value)
+    return f"{value:.1%}" if score.is_fraction else score.format_score(score.display_factor * value)
 
 
 def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
@@ -88,7 +88,7 @@ def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
         guess: Score of random guessing.
         row: Row of cells.csv.
     """
-    if not score.is_share:
+    if not score.is_fraction:
         return 0.0 if pd.isna(row.score_error) else row.score_error
     answers = row.test_samples * (row.counts_per_sample if row.counts_per_sample > 0 else 1)
     return math.sqrt(guess * (1 - guess) / answers) if answers > 0 else 0.0
@@ -97,7 +97,7 @@ def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
 def find_expected_score(evidence: AuditData, row: Any, score: Score) -> tuple[str, float | None]:
     """Return the cell name and score of synchronous training on the fewest workers.
 
-    That training had as many epochs. The score is None if there is no such cell.
+    The training had as many epochs. The score is None if there is no such cell.
 
     Args:
         evidence: Data of the audit.
@@ -144,18 +144,18 @@ def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         ] or plain
         if not nearest:
             continue
-        mine, its = (evidence.median(k, "score_final") for k in (group, nearest[0]))
+        mine, its = (evidence.compute_median(k, "score_final") for k in (group, nearest[0]))
         if mine is None or its is None:
             continue
         score = read_score(evidence.groups[group])
         n = evidence.multiply_medians(
             group, "test_samples", "counts_per_sample"
-        ) or evidence.median(group, "test_samples")
-        error = evidence.median(group, "score_error") or 0.0
-        if score.is_share:
+        ) or evidence.compute_median(group, "test_samples")
+        error = evidence.compute_median(group, "score_error") or 0.0
+        if score.is_fraction:
             error = math.sqrt(its * (1 - its) / n) if n else 0.0
         chance = DEVIATIONS * math.sqrt(2) * error
-        if abs(mine - its) > max(score.tolerance / score.factor, chance):
+        if abs(mine - its) > max(score.tolerance / score.display_factor, chance):
             figures = (
                 f"on one worker: {score.name} {format_score(score, mine)}, {nearest[0].strategy} "
                 f"{format_score(score, its)}"
@@ -177,17 +177,17 @@ def find_unequal_loss_of_equal_arithmetic(evidence: AuditData) -> Iterator[Case]
             groups[get_arithmetic_key(facts)].append(facts)
     for members in groups.values():
         for name in SERIES if len(members) > 1 else ():
-            for facts, deviations in iter_unlike_median(members, name):
+            for facts, deviations in iter_cells_unlike_median(members, name):
                 epoch, value, usual = deviations[0]
                 more = f", and in {len(deviations) - 1} more epochs" if len(deviations) > 1 else ""
                 text = f"{name} of epoch {epoch} is {value:.4g}, the median {usual:.4g}{more}"
                 yield facts.record["cell"], text
 
 
-def iter_unlike_median(
+def iter_cells_unlike_median(
     members: list[Facts], name: str
 ) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
-    """Yield the cells whose values differ from the median.
+    """Yield the cells whose losses or scores deviate from the median beyond rounding errors.
 
     Each cell comes with the epoch, value and median of each case.
     """
@@ -198,7 +198,7 @@ def iter_unlike_median(
         if None in values:
             continue
         usual = median(values)
-        maximum = compute_max_rounding(members[0], name, usual)
+        maximum = compute_max_rounding_difference(members[0], name, usual)
         for i, value in enumerate(values):
             # The median of two values is equally far from both, so that half of the difference counts.
             if abs(value - usual) > (maximum if len(members) > 2 else maximum / 2):
@@ -217,8 +217,8 @@ def get_arithmetic_key(facts: Facts) -> tuple[Any, ...]:
     return *cell, facts("batch.global_batch"), "any" if shared else facts.gpus
 
 
-def compute_max_rounding(facts: Facts, name: str, usual: float) -> float:
-    """Return the largest difference by rounding of a loss or score after some epochs.
+def compute_max_rounding_difference(facts: Facts, name: str, usual: float) -> float:
+    """Return the largest deviation from the median that rounding can cause in one epoch's value.
 
     Args:
         facts: A record.
@@ -229,20 +229,20 @@ def compute_max_rounding(facts: Facts, name: str, usual: float) -> float:
         return LOSS + LOSS_SHARE * usual
     if facts("task.unit") != "share" or not 0 <= usual <= 1:
         return math.inf  # no limit is known for scores in other units
-    n = count_answers(facts)
+    n = count_scored_answers(facts)
     chance = DEVIATIONS * math.sqrt(2 * usual * (1 - usual) / n) if n else 0.0
     return SCORE + LOSS_SHARE * (1 - usual) + chance
 
 
-def count_answers(facts: Facts) -> float | None:
+def count_scored_answers(facts: Facts) -> float | None:
     """Return the number of answers over which a score is averaged, or None if unknown."""
-    return facts.product("data.test_samples", "task.counts_per_sample") or facts(
+    return facts.multiply_fields("data.test_samples", "task.counts_per_sample") or facts(
         "data.test_samples"
     )
 
 
 @record_rule("loss-below-least", "unusable", "score")
-def find_loss_below_least(facts: Facts) -> Iterator[str]:
+def find_losses_below_minimum(facts: Facts) -> Iterator[str]:
     """A test loss is below the least possible loss, the entropy rate of the text's source, by more than
     chance explains: the model has seen the answers, or the loss is not a mean over tokens.
     """

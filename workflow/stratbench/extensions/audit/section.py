@@ -1,4 +1,4 @@
-"""Makes the report's section on the audit: findings by severity, with the choices that they concern."""
+"""Makes the report's section on the audit: findings by severity, and the decisions they affect."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MAX_NAMED = 3
 _PLACE = ("experiment", "strategy", "model")
 
 
-def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
-    """Yield a notice if strategies ran on different hosts, so that these may explain differences."""
+def iter_host_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
+    """Yield a notice if some strategies ran on other hosts than the rest."""
     alone = [
         finding["strategy"] for finding in findings if finding["rule"] == find_confounded_host.id
     ]
@@ -35,8 +35,8 @@ def notice_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
 
 
 def make_audit_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the section on all findings, whose link has the number of findings per severity."""
-    answers = inputs.decided["answers"]
+    """Make the report's section on audit findings. Its link shows the counts per severity."""
+    answers = inputs.answers_json["answers"]
     rules = list_rules_with_findings(inputs.findings, answers)
     tally = f"Audit: {format_tally_of_findings(inputs.findings)}"
     html = render_section(TEMPLATE, rules=rules, lead=make_audit_lead(rules, answers), tally=tally)
@@ -68,29 +68,30 @@ def list_rules_with_findings(
                 "severity": first["severity"],
                 "affects": first["affects"],
                 "explanation": first["explanation"],
-                "where": describe_places(of_rule),
+                "where": describe_finding_locations(of_rule),
                 "figures": of_rule[0]["figures"] if len(of_rule) == 1 else "",
-                "touches": list_touched_choices(of_rule, answers),
+                "touches": list_affected_choices(of_rule, answers),
                 "places": [
-                    {"place": describe_place(row), "figures": row["figures"]} for row in of_rule
+                    {"place": describe_finding_location(row), "figures": row["figures"]}
+                    for row in of_rule
                 ],
             }
         )
     return sorted(rules, key=lambda rule: SEVERITIES.index(rule["severity"]))
 
 
-def describe_place(row: Mapping[str, Any]) -> str:
-    """Describe the cells that a finding is on by their coordinates."""
+def describe_finding_location(row: Mapping[str, Any]) -> str:
+    """Describe a finding's cells by their coordinates, such as strategy and number of workers."""
     place = [row[name] for name in _PLACE if pd.notna(row[name])]
     place += [format_count(row["gpus"], "worker")] if pd.notna(row["gpus"]) else []
     place += [f"repeat {row['repeat']}"] if pd.notna(row["repeat"]) else []
     return ", ".join(place) or "the study"
 
 
-def describe_places(findings: Sequence[Mapping[str, Any]]) -> str:
+def describe_finding_locations(findings: Sequence[Mapping[str, Any]]) -> str:
     """Describe where a rule has findings, such as `ddp, fsdp and 3 more, 12 places`."""
     if len(findings) == 1:
-        return describe_place(findings[0])
+        return describe_finding_location(findings[0])
     names = list(dict.fromkeys(row["strategy"] for row in findings if pd.notna(row["strategy"])))
     names = names or list(
         dict.fromkeys(row["experiment"] for row in findings if pd.notna(row["experiment"]))
@@ -102,10 +103,10 @@ def describe_places(findings: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def list_touched_choices(
+def list_affected_choices(
     findings: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return the choices that these findings concern, directly or through their nearest alternative."""
+    """Return the chosen strategies that a finding concerns, directly or through their nearest alternative."""
     chosen, rivals = [], []
     for answer in answers:
         short = answer["short"]
@@ -122,7 +123,10 @@ def list_touched_choices(
 
 
 def list_nearest_rivals(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the nearest alternative of a choice, and the nearest one of another strategy."""
+    """Return the nearest alternative of a choice, and the nearest one with another strategy.
+
+    The list has at most two entries.
+    """
     others = short["others"]
     further = [o for o in others if o["strategy"] != short["strategy"]]
     return [*others[:1], *(o for o in further[:1] if o not in others[:1])]
@@ -131,7 +135,7 @@ def list_nearest_rivals(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def concerns_choice(
     row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]
 ) -> bool:
-    """Return whether a finding concerns a strategy and number of workers in an answer.
+    """Return whether a finding concerns the strategy and the number of workers in `what`.
 
     A coordinate that the finding lacks matches any value.
 
@@ -168,4 +172,4 @@ def make_audit_lead(
     return f"These rules concern a choice or its nearest rival: {names}."
 
 
-READING = Reading(notices=notice_hosts, sections=make_audit_sections)
+READING = Reading(list_notices=iter_host_notices, list_sections=make_audit_sections)

@@ -12,7 +12,7 @@ import numpy as np
 from stratbench.analysis.records.facts import Facts
 from stratbench.analysis.records.groups import GROUP, Group, group_rows
 from stratbench.analysis.records.measures import ALONE
-from stratbench.extensions.audit.across_cells.machines import are_busy
+from stratbench.extensions.audit.across_cells.machines import flag_busy_cells
 from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
@@ -49,15 +49,15 @@ def find_slow_sharding_on_one_worker(evidence: AuditData) -> Iterator[Case]:
             or not evidence.get_common_value(group, "shards_states")
         ):
             continue
-        its_s, other_s = (evidence.median(k, "train_time_s") for k in (group, other))
+        its_s, other_s = (evidence.compute_median(k, "train_time_s") for k in (group, other))
         if not its_s or not other_s or its_s / other_s <= SLOW_ALONE:
             continue
         # The host's work per wrap group takes a fixed time per step, which matters in small models. A busy
         # machine has a rule of its own.
-        steps = evidence.median(group, "steps") or evidence.multiply_medians(
+        steps = evidence.compute_median(group, "steps") or evidence.multiply_medians(
             group, "steps_per_epoch", "epochs"
         )
-        busy = any(is_mostly_busy(evidence, k) for k in (group, other))
+        busy = any(is_host_mostly_busy(evidence, k) for k in (group, other))
         if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
             continue
         times = f"{group.strategy} {its_s:.4g} s, {other.strategy} {other_s:.4g} s"
@@ -67,9 +67,9 @@ def find_slow_sharding_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         )
 
 
-def is_mostly_busy(evidence: AuditData, group: Group) -> bool:
+def is_host_mostly_busy(evidence: AuditData, group: Group) -> bool:
     """Return whether other processes used the machine when most repeats of a group started."""
-    return bool(are_busy(evidence.groups[group]).median() > 0.5)
+    return bool(flag_busy_cells(evidence.groups[group]).median() > 0.5)
 
 
 @rule("superlinear", "warning", "time")
@@ -85,26 +85,26 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
     for group in evidence.groups:
         strategy, gpus = group.strategy, group.gpus
         alone = group.with_strategy(ALONE).with_gpus(1)
-        here = evidence.median(group, column)
+        here = evidence.compute_median(group, column)
         if not here:
             continue
-        own = [k for k in evidence.list_groups_on_any_count(group) if k.gpus < gpus]
+        own = [k for k in evidence.list_groups_with_any_worker_count(group) if k.gpus < gpus]
         bases = [min(own, key=lambda k: k.gpus)] if own else []
         if strategy != ALONE and alone in evidence.groups:
             bases.append(alone)
         for base in bases:
-            base_time, times = evidence.median(base, column), gpus / base.gpus
-            if times == 1 and any(is_mostly_busy(evidence, k) for k in (group, base)):
+            base_time, times = evidence.compute_median(base, column), gpus / base.gpus
+            if times == 1 and any(is_host_mostly_busy(evidence, k) for k in (group, base)):
                 continue  # a busy machine has a rule of its own
             limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
             if base_time and here / base_time > limit:
                 name = "" if base.strategy == strategy else f"{base.strategy} "
                 text = f"{here / base_time:.2f} times as fast on {gpus} as {name}on {base.gpus}"
                 yield group, text
-        yield from iter_superlinear_over_stopped(evidence, group, stopped[group.with_gpus(0)])
+        yield from iter_superlinear_over_stopped_cells(evidence, group, stopped[group.with_gpus(0)])
 
 
-def iter_superlinear_over_stopped(
+def iter_superlinear_over_stopped_cells(
     evidence: AuditData, group: Group, stopped: Iterable[tuple[int, float]]
 ) -> Iterator[Case]:
     """Yield superlinear speedups over fewer workers that were stopped at a time limit.
@@ -114,13 +114,14 @@ def iter_superlinear_over_stopped(
         group: A group on more workers.
         stopped: Numbers of workers on which the strategy was stopped, each with its shortest limit.
     """
-    time_s = evidence.median(group, "train_time_s")
+    time_s = evidence.compute_median(group, "train_time_s")
     few, limit_s = max((s for s in stopped if s[0] < group.gpus), default=(0, 0.0))
     if not time_s or not few:
         return
     # The limit is on the whole cell. All phases except training are assumed to take as long in both cells.
     rest_s = sum(
-        evidence.median(group, f"{part}_s") or 0.0 for part in ("setup", "data", "warmup", "eval")
+        evidence.compute_median(group, f"{part}_s") or 0.0
+        for part in ("setup", "data", "warmup", "eval")
     )
     least_s = limit_s - rest_s
     if least_s / time_s > SUPERLINEAR * group.gpus / few:
@@ -168,7 +169,7 @@ def find_uneven_repeats(evidence: AuditData) -> Iterator[Case]:
 
 @cache
 def compute_deviation_by_chance(repeats: int) -> float:
-    """Return the standard deviation that even repeats exceed with probability 1 / BY_CHANCE."""
+    """Return the standard deviation that low-noise repeats exceed with probability 1 / BY_CHANCE."""
     from scipy.special import chdtri  # takes 0.2 s, and is not needed for even repeats
 
     return EVEN * math.sqrt(chdtri(repeats - 1, 1 / BY_CHANCE) / (repeats - 1))
@@ -199,7 +200,7 @@ def find_recompilations(facts: Facts) -> Iterator[str]:
 @rule("input-bound", "warning", "time")
 def find_input_bound_cells(evidence: AuditData) -> Iterator[Case]:
     """The workers wait for data, so that the times say little about the strategy."""
-    for row in evidence.rows:
+    for row in evidence.finished_rows:
         if row.data_ms > INPUT * row.step_mean_ms:
             yield row, f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms"
 

@@ -39,10 +39,10 @@ FULL = 0.75
 OTHERS, OTHERS_SHARE = 0.5, 0.05
 
 
-def is_crowded(facts: Facts) -> bool:
-    """Return whether processes may have waited for a core for seconds.
+def is_cpu_overloaded(facts: Facts) -> bool:
+    """Return whether the load was so high that processes may have waited for cores.
 
-    A load far above the number of cores is the sign of such waits.
+    A load far above the number of cores is the sign of waits, which may take seconds.
     """
     cores = [
         get_by_path(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers
@@ -50,7 +50,11 @@ def is_crowded(facts: Facts) -> bool:
     loads = [get_by_path(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
     if facts.timeline is not None:
         hosts = facts.timeline.select_kind("host").values()
-        loads += [one.overall["load_1m"].most for one in hosts if "load_1m" in one.overall]
+        loads += [
+            one.overall_summaries["load_1m"].maximum
+            for one in hosts
+            if "load_1m" in one.overall_summaries
+        ]
     return bool(any(cores)) and max(loads, default=0.0) > CROWDED * max(cores)
 
 
@@ -71,15 +75,15 @@ def find_idle_workers(facts: Facts) -> Iterator[str]:
     elsewhere, or not at all.
     """
     phases = facts("time.breakdown_ms") or {}
-    if facts.status != "ok" or is_crowded(facts):
+    if facts.status != "ok" or is_cpu_overloaded(facts):
         return
     computed = phases.get("forward", 0.0) + phases.get("backward", 0.0)
     share = computed / sum(phases.values()) if computed else 1.0
     busy: dict[int, float] = {}
     kind = ""
     for worker in facts.workers:
-        kind, one = facts.series_of(worker)
-        values = one and one.training.get(BUSY[kind])
+        kind, one = facts.find_device_samples(worker)
+        values = one and one.training_summaries.get(BUSY[kind])
         if values and values.count >= SAMPLES:
             busy[worker["rank"]] = values.mean
     # CPU processes share cores, and a GPU that waits for a slower one is busy in a kernel of NCCL.
@@ -103,16 +107,19 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
         key = make_cell_key(record["cell"])
         facts = Facts(record, evidence.timelines.get(key))
         for worker in record["workers"] if facts.timeline else ():
-            one, name = facts.gpu_series(worker), get_by_path(worker["provenance"], "gpu.name")
-            if name and one and one.working_clock and one.working_clock.count >= SAMPLES:
+            one, name = (
+                facts.find_gpu_samples(worker),
+                get_by_path(worker["provenance"], "gpu.name"),
+            )
+            if name and one and one.busy_clock_mhz and one.busy_clock_mhz.count >= SAMPLES:
                 by_gpu[name].append((key, record, worker, one))
     for members in by_gpu.values():
         usual: dict[Key, list[float]] = defaultdict(list)
         for key, _, _, one in members:
-            usual[key].append(one.working_clock.mean)
+            usual[key].append(one.busy_clock_mhz.mean)
         best = max(median(clocks) for clocks in usual.values())
         for _, record, worker, one in members:
-            clock = one.working_clock.mean
+            clock = one.busy_clock_mhz.mean
             allowed = get_by_path(worker["provenance"], "gpu.application_sm_clock_mhz") or 0
             usual, whose = max((best, "others at"), (allowed, "its application clock is"))
             if clock < (1 - SLOW_CLOCK) * usual and not is_at_power_limit(worker, one):
@@ -126,10 +133,10 @@ def is_at_power_limit(worker: dict[str, Any], one: SampleSeries) -> bool:
     """Return whether a GPU was at its power limit, which explains a low clock."""
     limit_w, power = (
         get_by_path(worker["provenance"], "gpu.power_limit_w"),
-        one.training.get("power_w"),
+        one.training_summaries.get("power_w"),
     )
     share = power.mean / limit_w if limit_w and power else None
-    if one.capped_share >= CAPPED_SAMPLES:
+    if one.power_capped_share >= CAPPED_SAMPLES:
         return share is None or share >= UNCAPPED_POWER
     return share is not None and share >= CAPPED_POWER
 
@@ -152,15 +159,14 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
         own_cores = set().union(
             *(get_by_path(w["provenance"], "host.affinity") or () for w in workers)
         )
-        node = facts.node_of(workers[0]["rank"])
+        node = facts.compute_node(workers[0]["rank"])
         before = get_by_path(facts("provenance.busy_at_start"), f"{node}.load_1m")
         ends = [get_by_path(worker["provenance"], "load_1m") or 0.0 for worker in workers]
-        one = facts.samples_on(workers[0], "host", host)
+        one = facts.find_samples(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
-        if (
-            facts("strategy.kind") == "own"
-        ):  # all processes of a user's command have one entry together
+        # All processes of a user's command have one entry together.
+        if facts("strategy.kind") == "own":
             processes = min(facts.workers_per_node, facts.gpus)
         maximum = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
         load = estimate_load_while_running(facts("time.total_s"), before, max(ends), one)
@@ -184,13 +190,15 @@ def estimate_load_while_running(
 
     Args:
         total_s: Time of the cell.
-        before: Load at its start, if known.
-        after: Load at its end.
+        before: Load at the cell's start, if known.
+        after: Load at the cell's end.
         one: Samples of the load.
     """
     spans = [(before, after, total_s)]
-    if one is not None and "load_1m" in one.first:
-        spans.append((one.first["load_1m"], one.last["load_1m"], one.last_s - one.first_s))
+    if one is not None and "load_1m" in one.first_values:
+        spans.append(
+            (one.first_values["load_1m"], one.last_values["load_1m"], one.last_s - one.first_s)
+        )
     loads = [0.0]
     for begun, load, span_s in spans:
         retained = math.exp(-span_s / LOAD_S)
@@ -210,14 +218,14 @@ def estimate_cores_of_others(
         facts: A record.
         host: Name of the host.
         one: Samples of the host.
-        cores: Number of its cores.
+        cores: Number of the host's cores.
     """
-    used = one and one.training.get("cpu_pct")
+    used = one and one.training_summaries.get("cpu_pct")
     if not used or used.count < SAMPLES:
         return 0.0
     own = [
-        series.training["cpu_pct"].mean
+        series.training_summaries["cpu_pct"].mean
         for (node, _), series in facts.timeline.select_kind("process").items()
-        if node == host and "cpu_pct" in series.training
+        if node == host and "cpu_pct" in series.training_summaries
     ]
     return (cores * used.mean - sum(own)) / 100

@@ -29,7 +29,7 @@ def find_impossible_bandwidth(evidence: AuditData) -> Iterator[Case]:
     """The strategy would have to move its parameters faster than any hardware can, so that it did not move
     them in every step.
     """
-    for row in evidence.rows:
+    for row in evidence.finished_rows:
         implied = compute_implied_bytes_per_s(row)
         maximum = MAX_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > maximum:

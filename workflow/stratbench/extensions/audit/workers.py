@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from stratbench.analysis.records.derived import cpu_cores, get_by_path
+from stratbench.analysis.records.derived import count_usable_cpu_cores, get_by_path
 from stratbench.analysis.records.facts import Facts
 from stratbench.extensions.audit.rule import is_elastic, record_rule
 from stratbench.strategies import REGISTRY, get_mesh, get_traits
@@ -61,7 +61,7 @@ def find_waits_for_cores(facts: Facts) -> Iterator[str]:
     """A worker waited for a core while other processes computed on its cores, so that its times are those of
     an overloaded machine.
     """
-    cores = cpu_cores({"workers": facts.workers})
+    cores = count_usable_cpu_cores({"workers": facts.workers})
     if facts.status != "ok" or (cores and cores < len(facts.workers) + len(facts.servers)):
         return  # processes of one cell wait for each other: the rule processes-share-cores finds that
     shares = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="cells that resume after a kill",
+    summary="cells that resume after a kill",
     keys={"experiment": "stratbench.extensions.checkpoints.keys:Checkpoints"},
-    runner="stratbench.extensions.checkpoints.runner:RestartRunner",
-    beside="stratbench.extensions.checkpoints.keeping:CheckpointWriter",
+    runner_class="stratbench.extensions.checkpoints.runner:RestartRunner",
+    activity_class="stratbench.extensions.checkpoints.keeping:CheckpointWriter",
     columns="stratbench.extensions.checkpoints.columns:COLUMNS",
 )

@@ -1,4 +1,4 @@
-"""Manages the attempts of a cell with checkpoints: where a new attempt resumes, and what was lost.
+"""Manages a cell's attempts with checkpoints: the step to resume from, and the time lost.
 
 Each worker writes its own checkpoints to a folder next to the run folder. The next launcher empties the run
 folder; before that, the dates of its files show when a killed attempt ended. This module does not import
@@ -21,7 +21,7 @@ from stratbench.extensions.checkpoints.checkpoints import (
     delete_checkpoints,
     delete_later_checkpoints,
     get_checkpoint_path,
-    list_steps,
+    list_checkpoint_steps,
 )
 from stratbench.extensions.checkpoints.keys import Checkpoints
 from stratbench.telemetry.timeline import read_phases
@@ -30,12 +30,12 @@ from stratbench.train.job import Job
 
 def get_checkpoint_folder(run: RunFolder, rank: int) -> Path:
     """Return the folder with the checkpoints of worker `rank`."""
-    return run.kept / format_worker_name(rank)
+    return run.saved_state_dir / format_worker_name(rank)
 
 
 def find_common_step(run: RunFolder, workers: int) -> int | None:
-    """Return the step of the newest checkpoint that all workers have, or None without one."""
-    each = [list_steps(get_checkpoint_folder(run, rank)) for rank in range(workers)]
+    """Return the step of the newest checkpoint that all workers have, or None."""
+    each = [list_checkpoint_steps(get_checkpoint_folder(run, rank)) for rank in range(workers)]
     return max(set.intersection(*each), default=None)
 
 
@@ -53,7 +53,7 @@ def delete_older_checkpoints(run: RunFolder, rank: int, workers: int) -> None:
         delete_checkpoints(get_checkpoint_folder(run, rank), below=step)
 
 
-def find_last_write(run: RunFolder) -> float | None:
+def find_last_write_time_s(run: RunFolder) -> float | None:
     """Return when an attempt last wrote to its run folder, in seconds since 1970.
 
     The result is None if the folder is empty. The last write is about the end of the attempt, because the
@@ -63,18 +63,18 @@ def find_last_write(run: RunFolder) -> float | None:
     return max(dates, default=None)
 
 
-def begin(job: Job, ended_unix_s: float | None) -> Job:
+def begin_attempt(job: Job, ended_unix_s: float | None) -> Job:
     """Return the job of the cell's next attempt.
 
-    Its times count from the first attempt's start. Time without a running attempt does not count. Attempts
-    with other settings, data or devices are discarded.
+    The job's times count from the first attempt's start. Time without a running attempt does not count.
+    Attempts with other settings, data or devices are discarded.
 
     Args:
         job: Job of the cell.
         ended_unix_s: End of the attempt before in seconds since 1970, or None without one.
     """
-    folder = job.folder.kept
-    path, identity = folder / "attempts.json", make_identity(job)
+    folder = job.folder.saved_state_dir
+    path, identity = folder / "attempts.json", make_job_identity(job)
     earlier = _read_attempts(path, identity) if ended_unix_s is not None else []
     now_unix_s = time.time()
     if not earlier:
@@ -94,12 +94,12 @@ def begin(job: Job, ended_unix_s: float | None) -> Job:
         origin_unix_s=job.origin_unix_s - spent_s,
         origin_s=job.origin_s - spent_s,
         queue_wait_s=(earlier or [mine])[0]["queue_wait_s"],
-        attempts=tuple(earlier),
+        earlier_attempts=tuple(earlier),
     )
 
 
-def make_identity(job: Job) -> dict[str, Any]:
-    """Return the values that must be equal for an attempt to resume an earlier one."""
+def make_job_identity(job: Job) -> dict[str, Any]:
+    """Return the values that must be equal for an attempt to resume an earlier attempt."""
     identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 
@@ -140,19 +140,21 @@ def _close_attempt(
 def make_restarts_entry(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the record's section `restarts`. `workers` has the results of each worker."""
     checkpoints = [worker["checkpoints"] for worker in workers if worker.get("checkpoints")]
-    trained = (p.start_s for p in read_phases(job.folder.phase_logs()) if p.phase == "train")
+    trained = (
+        p.start_s for p in read_phases(job.folder.list_phase_log_paths()) if p.phase == "train"
+    )
     first_s = min(trained, default=None)
     largest = {
         key: max((k[key] for k in checkpoints), default=0) for key in ("held_up_s", "written_s")
     }
     return {
-        "count": len(job.attempts),
-        "from_steps": [attempt["next_step"] for attempt in job.attempts],
-        "repeated_s": sum(attempt["repeated_s"] for attempt in job.attempts),
-        "between_s": sum(attempt["between_s"] for attempt in job.attempts),
-        "until_step_s": None if first_s is None else first_s - job.spent_s,
+        "count": len(job.earlier_attempts),
+        "from_steps": [attempt["next_step"] for attempt in job.earlier_attempts],
+        "repeated_s": sum(attempt["repeated_s"] for attempt in job.earlier_attempts),
+        "between_s": sum(attempt["between_s"] for attempt in job.earlier_attempts),
+        "until_step_s": None if first_s is None else first_s - job.earlier_attempts_s,
         "checkpoints": {
-            "every": job.settings.of(Checkpoints).checkpoint_every,
+            "every": job.settings.get_extension_keys(Checkpoints).checkpoint_every,
             "count": max((k["count"] for k in checkpoints), default=0),
             "bytes": sum(k["bytes"] for k in checkpoints),
             **largest,

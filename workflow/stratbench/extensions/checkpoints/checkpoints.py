@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from stratbench.cell.files import replacing
+from stratbench.cell.files import replace_file_atomically
 
 if TYPE_CHECKING:  # the launcher, which also looks for checkpoints, does not import PyTorch
     import torch
@@ -35,12 +35,12 @@ class DamagedCheckpoint(ValueError):
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    from stratbench.workload.flat import as_bytes
+    from stratbench.workload.flat import get_tensor_bytes
 
-    return as_bytes(tensor.reshape(-1))
+    return get_tensor_bytes(tensor.reshape(-1))
 
 
-def list_steps(folder: Path) -> set[int]:
+def list_checkpoint_steps(folder: Path) -> set[int]:
     """Return the steps after which the checkpoints in a folder were written."""
     return {int(match[1]) for p in folder.glob("*.bin") if (match := _NAME.fullmatch(p.name))}
 
@@ -71,14 +71,16 @@ def write_checkpoint(
         "facts": facts or {},
         "facts_crc32": _compute_crc(facts or {}),
     }
-    with replacing(get_checkpoint_path(folder, step)) as temporary, temporary.open("xb") as file:
+    with (
+        replace_file_atomically(get_checkpoint_path(folder, step)) as temporary,
+        temporary.open("xb") as file,
+    ):
         file.write(json.dumps(head).encode() + b"\n")
         for tensor in tensors:
             file.write(_view_bytes(tensor))
         file.flush()
-        os.fsync(
-            file.fileno()
-        )  # earlier checkpoints are deleted after this, and the node may crash
+        # The file must survive a crash of the node, because earlier checkpoints are deleted afterwards.
+        os.fsync(file.fileno())
 
 
 def delete_checkpoints(folder: Path, below: float = math.inf) -> None:
@@ -100,14 +102,14 @@ def delete_later_checkpoints(folder: Path, step: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_facts(folder: Path, step: int) -> dict[str, Any]:
-    """Read the values in a checkpoint other than tensors. Raises DamagedCheckpoint if they are damaged."""
+def read_checkpoint_facts(folder: Path, step: int) -> dict[str, Any]:
+    """Read a checkpoint's values other than tensors. Raises DamagedCheckpoint if they are damaged."""
     path = get_checkpoint_path(folder, step)
     with path.open("rb") as file:
-        return _read_head(file, path)["facts"]
+        return _read_checkpoint_header(file, path)["facts"]
 
 
-def _read_head(file: BinaryIO, path: Path) -> dict[str, Any]:
+def _read_checkpoint_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         head = json.loads(file.readline(_HEAD_BYTES))
         whole = head["facts_crc32"] == _compute_crc(head["facts"])
@@ -123,8 +125,8 @@ def _compute_crc(facts: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(facts).encode())
 
 
-def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
-    """Read the tensors of a checkpoint into existing ones.
+def read_checkpoint_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
+    """Copy the tensors of a checkpoint into existing tensors.
 
     Raises DamagedCheckpoint before any tensor is changed, if the checkpoint is damaged or does not fit.
 
@@ -137,7 +139,7 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
 
     path = get_checkpoint_path(folder, step)
     with path.open("rb") as file:
-        head = _read_head(file, path)
+        head = _read_checkpoint_header(file, path)
         if head["tensors"] != [[str(t.dtype), list(t.shape)] for t in tensors]:
             raise DamagedCheckpoint(f"{path} holds other tensors than this model's state has")
         copies, checksum = [], 0
@@ -158,7 +160,7 @@ def read_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
 
 @contextmanager
 def delete_if_damaged(folder: Path, step: int) -> Iterator[None]:
-    """Delete the checkpoint after `step` if reading it in this context raises DamagedCheckpoint.
+    """Context that deletes the checkpoint after `step` if reading it raises DamagedCheckpoint.
 
     The exception is raised again, so that the caller can use an earlier checkpoint. It is also raised if the
     file does not exist.

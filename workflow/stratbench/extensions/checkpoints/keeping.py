@@ -1,8 +1,8 @@
-"""Saves the training state of a synchronous worker, and resumes from it.
+"""Saves the training state of a synchronous worker in checkpoints, and resumes from them.
 
-The state is everything on which later steps and the record depend: weights, buffers, states of optimizer and
-strategy, loss scale, counts, random generators, losses, results of epochs, and measured times. The order of
-samples is not saved, because it follows from the seed and the step.
+The state is everything on which later steps and the record depend. It has weights, buffers, states of
+optimizer and strategy, loss scale, counts and random generators. It also has losses, results of epochs, and
+measured times. The order of samples is not saved, because it follows from the seed and the step.
 """
 
 from __future__ import annotations
@@ -31,62 +31,61 @@ class CheckpointWriter(Beside):
     strategy: Collective
 
     @classmethod
-    def takes(cls, job: Job) -> bool:
-        return "checkpoints" in job.settings.more and not job.in_block
+    def is_active_in(cls, job: Job) -> bool:
+        return "checkpoints" in job.settings.more and not job.is_in_block
 
-    def begin(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
-        """Restore the state at which the attempt before is resumed, if there was one.
+    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
+        """Restore the training state from the checkpoint that this attempt resumes, if there is one.
 
         Raises `checkpoints.DamagedCheckpoint` if the checkpoint is damaged, and deletes it, so that the next
         attempt resumes from an earlier one.
         """
         self._clock, self._epochs = clock, epochs
-        self._every = self.worker.settings.of(Checkpoints).checkpoint_every
+        self._every = self.worker.settings.get_extension_keys(Checkpoints).checkpoint_every
         self._folder = attempts.get_checkpoint_folder(self.worker.folder, self.worker.rank)
         self._writer = checkpoints.Writer(self._folder, self._delete_older)
         #: Number of checkpoints and seconds of earlier attempts, up to the step from which this one resumes.
         self._before = {"count": 0, "held_up_s": 0.0, "written_s": 0.0}
-        step = self.job.attempts[-1]["next_step"] if self.job.attempts else 0
+        step = self.job.earlier_attempts[-1]["next_step"] if self.job.earlier_attempts else 0
         self._next_due = step + self._every
         if not step:
             return Start()
         with self.phases("resume"):
             return self._load_state(step)
 
-    def next_stop(self) -> int:
+    def find_next_stop(self) -> int:
         return self._next_due
 
     def _load_state(self, step: int) -> Start:
-        random = Generators.now(self.worker.device).tensors()
+        random = Generators.capture_states(self.worker.device).tensors()
         with checkpoints.delete_if_damaged(self._folder, step):
-            facts = checkpoints.read_facts(self._folder, step)
+            facts = checkpoints.read_checkpoint_facts(self._folder, step)
             losses = torch.zeros(facts["losses"], dtype=getattr(torch, facts["loss_dtype"]))
             step_ms = torch.zeros(step, dtype=torch.float64)
             tensors = [*self.strategy.state_tensors(), *random, step_ms, losses]
-            checkpoints.read_into(self._folder, step, tensors)
-        self.strategy.go_on(facts["counts"])
+            checkpoints.read_checkpoint_into(self._folder, step, tensors)
+        self.strategy.load_counts(facts["counts"])
         self._clock.load_history(facts["clock"] | {"step_ms": step_ms.tolist()})
-        Generators.of_tensors(random).put_back(self.worker.device)
+        Generators.from_tensors(random).put_back(self.worker.device)
         self._before = facts["kept"]
         return Start(step, tuple(losses.to(self.worker.device)), tuple(facts["epochs"]))
 
-    def between(self, step: int, losses: list[Tensor]) -> None:
+    def act_after_step(self, step: int, losses: list[Tensor]) -> None:
         with self.phases("checkpoint"):
             self._writer.wait_for_write()
             stacked = torch.stack(losses).cpu() if losses else torch.zeros(0)
-            clock, own = self._clock.history(), self.count_checkpoints()
+            clock, own = self._clock.export_history(), self.count_checkpoints()
             step_ms = torch.tensor(clock.pop("step_ms"), dtype=torch.float64)
             facts = {
-                "counts": self.strategy.counts(),
+                "counts": self.strategy.export_counts(),
                 "clock": clock,
-                "epochs": list(
-                    self._epochs
-                ),  # a copy, because the training appends to it while it is written
+                # A copy of the list is written, because the training appends to the list meanwhile.
+                "epochs": list(self._epochs),
                 "losses": len(stacked),
                 "loss_dtype": str(stacked.dtype).removeprefix("torch."),
                 "kept": own | {"count": own["count"] + 1},
             }
-            more = [*Generators.now(self.worker.device).tensors(), step_ms, stacked]
+            more = [*Generators.capture_states(self.worker.device).tensors(), step_ms, stacked]
             self._writer.start_write(step, self.strategy.state_tensors(), more=more, facts=facts)
         self._next_due = step + self._every
 
@@ -100,7 +99,7 @@ class CheckpointWriter(Beside):
         }
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Wait for the last checkpoint, and return the number, times and bytes of checkpoints."""
+        """Wait for the last checkpoint, and return the number, times and bytes of the checkpoints."""
         self._writer.wait_for_write()
         one = sum(t.nbytes for t in self.strategy.state_tensors())
         return {"checkpoints": self.count_checkpoints() | {"bytes": one}}

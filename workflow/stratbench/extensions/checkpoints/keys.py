@@ -23,14 +23,16 @@ class Checkpoints(Keys):
     # fmt: on
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], study: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield messages on strategies of an experiment that do not support checkpoints."""
-        from stratbench.strategies import strategy_class
+        from stratbench.strategies import get_strategy_class
         from stratbench.study.config.consistency import iter_strategy_options
 
         every = block["checkpoint_every"]
         for name, base, options in iter_strategy_options(block, study) if every else ():
-            if (reason := strategy_class(base).restart_reason(options, block)) is not None:
+            if (reason := get_strategy_class(base).restart_reason(options, block)) is not None:
                 yield (
                     f".checkpoint_every = {every}: {name}: {reason}; remove {name} from strategies, or "
                     "move it to another experiment"

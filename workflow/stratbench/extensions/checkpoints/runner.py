@@ -1,4 +1,4 @@
-"""Runs a cell with checkpoints, in attempts that each resume from the one before."""
+"""Runs a cell with checkpoints: each attempt resumes from the checkpoints of the previous attempt."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from stratbench.train.running.runner import Runner
 
 
 class RestartRunner(Runner):
-    """Runner of cells with checkpoints, whose measurements before a restart count."""
+    """Runner of cells with checkpoints. Its results include the measurements of earlier attempts."""
 
     section = "restarts"
     _ended_unix_s: float | None = None
 
     @classmethod
-    def takes(cls, s: Settings) -> bool:
+    def runs_cells_with(cls, s: Settings) -> bool:
         return "checkpoints" in s.more
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
-        self._ended_unix_s = attempts.find_last_write(folder)
+        self._ended_unix_s = attempts.find_last_write_time_s(folder)
         super().prepare(folder, cell, s, data_dir)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
-        if job.in_block:  # segments of blocks are too short for checkpoints
+        if job.is_in_block:  # segments of blocks are too short for checkpoints
             return super().run(job, args)
-        job = attempts.begin(job, self._ended_unix_s)
+        job = attempts.begin_attempt(job, self._ended_unix_s)
         # A paused cell is not trained again from its begin; the record states the pauses.
-        return job, *self.launch(job, args.cpus_per_node)
+        return job, *self.launch_processes(job, args.cpus_per_node)
 
-    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return attempts.make_restarts_entry(job, workers)

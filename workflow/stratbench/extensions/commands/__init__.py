@@ -5,14 +5,14 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="a trainer of the user's own as a strategy",
-    needs=("audit",),
+    summary="a trainer of the user's own as a strategy",
+    required_extensions=("audit",),
     strategies={
         "command": "stratbench.extensions.commands.strategy:Command",
     },
-    runner="stratbench.extensions.commands.runner:CommandRunner",
-    judge="stratbench.extensions.commands.same_work:judge_same_work",
-    audited=("stratbench.extensions.commands.audit_rules",),
-    reading="stratbench.extensions.commands.same_work:READING",
+    runner_class="stratbench.extensions.commands.runner:CommandRunner",
+    modify_cell_rows="stratbench.extensions.commands.same_work:judge_same_work",
+    audit_modules=("stratbench.extensions.commands.audit_rules",),
+    report_additions="stratbench.extensions.commands.same_work:READING",
     columns="stratbench.extensions.commands.columns:COLUMNS",
 )

@@ -1,10 +1,10 @@
-"""Rules of the audit on cells that a user's command trains: its report against external measurements."""
+"""Audit rules that compare a user command's report with external measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratbench.analysis.records.facts import Facts, iter_excess, iter_inequality
+from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_inequality_messages
 from stratbench.extensions.audit.rule import record_rule
 
 #: Largest difference in seconds between times of two processes on one node, which share the kernel's clock.
@@ -38,22 +38,24 @@ def find_contradictory_reports(facts: Facts) -> Iterator[str]:
     if not facts.finished or not reported:
         return
     for path, other in EQUAL:
-        yield from iter_inequality(path, facts(path), other, facts(other))
+        yield from iter_inequality_messages(path, facts(path), other, facts(other))
     for path, other in WITHIN:
-        yield from iter_excess(path, facts(path), other, facts(other), absolute=READ_S)
+        yield from iter_excess_messages(path, facts(path), other, facts(other), absolute=READ_S)
     spans = {"the span of program.self_reported": reported["last_s"] - reported["first_s"]}
     if None not in (outside["begun_s"], outside["ended_s"]):
         spans["the span of program.external"] = outside["ended_s"] - outside["begun_s"]
     train_s = facts("time.train_time_s")
     for of, span_s in spans.items():
-        yield from iter_excess("time.train_time_s", train_s, of, span_s, absolute=READ_S)
+        yield from iter_excess_messages("time.train_time_s", train_s, of, span_s, absolute=READ_S)
     batches, formula = (
         reported["steps"] * reported["batch"],
         "program.self_reported.steps x program.self_reported.batch",
     )
-    yield from iter_excess("program.self_reported.samples", reported["samples"], formula, batches)
+    yield from iter_excess_messages(
+        "program.self_reported.samples", reported["samples"], formula, batches
+    )
     if not reported["batches_differ"]:
-        yield from iter_inequality(
+        yield from iter_inequality_messages(
             "program.self_reported.samples", reported["samples"], formula, batches
         )
 
@@ -66,13 +68,15 @@ def find_reports_unlike_cell(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
         return
     workers, samples = (facts(f"program.self_reported.{name}") for name in ("workers", "samples"))
-    yield from iter_inequality("program.self_reported.workers", workers, "cell.gpus", facts.gpus)
+    yield from iter_inequality_messages(
+        "program.self_reported.workers", workers, "cell.gpus", facts.gpus
+    )
     steps = facts("settings.steps")
     if not steps:
-        steps = facts.product("batch.steps_per_epoch", "settings.epochs")
+        steps = facts.multiply_fields("batch.steps_per_epoch", "settings.epochs")
     if steps is not None:
         expected = steps * facts("batch.global_batch")
-        yield from iter_inequality(
+        yield from iter_inequality_messages(
             "program.self_reported.samples", samples, "those of the cell", expected
         )
 
@@ -84,4 +88,4 @@ def find_contradictory_cpu_time(facts: Facts) -> Iterator[str]:
     if facts.finished and train_s is not None:
         least_s = MIN_CPU_SHARE * train_s
         what = f"{MIN_CPU_SHARE:.1%} of time.train_time_s"
-        yield from iter_excess(what, least_s, "program.external.cpu_time_s", used_s)
+        yield from iter_excess_messages(what, least_s, "program.external.cpu_time_s", used_s)

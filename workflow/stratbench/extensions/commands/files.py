@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.workload.users_code import find_sources
+from stratbench.workload.users_code import find_source_files
 
 #: The largest file that counts as a part of a command, in bytes: a larger one is data.
 MAX_PART_BYTES = 1 << 20
 
 
 def get_command_name(node: int) -> str:
-    """Return the name of the command on a node, which its files have."""
+    """Return the name of a node's command, with which the names of its files begin."""
     return f"command{node}"
 
 
@@ -24,12 +24,12 @@ def get_report_path(run: RunFolder) -> Path:
     return run.path / "report.jsonl"
 
 
-def get_out_path(run: RunFolder) -> Path:
+def get_output_folder(run: RunFolder) -> Path:
     """Return the path of the folder to which the command may write."""
     return run.path / "out"
 
 
-def get_end_path(run: RunFolder, node: int) -> Path:
+def get_exit_status_path(run: RunFolder, node: int) -> Path:
     """Return the path of the file with a command's end on a node.
 
     A supervisor writes to it how the command ended.
@@ -37,9 +37,9 @@ def get_end_path(run: RunFolder, node: int) -> Path:
     return run.path / f"{get_command_name(node)}.json"
 
 
-def read_ends(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
+def read_exit_statuses(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
     """Read how the command ended, for each node on which it ended by itself."""
-    paths = {node: get_end_path(run, node) for node in range(n_nodes)}
+    paths = {node: get_exit_status_path(run, node) for node in range(n_nodes)}
     return [
         json.loads(path.read_text(encoding="utf-8")) | {"node": node}
         for node, path in paths.items()
@@ -47,7 +47,7 @@ def read_ends(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
     ]
 
 
-def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
+def find_files_in_arguments(arguments: Iterable[str]) -> dict[str, Path]:
     """Return the user's files that a command names.
 
     The local imports of its Python files are included. The files are by their names in the command, or by
@@ -59,13 +59,13 @@ def files_of_command(arguments: Iterable[str]) -> dict[str, Path]:
     for argument in arguments:
         path = Path(argument).expanduser()
         if before == "-m":
-            by_name |= find_sources(argument, [Path.cwd()])
+            by_name |= find_source_files(argument, [Path.cwd()])
         elif (
             path.is_file()
             and path.stat().st_size <= MAX_PART_BYTES
             and b"\0" not in path.read_bytes()
         ):
-            beside = find_sources(path.stem, [path.parent]) if path.suffix == ".py" else {}
+            beside = find_source_files(path.stem, [path.parent]) if path.suffix == ".py" else {}
             by_name |= {name: p for name, p in beside.items() if p != path} | {argument: path}
         before = argument
     return dict(sorted(by_name.items()))

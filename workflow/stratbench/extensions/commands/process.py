@@ -19,8 +19,8 @@ from stratbench.cell.files import read_json
 from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.extensions.commands.files import (
     get_command_name,
-    get_end_path,
-    get_out_path,
+    get_exit_status_path,
+    get_output_folder,
     get_report_path,
 )
 from stratbench.extensions.commands.strategy import (
@@ -54,15 +54,20 @@ class CommandProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the command, as soon as the rendezvous address is known if it needs one."""
+        """Start the command. If it needs the rendezvous address, wait for that address first."""
         folder = self._job.folder
         arguments = fill_placeholders(
             get_arguments(self._job.settings.options),
             make_placeholder_values(self._job, self._node),
         )
         supervisor = [sys.executable, "-m", "stratbench.extensions.commands.supervisor"]
-        supervisor += ["--logs", os.fspath(folder.logs), "--log", os.fspath(folder.log(self.name))]
-        supervisor += ["--end", os.fspath(get_end_path(folder, self._node))]
+        supervisor += [
+            "--logs",
+            os.fspath(folder.logs),
+            "--log",
+            os.fspath(folder.get_log_path(self.name)),
+        ]
+        supervisor += ["--end", os.fspath(get_exit_status_path(folder, self._node))]
         supervisor += ["--origin-s", repr(self._job.origin_s), "--", *arguments]
         # The supervisor has its own session, so that signals to the launcher's process group do not reach it.
         self._process = subprocess.Popen(
@@ -88,7 +93,7 @@ class CommandProcess:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout)
-            end = get_end_path(self._job.folder, self._node)
+            end = get_exit_status_path(self._job.folder, self._node)
             self.exitcode = read_json(end)["exit_code"] if end.exists() else code
             kill_marked_processes(self._mark)
 
@@ -111,12 +116,15 @@ class CommandProcess:
 
 @contextmanager
 def make_command_process(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the command of a node as its only process, before it is started."""
+    """Yield the command of a node, not yet started, as the node's only process."""
     yield NodeProcesses(job, [CommandProcess(job, node)])
 
 
 def kill_marked_processes(mark: str) -> None:
-    """Kill processes with this mark, which are left if a command's supervisor was killed."""
+    """Kill all processes whose environment has this mark.
+
+    Such processes remain if the command's supervisor was killed.
+    """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark:
@@ -124,7 +132,7 @@ def kill_marked_processes(mark: str) -> None:
 
 
 def make_environment(job: Job, mark: str) -> dict[str, str]:
-    """Return a command's environment variables, with its report's path and its mark."""
+    """Return a command's environment variables, including the report's path and the mark."""
     code = [] if INSTALLED else [os.fspath(PACKAGE.parent)]
     path = [*code, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -141,7 +149,7 @@ def make_placeholder_values(job: Job, node: int) -> dict[str, Any]:
     The rendezvous address is determined only if a placeholder needs it.
     """
     s, folder = job.settings, job.folder
-    get_out_path(folder).mkdir(exist_ok=True)
+    get_output_folder(folder).mkdir(exist_ok=True)
     values = asdict(s) | {
         "workers": job.world_size,
         "nodes": job.n_nodes,
@@ -149,15 +157,18 @@ def make_placeholder_values(job: Job, node: int) -> dict[str, Any]:
         "node": node,
         "total_steps": s.total_steps(job.train_samples),
         "data": job.data_dir,
-        "out": get_out_path(folder),
+        "out": get_output_folder(folder),
     }
     if {"host", "port"} & set(iter_placeholders(get_arguments(s.options))):
-        values["host"], values["port"] = find_meeting_place(job, node)
+        values["host"], values["port"] = find_rendezvous_address(job, node)
     return values
 
 
-def find_meeting_place(job: Job, node: int) -> tuple[str, int]:
-    """Return the address of node 0 and a free port on it. Other nodes read these in the run folder."""
+def find_rendezvous_address(job: Job, node: int) -> tuple[str, int]:
+    """Return the rendezvous of the command's processes: node 0's address and a free port there.
+
+    Node 0 writes both to the run folder, where the other nodes read them.
+    """
     if job.n_nodes == 1:
         return "127.0.0.1", find_free_port()
     if node == 0:

@@ -19,37 +19,37 @@ MAX_FACTS, MAX_FACT = 50, 200
 
 
 class ReportError(RuntimeError):
-    """The report cannot be used; the message says why in one sentence."""
+    """The report cannot be used. The message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True)
 class ReportedScore:
     """Result of an evaluation, and its time. `train_loss` is the mean loss since the previous evaluation."""
 
-    at_s: float
+    reported_at_s: float
     train_time_s: float
     train_loss: float | None
     test_loss: float | None
     score: float | None
-    error: float | None
+    standard_error: float | None
 
 
 @dataclass
 class CommandReport:
     """The content of a report. Times are seconds by the clock of the node that wrote it.
 
-    `first_nonfinite` names the first value that was not finite, if any.
+    `first_nonfinite_value_name` names the first value that was not finite, if any.
     """
 
-    facts: dict[str, Any] = field(default_factory=dict)
+    reported_facts: dict[str, Any] = field(default_factory=dict)
     #: Begin and end of each interval in which training was timed.
     training_intervals: list[list[float]] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
+    samples_per_step: list[int] = field(default_factory=list)
     scores: list[ReportedScore] = field(default_factory=list)
-    first_nonfinite: str | None = None
+    first_nonfinite_value_name: str | None = None
     #: Time of the last line, and whether the training clock was stopped then.
-    last_line_s: float = -math.inf
+    last_line_at_s: float = -math.inf
     is_paused: bool = False
 
     @property
@@ -59,7 +59,7 @@ class CommandReport:
 
 
 def read_report(path: Path) -> CommandReport:
-    """Read the report in a file.
+    """Read the report that a user's command has written to a file.
 
     An incomplete last line is left out.
 
@@ -100,9 +100,8 @@ class _ReportReader:
 
     def __init__(self) -> None:
         self.report = CommandReport()
-        self._clock_s: float | None = (
-            None  # begin of the next step, or None if the clock is stopped
-        )
+        # Begin of the next step, or None if the clock is stopped.
+        self._clock_s: float | None = None
         self._losses: list[float] = []
         self._begins_anew = True
         self._events: dict[str, Callable[[dict[str, Any], float], None]] = {
@@ -114,7 +113,7 @@ class _ReportReader:
         }
 
     def read_line(self, line: Any) -> None:
-        """Add a line to the report."""
+        """Add the values of one line of JSON to the report."""
         if not isinstance(line, dict):
             raise ValueError("is no JSON object")
         event, at_s = line["event"], _parse_number(line["t"], "t")
@@ -122,15 +121,15 @@ class _ReportReader:
             raise ValueError(f"t = {line['t']} is not finite")
         if event not in self._events:
             raise ValueError(f"event {str(event)[:40]!r} is none of {', '.join(self._events)}")
-        if not self.report.facts and event != "start":
+        if not self.report.reported_facts and event != "start":
             raise ValueError(f"{event} comes before start")
-        if at_s < self.report.last_line_s:
+        if at_s < self.report.last_line_at_s:
             raise ValueError(f"t = {at_s} is before that of the line above")
         self._events[event](line, at_s)
-        self.report.last_line_s, self.report.is_paused = at_s, self._clock_s is None
+        self.report.last_line_at_s, self.report.is_paused = at_s, self._clock_s is None
 
     def _start(self, line: dict[str, Any], at_s: float) -> None:
-        if self.report.facts:
+        if self.report.reported_facts:
             raise ValueError(
                 "a second start: the training began twice, so that its time is not one"
             )
@@ -143,7 +142,7 @@ class _ReportReader:
         _parse_whole_number(facts.get("workers"), "workers", 1)
         if "parameters" in facts:
             _parse_whole_number(facts["parameters"], "parameters", 0)
-        self.report.facts = facts
+        self.report.reported_facts = facts
         self._clock_s = at_s
 
     def _step(self, line: dict[str, Any], at_s: float) -> None:
@@ -151,7 +150,7 @@ class _ReportReader:
             raise ValueError(
                 "a step while the clock is stopped; call resume() or score() after pause()"
             )
-        self.report.samples.append(_parse_whole_number(line["samples"], "samples", 1))
+        self.report.samples_per_step.append(_parse_whole_number(line["samples"], "samples", 1))
         if "loss" in line:
             self._take_losses([line["loss"]])
         if self._begins_anew:
@@ -181,18 +180,18 @@ class _ReportReader:
         }
         for key, value in values.items():
             if key != "error" and not math.isfinite(value):
-                self.report.first_nonfinite = (
-                    self.report.first_nonfinite or f"the {key.replace('_', ' ')}"
+                self.report.first_nonfinite_value_name = (
+                    self.report.first_nonfinite_value_name or f"the {key.replace('_', ' ')}"
                 )
         known = {key: value for key, value in values.items() if math.isfinite(value)}
         self.report.scores.append(
             ReportedScore(
-                at_s=at_s,
+                reported_at_s=at_s,
                 train_time_s=self.report.train_time_s,
                 train_loss=_average_losses(self._losses),
                 test_loss=known.get("test_loss"),
                 score=known.get("score"),
-                error=known.get("error"),
+                standard_error=known.get("error"),
             )
         )
         self._losses = []
@@ -203,7 +202,9 @@ class _ReportReader:
             raise ValueError("losses must be a list")
         for loss in losses:
             if not math.isfinite(_parse_number(loss, "loss")):
-                self.report.first_nonfinite = self.report.first_nonfinite or "the training loss"
+                self.report.first_nonfinite_value_name = (
+                    self.report.first_nonfinite_value_name or "the training loss"
+                )
         self._losses += losses
 
 

@@ -1,4 +1,4 @@
-"""Converts the report of a command, and how it ended, to the result files of a worker."""
+"""Converts a command's report and exit statuses to the result files of a worker."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Any
 
 from stratbench.cell.files import read_last_lines
 from stratbench.cell.settings import Settings
-from stratbench.extensions.commands.files import get_command_name, get_report_path, read_ends
+from stratbench.extensions.commands.files import (
+    get_command_name,
+    get_report_path,
+    read_exit_statuses,
+)
 from stratbench.extensions.commands.reading import CommandReport, ReportError, read_report
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.machine import environment
 from stratbench.telemetry.machine.foreign_processes import find_worker_gpu
 from stratbench.telemetry.machine.node import collect_node_facts
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.timeline import PhaseLog, read_samples
-from stratbench.train.inputs import files_entry, unbuilt_model
+from stratbench.train.inputs import build_files_entry, build_unbuilt_model_entry
 from stratbench.train.job import Job
 
 #: A command whose last step was longer ago than both of these when its time limit ended had hung, and was not
@@ -34,30 +38,32 @@ def store_results(job: Job) -> None:
     try:
         report = read_report(get_report_path(job.folder))
     except ReportError as e:
-        job.folder.write_worker(0, {"status": "error", "reason": str(e)})
+        job.folder.write_worker_result(0, {"status": "error", "reason": str(e)})
         return
-    write_phases(job, report)
+    write_training_phases(job, report)
     for entry in list_epoch_entries(job.settings, report):
-        job.folder.add_epoch(entry)
-    job.folder.write_worker(0, make_worker_result(job, report))
+        job.folder.append_epoch(entry)
+    job.folder.write_worker_result(0, make_worker_result(job, report))
 
 
 def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
     """Return the result of a worker with the values that the command has reported."""
-    origin_s = get_origin_s(job)
+    origin_s = get_time_origin_s(job)
     starts = [begin - origin_s for begin, _ in report.training_intervals]
     evaluated_s = sum(
-        s.at_s - e for s, e in zip(report.scores, list_ends_before_scores(report), strict=True)
+        s.reported_at_s - e
+        for s, e in zip(report.scores, list_last_times_before_scores_s(report), strict=True)
     )
     phases = {"build_s": starts[0]}
     if report.scores and not job.settings.steps:
         phases["eval_s"] = evaluated_s
     return {
-        "status": "diverged" if report.first_nonfinite else "ok",
-        "reason": report.first_nonfinite and f"{report.first_nonfinite} is not a finite number",
+        "status": "diverged" if report.first_nonfinite_value_name else "ok",
+        "reason": report.first_nonfinite_value_name
+        and f"{report.first_nonfinite_value_name} is not a finite number",
         "rank": 0,
         "steps": len(report.step_times_s),
-        "samples": sum(report.samples),
+        "samples": sum(report.samples_per_step),
         "train_time_s": report.train_time_s,
         "epoch_starts_s": [begin for begin, _ in report.training_intervals],
         "epoch_times_s": compute_epoch_times_s(job.settings, report),
@@ -75,40 +81,43 @@ def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
             "updates_applied": len(report.step_times_s),
         },
         "communication": None,
-        "model": unbuilt_model(job) | {"parameters": report.facts.get("parameters")},
+        "model": build_unbuilt_model_entry(job)
+        | {"parameters": report.reported_facts.get("parameters")},
         "provenance": collect_provenance(job, report),
         "told": make_self_reported_entry(report, origin_s),
     }
 
 
 def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str, Any]:
-    """Return the record's section `program.self_reported`."""
-    sizes = set(report.samples)
+    """Return the record's section `program.self_reported`: the values that the command reported."""
+    sizes = set(report.samples_per_step)
     return {
-        "workers": report.facts["workers"],
-        "parameters": report.facts.get("parameters"),
+        "workers": report.reported_facts["workers"],
+        "parameters": report.reported_facts.get("parameters"),
         # The last step of an epoch may have fewer samples, so that the largest number is the batch.
         "batch": max(sizes),
         "batches_differ": len(sizes) > 1,
         "steps": len(report.step_times_s),
-        "samples": sum(report.samples),
+        "samples": sum(report.samples_per_step),
         "first_s": report.training_intervals[0][0] - origin_s,
         "last_s": report.training_intervals[-1][1] - origin_s,
         "evaluations": len(report.scores),
-        "facts": {k: v for k, v in report.facts.items() if k not in ("workers", "parameters")},
+        "facts": {
+            k: v for k, v in report.reported_facts.items() if k not in ("workers", "parameters")
+        },
     }
 
 
-def list_ends_before_scores(report: CommandReport) -> list[float]:
+def list_last_times_before_scores_s(report: CommandReport) -> list[float]:
     """Return the end of the last step or score before each score.
 
     The evaluation for the score began at that time.
     """
     ends, latest = [], report.training_intervals[0][0]
     for score in report.scores:
-        done = [end for _, end in report.training_intervals if end <= score.at_s]
+        done = [end for _, end in report.training_intervals if end <= score.reported_at_s]
         ends.append(max([latest, *done]))
-        latest = score.at_s
+        latest = score.reported_at_s
     return ends
 
 
@@ -124,7 +133,7 @@ def list_epoch_entries(s: Settings, report: CommandReport) -> list[dict[str, Any
             "train_loss": score.train_loss,
             "test_loss": score.test_loss,
             "score": score.score,
-            "score_error": score.error,
+            "score_error": score.standard_error,
         }
         for i, score in enumerate(scores, 1)
     ]
@@ -138,27 +147,27 @@ def compute_epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
     return [*spans, rest] if rest > 1e-9 else spans
 
 
-def get_origin_s(job: Job) -> float:
+def get_time_origin_s(job: Job) -> float:
     """Return the origin of the cell's times on the clock of node 0.
 
     Node 0 wrote the report.
     """
-    ends = read_ends(job.folder, 1)
+    ends = read_exit_statuses(job.folder, 1)
     return ends[0]["origin_s"] if ends else job.origin_s
 
 
-def write_phases(job: Job, report: CommandReport) -> None:
-    """Write the intervals in which the command trained, which timeline and energy need."""
-    log = PhaseLog(job.folder.phases(0), 0, get_origin_s(job))
+def write_training_phases(job: Job, report: CommandReport) -> None:
+    """Write the intervals in which the command trained, for the timeline and the energy measurement."""
+    log = PhaseLog(job.folder.get_phase_log_path(0), 0, get_time_origin_s(job))
     for begin, end in report.training_intervals:
-        log.write("train", "start", at_s=begin)
-        log.write("train", "end", at_s=end)
+        log.write_phase_event("train", "start", at_s=begin)
+        log.write_phase_event("train", "end", at_s=end)
 
 
 def read_peak_memory(job: Job) -> dict[str, Any]:
     """Return the record's memory entry: the peak memory of the largest process, from the kernel."""
     peak_bytes = max(
-        (end["max_rss_bytes"] for end in read_ends(job.folder, job.n_nodes)), default=None
+        (end["max_rss_bytes"] for end in read_exit_statuses(job.folder, job.n_nodes)), default=None
     )
     return {
         "method": "maxrss-since-process-start",
@@ -178,27 +187,27 @@ def collect_provenance(job: Job, report: CommandReport) -> dict[str, Any]:
         "load_1m": os.getloadavg()[0],
         "environment": environment.select_training_variables(os.environ),
     }
-    if version := report.facts.get("torch"):
+    if version := report.reported_facts.get("torch"):
         facts["software"] = {"torch": str(version)}
-    places = [p["gpu"] for p in job.folder.read_places().values() if "gpu" in p]
+    places = [p["gpu"] for p in job.folder.read_process_locations().values() if "gpu" in p]
     gpu = find_worker_gpu(Nvml(), places[0]) if places else None
-    return facts | ({"gpu": gpu.static()} if gpu else {})
+    return facts | ({"gpu": gpu.read_identity_and_settings()} if gpu else {})
 
 
 def make_program_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `program`: external measurements, and the command's report."""
-    files = strategy_class(job.settings.strategy).files(job.settings.options)
-    worker = job.folder.read_worker(0) or {}
+    files = get_strategy_class(job.settings.strategy).list_user_files(job.settings.options)
+    worker = job.folder.read_worker_result(0) or {}
     return {
-        **files_entry(files),
-        "external": make_external_entry(job),
+        **build_files_entry(files),
+        "external": make_external_measurements(job),
         "self_reported": worker.get("told"),
     }
 
 
-def make_external_entry(job: Job) -> dict[str, Any]:
+def make_external_measurements(job: Job) -> dict[str, Any]:
     """Return measurements of the command's processes on all nodes; a value is None if unknown."""
-    ends = read_ends(job.folder, job.n_nodes)
+    ends = read_exit_statuses(job.folder, job.n_nodes)
     processes, gpus = (
         read_sampled_values(job, "process", "rss_bytes"),
         read_sampled_values(job, "gpu", "mem_used_bytes"),
@@ -206,8 +215,8 @@ def make_external_entry(job: Job) -> dict[str, Any]:
     whole = len(ends) == job.n_nodes
     return {
         "exit_code": next((e["exit_code"] for e in ends if e["exit_code"]), 0) if whole else None,
-        "begun_s": ends[0]["begun_s"] - get_origin_s(job) if whole else None,
-        "ended_s": ends[0]["ended_s"] - get_origin_s(job) if whole else None,
+        "begun_s": ends[0]["begun_s"] - get_time_origin_s(job) if whole else None,
+        "ended_s": ends[0]["ended_s"] - get_time_origin_s(job) if whole else None,
         "cpu_time_s": sum(e["cpu_time_s"] for e in ends) if whole else None,
         "largest_process_bytes": max(e["max_rss_bytes"] for e in ends) if whole else None,
         "node_rss_bytes": max(processes, default=None),
@@ -223,7 +232,7 @@ def read_sampled_values(job: Job, kind: str, column: str) -> list[int]:
         kind: `process` or `gpu`.
         column: Name of the column.
     """
-    rows = (row for path in job.folder.sample_files() for row in read_samples(path))
+    rows = (row for path in job.folder.list_sample_paths() for row in read_samples(path))
     return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
 
 
@@ -239,7 +248,7 @@ def describe_failure(job: Job, exits: Sequence[Any]) -> str:
 
 def read_last_log_lines(job: Job) -> list[str]:
     """Return the last lines of the command's logs on all nodes."""
-    paths = (job.folder.log(get_command_name(node)) for node in range(job.n_nodes))
+    paths = (job.folder.get_log_path(get_command_name(node)) for node in range(job.n_nodes))
     return [line for path in paths if path.exists() for line in read_last_lines(path)]
 
 
@@ -254,7 +263,7 @@ def find_hang_reason(job: Job) -> str | None:
         report = read_report(get_report_path(job.folder))
     except ReportError as e:
         return f"no step within {limit}: {e}"
-    quiet_s = get_origin_s(job) + job.time_limit_s - report.last_line_s
+    quiet_s = get_time_origin_s(job) + job.time_limit_s - report.last_line_at_s
     longest_s = max(report.step_times_s)
     if report.is_paused or quiet_s <= max(QUIET_S, QUIET_STEPS * longest_s):
         return None

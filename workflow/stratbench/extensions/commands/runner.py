@@ -7,14 +7,19 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands import results
-from stratbench.extensions.commands.files import get_command_name, read_ends
-from stratbench.strategies import strategy_class
+from stratbench.extensions.commands.files import get_command_name, read_exit_statuses
+from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
-from stratbench.train.ending import KILLED_FOR_MEMORY, Ending, has_killed, make_error_or_timeout
+from stratbench.train.ending import (
+    KILLED_FOR_MEMORY,
+    Ending,
+    has_oom_kill_since,
+    make_error_or_timeout,
+)
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import trained_of
-from stratbench.train.out_of_memory import line_out_of_memory
+from stratbench.train.nodes.paused import read_training_phases
+from stratbench.train.out_of_memory import find_out_of_memory_line
 from stratbench.train.running.runner import Runner
 
 
@@ -25,11 +30,11 @@ class CommandRunner(Runner):
     processes = "stratbench.extensions.commands.process:make_command_process"
 
     @classmethod
-    def takes(cls, s: Settings) -> bool:
-        return strategy_class(s.strategy).kind == "own"
+    def runs_cells_with(cls, s: Settings) -> bool:
+        return get_strategy_class(s.strategy).kind == "own"
 
-    def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
-        ends = {e["node"]: e["exit_code"] for e in read_ends(job.folder, job.n_nodes)}
+    def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
+        ends = {e["node"]: e["exit_code"] for e in read_exit_statuses(job.folder, job.n_nodes)}
         return [
             agent.ProcessExit(get_command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)
         ]
@@ -37,22 +42,23 @@ class CommandRunner(Runner):
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
         """Store the command's report, and return how the cell ended.
 
-        It ended out of memory if its log says so, or if the kernel killed one of its processes.
+        The cell ended out of memory if the command's log says so, or if the kernel killed one of its
+        processes.
 
         Args:
             job: Job of the cell.
-            exits: How its processes exited.
+            exits: Exits of the cell's processes, with reasons.
             kills_before: Number of the kernel's kills for memory before the cell, or None if unknown.
         """
         results.store_results(job)
-        worker = job.folder.read_worker(0) or {}
+        worker = job.folder.read_worker_result(0) or {}
         if worker.get("status") == "diverged":
             return Ending("diverged", worker["reason"])
         failed = [p for p in exits.processes if p.exit_code not in (0, None)]
         if failed:
-            if has_killed(kills_before):
+            if has_oom_kill_since(kills_before):
                 return KILLED_FOR_MEMORY
-            line = line_out_of_memory(results.read_last_log_lines(job))
+            line = find_out_of_memory_line(results.read_last_log_lines(job))
             if line is None:
                 return Ending("error", results.describe_failure(job, exits.processes))
             if job.folder.read_foreign_processes():
@@ -68,18 +74,18 @@ class CommandRunner(Runner):
             return Ending("error", worker.get("reason", "the command left no result"))
         return Ending("ok", None)
 
-    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return results.make_program_entry(job)
 
-    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
-        return trained_of(job, range(1))
+    def read_training_phases(self, job: Job, node: int) -> list[PhaseInterval]:
+        return read_training_phases(job, range(1))
 
-    def gpu_intervals(
+    def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return the command's training intervals by its report, for each GPU of the cell."""
-        places = [p for p in job.folder.read_places().values() if "gpu" in p]
+        """Return the training intervals that the command reported, for each GPU of the cell."""
+        places = [p for p in job.folder.read_process_locations().values() if "gpu" in p]
         if any(p["gpu"].get("index") is None for p in places):
             return None
-        spans = [(i.start_s, i.end_s) for i in trained_of(job, range(1))]
+        spans = [(i.start_s, i.end_s) for i in read_training_phases(job, range(1))]
         return {(p["host"], str(p["gpu"]["index"])): spans for p in places}

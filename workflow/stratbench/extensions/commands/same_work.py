@@ -1,4 +1,4 @@
-"""Checks whether a user's command trained the same as the cells that it is compared with.
+"""Checks whether a user's command trained the same as the cells it is compared with.
 
 The command reports its values itself. The cell is ranked with others if samples, batch, parameters and score
 agree. Otherwise its status becomes `incomparable`, with the reason, and no table or decision ranks it.
@@ -36,7 +36,7 @@ def judge_same_work(rows: Sequence[Row]) -> None:
         if row["status"] == "ok":
             beside[row["experiment"], row["model"]].append(row)
     verdicts = [
-        (row, next(iter_work_differences(row, select_partners(row, of_place)), None))
+        (row, next(iter_work_differences(row, select_compared_rows(row, of_place)), None))
         for of_place in beside.values()
         for row in of_place
         if row["strategy_kind"] == "own"
@@ -47,8 +47,8 @@ def judge_same_work(rows: Sequence[Row]) -> None:
             row["status"], row["reason"] = INCOMPARABLE, f"other work: {reason}"
 
 
-def select_partners(row: Row, beside: Sequence[Row]) -> list[Row]:
-    """Return the rows that a command's row is compared with, preferably on as many workers.
+def select_compared_rows(row: Row, beside: Sequence[Row]) -> list[Row]:
+    """Return the rows with which a command's row is compared, preferably with equal worker counts.
 
     Cells of stratbench's loop with DDP's arithmetic have precedence, then its other cells, then other
     commands.
@@ -62,7 +62,7 @@ def select_partners(row: Row, beside: Sequence[Row]) -> list[Row]:
 
 
 def iter_work_differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield texts on how a command's training differs from that of its partners."""
+    """Yield texts on differences between a command's training and the compared cells' training."""
     if row["command_workers"] != row["gpus"]:
         yield f"it reports {row['command_workers']} processes, but the cell has {row['gpus']}"
     if not partners:
@@ -78,7 +78,7 @@ def iter_work_differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield a text if a command's score differs too much from its partners' scores.
+    """Yield a text if a command's score differs too much from the compared cells' scores.
 
     A difference is too large if tolerance and sampling error together do not explain it.
     """
@@ -102,7 +102,7 @@ def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def compute_standard_error(row: Row) -> float:
-    """Return the standard error of a score: recorded, or binomial for a share, else 0."""
+    """Return the standard error of a score: recorded, from a binomial share, or else 0."""
     if row["score_error"] is not None:
         return row["score_error"]
     if row["score_unit"] != "share" or not row["test_samples"]:
@@ -115,7 +115,7 @@ def _format_values(values: set[float]) -> str:
 
 
 def iter_command_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
-    """Yield notices that commands report their values themselves, and which of them are not ranked."""
+    """Yield notices that commands report their values themselves, and how many of them are ranked."""
     rows = cells[cells["same_work"].notna()]
     if not len(rows):
         return
@@ -131,4 +131,4 @@ def iter_command_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterat
         yield f"Not ranked, because of other work: {where}: {str(reason).removeprefix('no: ')}."
 
 
-READING = Reading(notices=iter_command_notices)
+READING = Reading(list_notices=iter_command_notices)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.cell.settings import GIVEN
-from stratbench.extensions.commands.files import files_of_command
+from stratbench.extensions.commands.files import find_files_in_arguments
 from stratbench.strategies.base import Options, Strategy, Traits
 
 #: Placeholders in arguments and their meanings, in addition to the names of an experiment's settings.
@@ -100,7 +100,9 @@ class Command(Strategy):
             )
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         for key in ("slowdown", "profile"):
             if values[key]:
                 yield f".{key} = {values[key]}: a command cannot be reached from outside"
@@ -113,11 +115,11 @@ class Command(Strategy):
         return tuple(options["needs"] or ())
 
     @classmethod
-    def files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        return files_of_command(get_arguments(options))
+    def list_user_files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
+        return find_files_in_arguments(get_arguments(options))
 
     @classmethod
-    def faults_here(cls, options: Mapping[str, Any]) -> Iterator[str]:
+    def iter_unmet_requirements(cls, options: Mapping[str, Any]) -> Iterator[str]:
         program, *arguments = get_arguments(options) or [""]
         if shutil.which(program) is None:
             yield f"its program {program!r} is not found; install it, or give its path"

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from stratbench.cell.files import write_atomic
-from stratbench.train.locks import hold_as_worker
+from stratbench.train.locks import lock_cell_as_worker
 
 #: Options of prctl(2): orphaned descendants become children of this process; a child dies with its parent.
 _SET_CHILD_SUBREAPER, _SET_PDEATHSIG = 36, 1
@@ -50,10 +50,9 @@ def main() -> None:
     parser.add_argument("program", nargs="+", help="program and arguments of the command")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # only the agent may stop this process, by closing its input
-    hold_as_worker(args.logs)
+        # These signals are ignored, because only the agent may stop this process, by closing its input.
+        signal.signal(number, signal.SIG_IGN)
+    lock_cell_as_worker(args.logs)
     set_process_attribute(_SET_CHILD_SUBREAPER, 1)
     begun_s = time.monotonic()
     with args.log.open("ab") as log:
@@ -68,19 +67,19 @@ def main() -> None:
         except OSError as e:
             log.write(f"{args.program[0]}: {e.strerror}\n".encode())
             os._exit(127)
-    threading.Thread(target=end_with_input, daemon=True).start()
+    threading.Thread(target=end_when_input_closes, daemon=True).start()
     code = child.wait()
     ended_s = time.monotonic()
     kill_descendants()
     write_atomic(
         args.end,
-        json.dumps({"origin_s": args.origin_s} | collect_end_values(code, begun_s, ended_s)),
+        json.dumps({"origin_s": args.origin_s} | collect_exit_values(code, begun_s, ended_s)),
     )
     sys.stdout.flush()
     os._exit(0)
 
 
-def collect_end_values(code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
+def collect_exit_values(code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
     """Return how the command ended, and the CPU time and memory that it used.
 
     Times are in seconds and memory is in bytes. `max_rss_bytes` is the high-water mark of the largest
@@ -103,7 +102,7 @@ def collect_end_values(code: int, begun_s: float, ended_s: float) -> dict[str, A
     }
 
 
-def end_with_input() -> None:
+def end_when_input_closes() -> None:
     """Wait for the end of standard input, then kill all descendants and end this process."""
     while sys.stdin.buffer.read(1):
         pass
@@ -120,11 +119,11 @@ def kill_descendants() -> None:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        collect_ended_children()
+        reap_ended_children()
         time.sleep(_POLL_S)
 
 
-def collect_ended_children() -> None:
+def reap_ended_children() -> None:
     """Wait for children that have ended, so that they do not remain as zombies."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -140,7 +139,7 @@ def set_process_attribute(option: int, value: int) -> None:
 
 
 def _prepare_child() -> None:
-    """Prepare the child before it becomes the command.
+    """Prepare the child process before it executes the command.
 
     The child ends with its parent, and handles signals.
     """

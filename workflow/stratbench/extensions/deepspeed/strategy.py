@@ -14,7 +14,7 @@ from stratbench.cell.text.words import format_names, format_wrong_value
 from stratbench.strategies import base
 from stratbench.strategies.counted import Counted
 from stratbench.strategies.needs import check_installed
-from stratbench.strategies.sharding.sharded import Sharded, averaging_buffers
+from stratbench.strategies.sharding.sharded import Sharded, average_batchnorm_buffers
 from stratbench.workload.network.precision import PURE_BF16
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ NUMBER_BYTES = 4
 
 
 class DeepSpeed(Counted):
-    """deepspeed.initialize on the cell's model and optimizer: the engine does backward and update.
+    """Strategy that trains by DeepSpeed's engine, which does backward, reduction and update.
 
     Stage 1 shards the optimizer's state, stage 2 also gradients, and stage 3 also parameters (Rajbhandari et
     al., SC 2020). The engine keeps a float32 master copy of each worker's part of the weights. Stages 1 and 2
@@ -39,7 +39,7 @@ class DeepSpeed(Counted):
     whose mean is evaluated.
     """
 
-    family = "engines"  # libraries that do backward and update themselves
+    family = "engines"  # family of libraries that do backward and update themselves
     mark = 0
     rigid = base.STATE_IN_PARTS
     needs = ("deepspeed==0.19.8",)
@@ -87,7 +87,9 @@ class DeepSpeed(Counted):
                 )
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         if values["precision"] == "fp64":
             yield ".precision = 'fp64': DeepSpeed keeps its weights in float32; use fp32"
         if values["precision"] == PURE_BF16:
@@ -112,28 +114,32 @@ class DeepSpeed(Counted):
                 "with DeepSpeed; set it to false"
             )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
-        if trial.sparse:
-            yield base.sparse_gradient_reason(trial.sparse, "has no place in a flat bucket")
+        if trial.sparse_gradient_parameters:
+            yield base.sparse_gradient_reason(
+                trial.sparse_gradient_parameters, "has no place in a flat bucket"
+            )
         dtypes = base.list_dtype_names(model.parameters())
         if len(dtypes) > 1:
             yield (
                 f"it has parameters of several dtypes ({', '.join(dtypes)}), which DeepSpeed would put into "
                 "one flat tensor; use one"
             )
-        if self.options.stage == 3 and (early := trial.uncalled + trial.late):
+        if self.options.stage == 3 and (
+            early := trial.parameters_read_before_call + trial.parameters_read_after_calls
+        ):
             yield (
                 f"forward reads {format_names(early)} outside of a call of its module, but stage 3 gathers "
                 "parameters only for the call; call the module itself, or use stage 1 or 2"
             )
-        yield from base.iter_sharding_refusals(trial, as_parameters=False)
+        yield from base.iter_unshardable_model_reasons(trial, as_parameters=False)
         if worker.world_size == 1:
             return
-        if trial.by_chance:
-            yield base.skipped_at_random_reason(trial.by_chance)
-        elif trial.by_data:
-            yield base.skipped_by_data_reason(trial.by_data)
+        if trial.randomly_called_modules:
+            yield base.skipped_at_random_reason(trial.randomly_called_modules)
+        elif trial.data_dependent_modules:
+            yield base.skipped_by_data_reason(trial.data_dependent_modules)
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options
@@ -157,16 +163,15 @@ class DeepSpeed(Counted):
         # The engine needs these; otherwise it would run numactl in every step to count the workers of a node.
         os.environ |= {
             "LOCAL_RANK": str(worker.device.index or 0),
-            "LOCAL_SIZE": str(worker.local_world),
+            "LOCAL_SIZE": str(worker.local_world_size),
         }
         self.worker, self.model = worker, model
         self.parameters = self.local = [p for p in model.parameters() if p.requires_grad]
         self._trained = count_parameters(self.parameters)
-        kind, settings = self.optimizer_kind()
+        kind, settings = self.get_optimizer_class()
         self.optimizer = kind(self.parameters, **settings)
-        model.to = lambda *_, **__: (
-            model
-        )  # the model is on its device; fake tensors cannot be moved
+        # The model is on its device already, and fake tensors cannot be moved.
+        model.to = lambda *_, **__: model
         self.engine, self.zero, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.optimizer,
@@ -181,7 +186,7 @@ class DeepSpeed(Counted):
         else:
             self.local = list(self.zero.single_partition_of_fp32_groups)
             self._flat = list(self.zero.bit16_groups_flat)
-        self.begin_states(self.optimizer, self.local)
+        self.create_optimizer_states(self.optimizer, self.local)
         self.reset()
 
     def config(self, worker: base.Worker) -> dict[str, Any]:
@@ -202,13 +207,13 @@ class DeepSpeed(Counted):
 
     def reset(self) -> None:
         super().reset()
-        self.engine.micro_steps = self.engine.global_steps = self.engine.skipped_steps = 0
+        self.engine.micro_steps = self.engine.global_steps = self.engine.count_skipped_steps = 0
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
-        self._free_gathered()  # gathered parameters still have the values of the warm-up
+        self._free_gathered_parameters()  # gathered parameters still have the values of the warm-up
 
-    def _free_gathered(self) -> None:
+    def _free_gathered_parameters(self) -> None:
         """Free the gathered and prefetched parameters in stage 3."""
         if self.options.stage == 3:
             self.zero._partition_all_parameters()
@@ -217,35 +222,38 @@ class DeepSpeed(Counted):
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self._flat, *self.model.buffers()]
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
-        tensors = {"optimizer": self.local}  # the master copy
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
+        tensors = {"optimizer": self.local}  # the engine's master copy of the weights
         if self.options.stage == 3:
             tensors["parameters"] = [*self._flat, *self.model.parameters()]
             tensors["gradients"] = [self.zero.grad_partitions_flat_buffer]
             tensors["buckets"] = [bucket.buffer for bucket in self.zero.ipg_buckets.values()]
         return tensors
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss, scale_wrt_gas=False)  # the loss is already divided by the parts
 
-    def gradients(self) -> list[Tensor]:
+    def list_gradients(self) -> list[Tensor]:
         return [g for gradients in self.zero.averaged_gradients.values() for g in gradients]
 
-    def clip(self, norm: float) -> None:
+    def clip_gradients(self, norm: float) -> None:
         """Do nothing, because the engine clips gradients itself."""
 
     def update(self) -> None:
         self.engine.step()
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        with averaging_buffers(self.model, self.worker.world_size), super().evaluating() as model:
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
+        with (
+            average_batchnorm_buffers(self.model, self.worker.world_size),
+            super().open_evaluation_model() as model,
+        ):
             yield model
-        self._free_gathered()
+        self._free_gathered_parameters()
 
     def model_states(self) -> dict[str, int]:
         from stratbench.telemetry.memory import measure_model_states
@@ -264,7 +272,7 @@ class DeepSpeed(Counted):
     def report(self) -> dict[str, Any]:
         import deepspeed
 
-        report, skipped = super().report(), self.engine.skipped_steps
+        report, skipped = super().report(), self.engine.count_skipped_steps
         report["details"] |= {
             "skipped_steps": skipped,
             "engine": f"deepspeed {deepspeed.__version__}",
@@ -273,7 +281,7 @@ class DeepSpeed(Counted):
 
     @classmethod
     @contextmanager
-    def on_fakes(cls) -> Iterator[None]:
+    def support_fake_tensors(cls) -> Iterator[None]:
         check_installed("deepspeed", cls, {})
         import_deepspeed("cpu")
         import torch.nn.functional as F
@@ -286,11 +294,12 @@ class DeepSpeed(Counted):
         )
 
         replaced = [
+            # DeepSpeed's global list would keep every model alive, so that it is replaced.
             (
                 parameter_offload,
                 "FWD_MODULE_STACK",
                 [],
-            ),  # the global list would keep every model alive
+            ),
             # Fake tensors have no values, so that checks for finite norms and equal calls are disabled.
             *(
                 (at, "is_invalid_grad_norm", lambda norm: False)
@@ -332,7 +341,7 @@ def make_engine_config(
         ),
         "gradient_accumulation_steps": s.gradient_accumulation_steps,
         "gradient_clipping": s.max_grad_norm or 0.0,
-        "zero_allow_untested_optimizer": True,  # SGD
+        "zero_allow_untested_optimizer": True,  # allows SGD, which DeepSpeed has not tested
         "steps_per_print": None,
         "zero_optimization": zero,
     }
@@ -345,9 +354,8 @@ def make_engine_config(
         }
     if not match_other_strategies:
         return config
-    config["timers"] = {
-        "throughput": {"enabled": False}
-    }  # the timer waits for the device in each step
+    # With the timer, the host would wait for the device in each step.
+    config["timers"] = {"throughput": {"enabled": False}}
     # A bucket larger than the model would waste memory.
     bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, trained)
     zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}

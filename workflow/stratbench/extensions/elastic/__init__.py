@@ -5,15 +5,15 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="workers that come and go",
-    needs=("checkpoints", "servers"),
+    summary="workers that come and go",
+    required_extensions=("checkpoints", "servers"),
     keys={
         "experiment": "stratbench.extensions.elastic.keys:Elastic",
         "cluster": "stratbench.extensions.elastic.keys:ElasticCluster",
     },
-    rules=("elastic.smk",),
-    request="stratbench.extensions.elastic.request:request_workers",
-    runner="stratbench.extensions.elastic.runner:ElasticRunner",
-    reading="stratbench.extensions.elastic.evidence:READING",
+    rule_files=("elastic.smk",),
+    build_job_request="stratbench.extensions.elastic.request:request_workers",
+    runner_class="stratbench.extensions.elastic.runner:ElasticRunner",
+    report_additions="stratbench.extensions.elastic.evidence:READING",
     columns="stratbench.extensions.elastic.columns:COLUMNS",
 )

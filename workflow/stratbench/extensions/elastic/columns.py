@@ -6,7 +6,7 @@ from stratbench.analysis.records import derived
 from stratbench.cell.record import Record
 
 
-def time_to_result_s(record: Record) -> float | None:
+def compute_time_to_result_s(record: Record) -> float | None:
     """Return the time from the submission of a cell's job to its end; None for other cells outside SLURM.
 
     The queue waits of an elastic cell's workers are part of its total time, with and without SLURM.
@@ -17,14 +17,14 @@ def time_to_result_s(record: Record) -> float | None:
         or total_s is None
         or derived.get_by_path(record, "time.queue_wait_s") is not None
     ):
-        return derived.time_to_result_s(record)
+        return derived.compute_time_to_result_s(record)
     return total_s + (derived.get_by_path(record, "restarts.between_s") or 0.0)
 
 
 # fmt: off
 #: Columns as arguments of `analysis.records.columns.Column`: name, kind, unit and path in the record.
 COLUMNS = (
-    ("time_to_result_s", "number", "s", time_to_result_s,
+    ("time_to_result_s", "number", "s", compute_time_to_result_s,
      "Time from the submission of the cell's job to its end, including the wait in the queue, for cells in "
      "SLURM. For elastic cells it also includes the queue waits of their workers."),
     ("first_step_s", "number", "s", "elastic.first_step_s"),

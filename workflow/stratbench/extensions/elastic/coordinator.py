@@ -48,7 +48,7 @@ TRAINING_OVER, ALL_PLACES_TAKEN = "the training is over", "all places are taken;
 
 
 def reaches_target(score: float | None, target: float | None, better: str) -> bool:
-    """Return whether a score is at least as good as the target. Without a target it never is.
+    """Return whether a score reaches the target score. The result is False without a target.
 
     Args:
         score: The score, if known.
@@ -62,13 +62,13 @@ def reaches_target(score: float | None, target: float | None, better: str) -> bo
 
 @dataclass
 class GroupMember:
-    """An admitted worker. `step` is the number of steps that its state has taken."""
+    """An admitted worker. `steps_taken` is the number of steps that its state has taken."""
 
     number: int
     place: int
     connection: Connection
     state: Literal["warming up", "ready", "inside", "stopped", "through"] = "warming up"
-    step: int = 0
+    steps_taken: int = 0
 
 
 class Coordinator:
@@ -85,7 +85,7 @@ class Coordinator:
         on_epoch: Callable[[dict[str, Any]], None],
         ends_at: Callable[[float | None], bool],
     ) -> None:
-        """Prepare to admit members.
+        """Prepare to admit workers as members of the training.
 
         Args:
             secret: Secret of the job.
@@ -126,41 +126,48 @@ class Coordinator:
         """Start the threads that admit members and coordinate them."""
         for work in (
             lambda: self._gate.accept(self._listeners),
-            lambda: send_heartbeats_until(self._stopped, self._connections),
-            self._decide_regularly,
+            lambda: send_heartbeats_until(self._stopped, self._list_connections),
+            self._choose_next_action_regularly,
         ):
             threading.Thread(target=work, daemon=True).start()
 
     def get_divergence_reason(self) -> str | None:
-        """Return a sentence on a loss that is not finite, or None."""
-        for number, epoch in sorted(self.history.epochs.items()):
-            if not isfinite(epoch.loss):
-                return f"the training loss became {epoch.loss} in epoch {number + 1}"
+        """Return a sentence if a worker's loss is not finite, else None."""
+        for number, epoch in sorted(self.history.totals_by_epoch.items()):
+            if not isfinite(epoch.loss_sum):
+                return f"the training loss became {epoch.loss_sum} in epoch {number + 1}"
         return self._diverged
 
     def close(self) -> None:
-        """Stop admitting workers, and close all connections."""
+        """Stop admitting workers, and close the connections to all members."""
         self._stopped.set()
         self._gate.close()
         self._listeners.close()
-        for connection in self._connections():
+        for connection in self._list_connections():
             connection.close()
 
     @property
-    def present(self) -> int:
+    def num_present_members(self) -> int:
         """Number of connected members, in warm-up or in training."""
         with self._lock:
             return len(self._members)
 
     @property
     def change_counts(self) -> tuple[int, ...]:
-        """Numbers of events in the history; they change when something other than times has changed."""
+        """Numbers of events in the history. They do not change if only times have changed."""
         with self._lock:
             h = self.history
             began = sum(g.began_unix_s is not None for g in h.generations)
             ended = sum(g.ended_unix_s is not None for g in h.generations)
-            steps = int(sum(epoch.steps for epoch in h.epochs.values()))
-            return len(h.generations), began, ended, len(h.dates), len(h.lost), steps
+            steps = int(sum(epoch.reported_steps for epoch in h.totals_by_epoch.values()))
+            return (
+                len(h.generations),
+                began,
+                ended,
+                len(h.dates_by_member),
+                len(h.lost_members),
+                steps,
+            )
 
     def get_history_values(self) -> dict[str, Any]:
         """Return the history of members as values that JSON can store."""
@@ -173,7 +180,7 @@ class Coordinator:
         """Whether members have taken a step since this launcher started."""
         return any(g.began_unix_s for g in self.history.generations)
 
-    def _connections(self) -> list[Connection]:
+    def _list_connections(self) -> list[Connection]:
         with self._lock:
             return [m.connection for m in self._members.values()]
 
@@ -207,7 +214,7 @@ class Coordinator:
             )
             self._known.add(number)
             member = self._members[number] = GroupMember(number, slot, connection)
-            self.history.dates[number] = {"admitted": time.time()}
+            self.history.dates_by_member[number] = {"admitted": time.time()}
         self.on_change()
         return lambda: self._serve_member(member)
 
@@ -219,20 +226,20 @@ class Coordinator:
                 message = receive_message(connection)
                 with self._lock:
                     self._handle_message(member, message)
-                    self._decide()
+                    self._choose_next_action()
         except (Closed, Silent, ProtocolError, KeyError, TypeError, ValueError) as error:
             log.info("worker %d: %s", member.number, error)
             connection.close()
             with self._lock:
                 self._remove_lost_member(member)
-                self._decide()
+                self._choose_next_action()
             self.on_change()
 
     def _remove_lost_member(self, member: GroupMember) -> None:
         if self._members.pop(member.number, None) is None:
             return  # the member has already left in order
         if member.state != "through":
-            self.history.lost.append(member.number)
+            self.history.lost_members.append(member.number)
             self.on_lost(member.number)
         if member.state == "inside":
             self._break_generation(f"worker {member.number} was lost")
@@ -242,19 +249,19 @@ class Coordinator:
                 generation.ended_unix_s = time.time()
 
     def _break_generation(self, cause: str) -> None:
-        """Mark the current generation as broken, and tell its other members."""
+        """Mark the current generation as broken, and notify its other members."""
         generation = self.history.generations[-1]
         if not generation.broken:
             generation.broken, self._cause = True, cause
-            self._send_to_training("broken", generation=generation.number)
+            self._send_to_training_members("broken", generation=generation.number)
 
-    def _send_to_training(self, what: str, **said: Any) -> None:
+    def _send_to_training_members(self, what: str, **said: Any) -> None:
         for other in self._list_training_members():
             with suppress(Closed):
                 send_message(other.connection, what, **said)
 
     def _list_training_members(self) -> list[GroupMember]:
-        """Return the members of the current generation."""
+        """Return the members that train in the current generation."""
         return [m for m in self._members.values() if m.state == "inside"]
 
     # ------------------------------------------------------------ what members say
@@ -264,28 +271,28 @@ class Coordinator:
         match message["what"]:
             case "ready":
                 member.state, member.connection.silence_s = "ready", SILENCE_S
-                self.history.dates[member.number]["ready"] = now
+                self.history.dates_by_member[member.number]["ready"] = now
             case "begun":
-                self._note_start(member, message["pause_s"], now)
+                self._record_member_start(member, message["pause_s"], now)
             case "trained":
-                self._add_epochs(message, now)
+                self._add_epoch_reports(message, now)
             case "stopped":
-                self._note_stop(member, message, now)
+                self._record_member_stop(member, message, now)
             case "epoch":
                 self._store_epoch(message["entry"])
             case "through":
                 member.state = "through"
                 self._finished = True
-                self._add_epochs(message, now)
+                self._add_epoch_reports(message, now)
                 self._end_generation(message["step"], now)
             case "left":
-                self.history.left.append(member.number)
+                self.history.left_members.append(member.number)
                 member.state = "through"
             case other:
                 raise ProtocolError(f"unknown message {other!r}")
 
     def _store_epoch(self, entry: dict[str, Any]) -> None:
-        """Store the results of an epoch once. The cell fails if they cannot be written."""
+        """Store the results of an epoch once. The cell fails if the results cannot be written."""
         if entry["epoch"] == self._epochs_done + 1:
             try:
                 self._on_epoch(entry)
@@ -301,9 +308,9 @@ class Coordinator:
         self.failure = reason
         self.done.set()
 
-    def _note_start(self, member: GroupMember, pause_s: float | None, now: float) -> None:
+    def _record_member_start(self, member: GroupMember, pause_s: float | None, now: float) -> None:
         generation = self.history.generations[-1]
-        self.history.dates[member.number].setdefault("first_step", now)
+        self.history.dates_by_member[member.number].setdefault("first_step", now)
         if generation.began_unix_s is None:
             generation.began_unix_s = generation.reported_unix_s = now
         if pause_s is not None:
@@ -311,19 +318,19 @@ class Coordinator:
             generation.pause_s = (generation.pause_s or 0.0) + longer_s
             # After the last step the pause counts for the last epoch, since no other follows.
             number = max(0, generation.from_step - 1) // self._per_epoch
-            first = self.history.epochs.setdefault(number, EpochTotals())
+            first = self.history.totals_by_epoch.setdefault(number, EpochTotals())
             first.pause_s += longer_s
             self._last_pause_s = generation.pause_s
             self._next_change = time.monotonic() + STEPS_PER_PAUSE * self._last_pause_s
 
-    def _note_stop(self, member: GroupMember, message: dict[str, Any], now: float) -> None:
-        member.step = int(message["holds"])
-        self._add_epochs(message, now)
+    def _record_member_stop(self, member: GroupMember, message: dict[str, Any], now: float) -> None:
+        member.steps_taken = int(message["holds"])
+        self._add_epoch_reports(message, now)
         if message["failed"]:
             self._break_generation(f"a collective failed at worker {member.number}")
         self._end_generation(message["step"], now)
         if message["leaving"]:
-            self.history.left.append(member.number)
+            self.history.left_members.append(member.number)
             self._cause = f"worker {member.number} left"
             del self._members[member.number]
             with suppress(Closed):
@@ -331,7 +338,7 @@ class Coordinator:
         else:
             member.state = "stopped"
 
-    def _add_epochs(self, message: dict[str, Any], now: float) -> None:
+    def _add_epoch_reports(self, message: dict[str, Any], now: float) -> None:
         generation = self.history.generations[-1]
         generation.reported_unix_s = now
         self.history.add_steps(generation, message["epochs"])
@@ -344,12 +351,12 @@ class Coordinator:
 
     # ------------------------------------------------------------ deciding
 
-    def _decide_regularly(self) -> None:
+    def _choose_next_action_regularly(self) -> None:
         while not self._stopped.wait(0.5):
             with self._lock:
-                self._decide()
+                self._choose_next_action()
 
-    def _decide(self) -> None:
+    def _choose_next_action(self) -> None:
         """Decide between the end of training, a stop, and a new generation.
 
         The running generation stops for new members.
@@ -368,14 +375,14 @@ class Coordinator:
             if waiting and not self._changing and time.monotonic() >= self._next_change:
                 self._changing = True
                 self._cause = f"worker {', '.join(str(m.number) for m in waiting)} joined"
-                self._send_to_training("change")
+                self._send_to_training_members("change")
             return
         candidates = [m for m in self._members.values() if m.state in ("ready", "stopped")]
         if candidates:
             self._form_generation(candidates)
 
     def _form_generation(self, candidates: list[GroupMember]) -> None:
-        """Tell these members to form a generation.
+        """Send a message to the candidates to form a generation.
 
         A member with the most steps becomes rank 0.
         """
@@ -386,10 +393,10 @@ class Coordinator:
                 "first step"
             )
             return
-        ranked = sorted(candidates, key=lambda m: (-m.step, m.number))
+        ranked = sorted(candidates, key=lambda m: (-m.steps_taken, m.number))
         checkpoint_step, entries = self._checkpoint() or (0, [])
-        load = checkpoint_step > ranked[0].step
-        step = checkpoint_step if load else ranked[0].step
+        load = checkpoint_step > ranked[0].steps_taken
+        step = checkpoint_step if load else ranked[0].steps_taken
         for entry in entries if load else []:
             self._store_epoch(entry)
         generation = TrainingGeneration(

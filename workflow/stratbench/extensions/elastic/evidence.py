@@ -1,4 +1,4 @@
-"""Gives decisions the time for which workers of elastic cells held their GPUs."""
+"""Adds to decisions the time for which workers of elastic cells held their GPUs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stratbench.analysis.records.reading import Reading
 class PresenceEvidence(Evidence):
     """Evidence on how long workers that are separate jobs held their GPUs."""
 
-    def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
+    def replace_measured_times(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
         """Set a candidate's GPU-seconds and mean number of present workers, if its records have them."""
         columns = ("allocated_s", "idle_s", "train_time_s")
         values = [list(groups.values(group, name).values()) for name in columns]
         if all(values):
             held_s, idle_s, time_s = map(np.mean, values)
-            candidate.held_s = float(held_s)
-            candidate.present = float((held_s - idle_s) / time_s)
+            candidate.allocated_gpu_s = float(held_s)
+            candidate.mean_num_workers = float((held_s - idle_s) / time_s)
 
 
-READING = Reading(evidence=lambda path, constraints: PresenceEvidence())
+READING = Reading(read_evidence=lambda path, constraints: PresenceEvidence())

@@ -1,4 +1,4 @@
-"""Forms the process group of a generation through a file, and breaks it up if a member is lost.
+"""Forms a generation's process group, and breaks it up if a member is lost.
 
 Operations of gloo cannot be interrupted. To free a member that waits for a lost one, the sockets of the group
 are shut down. NCCL has a function that aborts its operations.
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stratbench.workload.torch_internals import abort_collectives, limit_collectives
+from stratbench.workload.torch_internals import abort_collectives, set_collective_timeout
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class ElasticGroup:
         self.broken = False
 
     def form_single_member(self) -> None:
-        """Form a group of this process alone, for its warm-up before it joins the others."""
-        self._init(dist.HashStore(), 0, 1)
+        """Form a process group of this process only, for the warm-up before joining other members."""
+        self._init_process_group(dist.HashStore(), 0, 1)
 
-    def form(self, meeting: str, rank: int, world: int) -> None:
+    def form_group(self, meeting: str, rank: int, world: int) -> None:
         """Form a group with the other members of a generation.
 
         Args:
@@ -64,12 +64,12 @@ class ElasticGroup:
         # Only this user may write the file: any process that can write it could join the group.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         before = _list_sockets()
-        self._init(dist.FileStore(os.fspath(path), world), rank, world)
+        self._init_process_group(dist.FileStore(os.fspath(path), world), rank, world)
         self._connected = sorted(_list_sockets() - before)
         if rank == 0:  # all members have connected, since their first collective has ended
             path.unlink(missing_ok=True)
 
-    def _init(self, store: dist.Store, rank: int, world: int) -> None:
+    def _init_process_group(self, store: dist.Store, rank: int, world: int) -> None:
         on_cuda = self._device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
@@ -81,16 +81,16 @@ class ElasticGroup:
         dist.all_reduce(torch.zeros(1))
         if on_cuda:  # NCCL connects in its first collective
             dist.all_reduce(torch.zeros(1, device=self._device))
-        limit_collectives(timedelta(seconds=COLLECTIVE_S))
+        set_collective_timeout(timedelta(seconds=COLLECTIVE_S))
 
     def dissolve(self) -> None:
-        """Leave the group, even if it is broken."""
+        """Leave the process group, even if the group is broken."""
         self._connected = []
         if dist.is_initialized():
             _last_group[:] = [dist.group.WORLD]
             dist.destroy_process_group()
 
-    def check(self) -> None:
+    def check_intact(self) -> None:
         """Raise RuntimeError if the group was broken up.
 
         Collectives on a GPU then end without an error.
@@ -99,7 +99,7 @@ class ElasticGroup:
             raise RuntimeError("the process group was broken up")
 
     def break_up(self) -> None:
-        """Make the collective fail in which this process waits. Another thread calls this."""
+        """Make the collective fail in which the process waits. Another thread must call this method."""
         self.broken = True
         for number in self._connected:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -114,7 +114,7 @@ class ElasticGroup:
 
 def broadcast_from_first(tensors: list[Tensor]) -> None:
     """Overwrite the tensors of all members by those of rank 0."""
-    for tensors_of_kind in _iter_parts(tensors):
+    for tensors_of_kind in _iter_tensor_chunks(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in tensors_of_kind])
         dist.broadcast(flat, src=0)
         for tensor, part in zip(
@@ -123,7 +123,7 @@ def broadcast_from_first(tensors: list[Tensor]) -> None:
             tensor.detach().copy_(part.view_as(tensor))
 
 
-def _iter_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def _iter_tensor_chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield parts of the tensors, each of one dtype and device.
 
     A part has at most _SENT_BYTES, unless a single tensor is larger.

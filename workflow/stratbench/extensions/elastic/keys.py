@@ -1,4 +1,4 @@
-"""Keys of config.yaml on elastic workers: which experiments have them, and what their jobs request."""
+"""Keys of config.yaml on elastic workers, and on the SLURM jobs of these workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RIGID_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Keys):
-    """Keys of an experiment on elastic workers."""
+    """Keys of an experiment in config.yaml on elastic workers."""
 
     extension: ClassVar[str] = "elastic"
     workers_are_jobs: ClassVar[bool] = True
@@ -46,20 +46,24 @@ class Elastic(Keys):
     # fmt: on
 
     @classmethod
-    def complete(cls, own: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    def complete_values(cls, own: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         target = values.get("target_score")
         return own | {"ends_at": target} if own and target is not None else own
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], study: Mapping[str, Any]) -> Iterator[str]:
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], study: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield messages on strategies and settings that elastic workers do not support."""
-        from stratbench.strategies import strategy_class
+        from stratbench.strategies import get_strategy_class
         from stratbench.study.config.consistency import iter_strategy_options
 
         if not block["elastic"]:
             return
         for name, base, options in iter_strategy_options(block, study):
-            if (reason := strategy_class(base).explain_fixed_workers(options, block)) is not None:
+            if (
+                reason := get_strategy_class(base).explain_fixed_workers(options, block)
+            ) is not None:
                 yield (
                     f".elastic = true: {name}: {reason}; remove {name} from strategies, or move it to "
                     "another experiment"
@@ -74,7 +78,7 @@ class Elastic(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticCluster(Keys):
-    """Keys of the block `cluster` on elastic workers."""
+    """Keys of the block `cluster` in config.yaml on elastic workers."""
 
     # fmt: off
     elastic_wait_h: float = setting(24, exclusiveMinimum=0,

@@ -1,4 +1,4 @@
-"""Runs an elastic synchronous cell: its coordinator in this process, its workers as separate jobs."""
+"""Runs an elastic synchronous cell: the coordinator in this process, workers as separate jobs."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from stratbench.extensions.elastic.jobs.slurm_jobs import SlurmJobs
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.keys import Elastic
 from stratbench.extensions.elastic.run_files import RunFiles
-from stratbench.extensions.servers.wire.handshake import load_secret, new_secret, write_secret
+from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 from stratbench.telemetry.machine.busy import measure_other_load
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
 from stratbench.train.ending import Ending, make_timeout
-from stratbench.train.forkserver import fork_server, shares_gpus
+from stratbench.train.forkserver import is_shared_with_same_gpus, run_fork_server
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import is_over
+from stratbench.train.nodes.paused import is_deadline_over
 from stratbench.workload.tasks import get_task
 
 #: Longest time for which members may write their files after the end of the training, in seconds.
@@ -41,40 +41,42 @@ LAST_FILES_S = 60.0
 POLL_S, KEEP_S = 0.2, 10.0
 
 
-def prepare(folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]) -> None:
-    """Create the run folder, or reuse that of an unfinished training.
+def prepare_run_folder(
+    folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]
+) -> None:
+    """Create the run folder, or reuse the folder of an unfinished training.
 
     The unfinished training must have equal settings and data.
 
     Args:
         folder: The run folder.
         cell: The cell.
-        settings: Its settings.
+        settings: Settings of the cell.
         data: Metadata of the prepared data set, with the checksum of its arrays.
     """
     try:
-        kept = json.loads(folder.job.read_text(encoding="utf-8"))
+        kept = json.loads(folder.job_path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = None
     wanted = {"cell": asdict(cell), "settings": asdict(settings), "data": data}
     same = kept and {key: kept[key] for key in wanted} == wanted
-    if not same or RunFiles(folder).end_mark.exists():
+    if not same or RunFiles(folder).end_marker_path.exists():
         folder.create()
         return
     print(f"resuming the unfinished training in {folder.path}", flush=True)
 
 
-def count_from_first_launcher(job: Job) -> Job:
-    """Return the job with times that count from the start of the cell's first launcher."""
+def shift_times_to_first_launcher(job: Job) -> Job:
+    """Return the job with times relative to the start of the cell's first launcher."""
     try:
-        first = Job.from_json(job.folder.job.read_text(encoding="utf-8"))
+        first = Job.from_json(job.folder.job_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return job
     spent_s = job.origin_unix_s - first.origin_unix_s
     return replace(job, origin_unix_s=first.origin_unix_s, origin_s=job.origin_s - spent_s)
 
 
-def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
+def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     """Train an elastic synchronous cell, and return how it ended.
 
     Args:
@@ -84,27 +86,27 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     """
     folder, files = job.folder, RunFiles(job.folder)
     write_worker_files(job)
-    incarnation = len(files.list_launcher_files())
+    incarnation = len(files.list_incarnation_paths())
     with (
         open_backend(job, worker_job) as backend,
         _run_coordinator(job, worker_job is not None) as coordinator,
     ):
         try:
-            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs_path) as keeper:
                 coordinator.on_change, coordinator.on_lost = (
                     keeper.poll_soon,
                     keeper.cancel_lost_worker,
                 )
-                keep = partial(files.write_launcher_facts, incarnation)
+                keep = partial(files.write_incarnation, incarnation)
                 ending = _wait_for_end(job, coordinator, keeper, keep, watch)
                 if ending.status != "error":
-                    files.end_mark.touch()
+                    files.end_marker_path.touch()
                     keeper.finish()
                     _wait_for_last_files(coordinator)
         finally:
-            files.write_launcher_facts(incarnation, coordinator.get_history_values())
-            if files.end_mark.exists():  # no later launcher resumes this training
-                folder.secret.unlink(missing_ok=True)
+            files.write_incarnation(incarnation, coordinator.get_history_values())
+            if files.end_marker_path.exists():  # no later launcher resumes this training
+                folder.secret_path.unlink(missing_ok=True)
                 checkpoints.delete_checkpoints(folder.path)
     return ending
 
@@ -115,9 +117,9 @@ def write_worker_files(job: Job) -> None:
     The secret is written only if no earlier launcher wrote one.
     """
     # A worker on another node has a local folder of its own.
-    job.folder.write_job(replace(job, folder=replace(job.folder, local=None)).to_json())
-    if not job.folder.secret.exists():
-        write_secret(job.folder.secret, new_secret())
+    job.folder.write_job(replace(job, folder=replace(job.folder, node_local_dir=None)).to_json())
+    if not job.folder.secret_path.exists():
+        write_secret(job.folder.secret_path, make_secret())
 
 
 def _wait_for_end(
@@ -129,8 +131,8 @@ def _wait_for_end(
 ) -> Ending:
     """Wait until the training ends, and return how it ended.
 
-    It also ends at its time limit, and when no worker can continue. `keep` writes the history of members to a
-    file.
+    The training also ends at its time limit, and when no worker can continue. `keep` writes the history of
+    members to a file.
     """
     limit_s, deadline, kept, again_s = job.time_limit_s, None, None, 0.0
     while not coordinator.done.wait(POLL_S):
@@ -143,7 +145,7 @@ def _wait_for_end(
         # Time in the queue does not count towards the time limit.
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
-        if deadline is not None and is_over(deadline, watch):
+        if deadline is not None and is_deadline_over(deadline, watch):
             return make_timeout(limit_s)
     if coordinator.failure:
         return Ending("error", coordinator.failure)
@@ -152,7 +154,7 @@ def _wait_for_end(
 
 
 def find_ending_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
-    """Return how the cell ends because of its workers, or None if it continues.
+    """Return how the cell ends because of its workers, or None if the training continues.
 
     The cell ends if its workers report an end or no worker can start.
     """
@@ -160,7 +162,7 @@ def find_ending_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> En
         if result["status"] in ("oom", "unsupported"):
             return Ending(result["status"], result["reason"])
     try:
-        keeper.check()
+        keeper.check_can_start_jobs()
     except NoWorkersError as gave_up:
         reasons = (
             r["reason"] for r in _iter_worker_results(folder, keeper) if r["status"] == "error"
@@ -174,22 +176,22 @@ def _iter_worker_results(
 ) -> Iterator[dict[str, Any]]:
     """Yield the results that ended workers have written."""
     for entry in keeper.list_jobs():
-        if entry.ended_unix_s is not None and (result := folder.read_worker(entry.number)):
+        if entry.ended_unix_s is not None and (result := folder.read_worker_result(entry.number)):
             yield result
 
 
 def _wait_for_last_files(coordinator: Coordinator) -> None:
     ends = time.monotonic() + LAST_FILES_S
-    while coordinator.present and time.monotonic() < ends:
+    while coordinator.num_present_members and time.monotonic() < ends:
         time.sleep(POLL_S / 4)
 
 
 def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
-    """Return the newest intact checkpoint's step and epoch results, or None without one."""
-    for step in sorted(checkpoints.list_steps(folder.path), reverse=True):
+    """Return the step and the epoch results of the newest intact checkpoint, or None."""
+    for step in sorted(checkpoints.list_checkpoint_steps(folder.path), reverse=True):
         try:
             with checkpoints.delete_if_damaged(folder.path, step):
-                return step, checkpoints.read_facts(folder.path, step).get("epochs", [])
+                return step, checkpoints.read_checkpoint_facts(folder.path, step).get("epochs", [])
         except checkpoints.DamagedCheckpoint as error:
             print(error, flush=True)
     return None
@@ -202,22 +204,24 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
     listeners = Listeners("127.0.0.1" if host is None else "0.0.0.0", host)
     better = get_task(job.settings, job.data_shape).better
     coordinator = Coordinator(
-        load_secret(folder.secret),
+        load_secret(folder.secret_path),
         listeners,
         job.cell.gpus,
         job.train_samples // job.settings.global_batch,
         lambda: find_newest_checkpoint(folder),
         len(folder.read_epochs()),
-        folder.add_epoch,
-        lambda score: reaches_target(score, job.settings.of(Elastic).ends_at, better),
+        folder.append_epoch,
+        lambda score: reaches_target(
+            score, job.settings.get_extension_keys(Elastic).ends_at, better
+        ),
     )
     coordinator.start()
-    listeners.publish(folder.rendezvous, 0)
+    listeners.publish(folder.rendezvous_path, 0)
     try:
         yield coordinator
     finally:
         with suppress(OSError):
-            os.unlink(f"{folder.rendezvous}.0")
+            os.unlink(f"{folder.rendezvous_path}.0")
         coordinator.close()
 
 
@@ -227,13 +231,13 @@ def open_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
     folder = job.folder
     agent.set_environment(job, on_one_host=worker_job is None)
     if worker_job is not None:
-        folder.write_busy(0, measure_other_load())
+        folder.write_other_load(0, measure_other_load())
         yield SlurmJobs(worker_job, folder, job.cell.path)
         return
-    with fork_server(may_share=not job.use_cuda or shares_gpus()) as server:
-        sampler = Sampler(folder.samples(0), folder.pids(0), job.origin_s)
+    with run_fork_server(may_share=not job.use_cuda or is_shared_with_same_gpus()) as server:
+        sampler = Sampler(folder.get_samples_path(0), folder.get_pid_list_path(0), job.origin_s)
         try:
-            folder.write_busy(0, measure_other_load())
-            yield LocalJobs(server, folder.job, sampler.watch)
+            folder.write_other_load(0, measure_other_load())
+            yield LocalJobs(server, folder.job_path, sampler.watch_process)
         finally:
             sampler.stop()

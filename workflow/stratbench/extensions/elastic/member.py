@@ -25,7 +25,8 @@ from stratbench.extensions.servers.wire.transport import (
     connect_to_server,
 )
 
-#: Seconds after which a worker asks again if all places are taken, and after which it ends if nobody answers.
+#: Seconds after which a worker asks again if all places are taken, and after which it ends if the coordinator
+#: does not answer.
 AGAIN_S, NOBODY_S = 30.0, 60.0
 
 
@@ -58,7 +59,7 @@ class WorkerMembership:
             threading.Thread(target=work, daemon=True).start()
 
     def send_message(self, what: str, **said: Any) -> None:
-        """Send a message to the coordinator. Raises CoordinatorLost if it does not answer any more."""
+        """Send a message to the coordinator. Raises CoordinatorLost if the connection is closed."""
         try:
             send_message(self._connection, what, **said)
         except Closed as error:
@@ -99,7 +100,7 @@ class WorkerMembership:
 def join_as_member(
     folder: RunFolder, number: int, break_up: Callable[[], None], leaving: threading.Event
 ) -> WorkerMembership:
-    """Join the cell as worker `number`, after a wait while all places are taken.
+    """Join the cell as worker `number`. Wait while all slots of the cell are taken.
 
     Raises Over if the worker is not admitted.
 
@@ -112,9 +113,13 @@ def join_as_member(
     deadline = time.monotonic() + NOBODY_S
     while not leaving.is_set():
         try:
-            connection = Connection(connect_to_server(folder.rendezvous, 0, "auto", deadline)[0])
+            connection = Connection(
+                connect_to_server(folder.rendezvous_path, 0, "auto", deadline)[0]
+            )
             connection.deadline = time.monotonic() + 15.0
-            welcome = join_handshake(connection, load_secret(folder.secret), {"number": number})
+            welcome = join_handshake(
+                connection, load_secret(folder.secret_path), {"number": number}
+            )
             connection.deadline = None
             return WorkerMembership(connection, int(welcome["place"]), break_up)
         except JoinRefused as refused:

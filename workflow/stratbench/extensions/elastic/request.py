@@ -1,4 +1,4 @@
-"""Computes what an elastic cell requests from the scheduler: its own job, and each worker job."""
+"""Computes the resources that an elastic cell requests for its own and for worker jobs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stratbench.study.resources import (
     JobRequest,
     PlannedNeeds,
     build_plain_request,
+    compute_job_runtime_min,
     count_workers_per_node,
-    runtime_min,
 )
 
 
@@ -26,7 +26,7 @@ def request_workers(
     time_limit_s: float | None,
     needs: PlannedNeeds,
 ) -> JobRequest | None:
-    """Return the request of an elastic cell, or None for another cell.
+    """Return the resources that an elastic cell requests from SLURM, or None for other cells.
 
     The cell's own job requests resources for the servers only, and more time, since workers wait in the
     queue.
@@ -40,10 +40,10 @@ def request_workers(
         replace(settings, gpus=1, options=share),
         cluster,
         time_limit_s,
-        PlannedNeeds(host_mem_mib=each_mib, longest_s=needs.longest_s),
+        PlannedNeeds(host_mem_mib=each_mib, max_time_s=needs.max_time_s),
     )
     each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
-    minutes = runtime_min(time_limit_s, cluster, needs.longest_s)
+    minutes = compute_job_runtime_min(time_limit_s, cluster, needs.max_time_s)
     minutes += math.ceil(60 * cluster["elastic_wait_h"])
     request = request_servers(settings, cluster, minutes, needs.servers_mem_mib)
     return replace(request, workers=cell.gpus, worker=each)
@@ -52,7 +52,7 @@ def request_workers(
 def request_servers(
     settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
 ) -> JobRequest:
-    """Return the request of the cell's own job.
+    """Return the resources that the cell's own job requests from the scheduler.
 
     That job runs the servers and supervises the workers.
     """
@@ -66,6 +66,6 @@ def request_servers(
         cpus=max(1, cpus),
         mem_mib=max(mem_mib, servers_mem_mib) + JOB_MIB,
         runtime_min=minutes,
-        planned_mib=servers_mem_mib > mem_mib,
+        is_memory_planned=servers_mem_mib > mem_mib,
         server_cpus=max(1, cpus),
     )

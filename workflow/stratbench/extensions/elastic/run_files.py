@@ -17,35 +17,35 @@ class RunFiles:
         self._path = folder.path
 
     @property
-    def worker_jobs(self) -> Path:
+    def worker_jobs_path(self) -> Path:
         """The path of the list of submitted worker jobs, a JSON object per line."""
         return self._path / "worker_jobs.jsonl"
 
     @property
-    def end_mark(self) -> Path:
+    def end_marker_path(self) -> Path:
         """The path of the empty file that tells late workers that the training has ended."""
         return self._path / "ended"
 
     @property
-    def servers(self) -> Path:
+    def servers_dir(self) -> Path:
         """The path of the folder that the parameter servers of all launchers share."""
         return self._path / "servers"
 
-    def list_launcher_files(self) -> list[Path]:
-        """Return the paths of the files that `write_launcher_facts` wrote, in the order of launchers."""
+    def list_incarnation_paths(self) -> list[Path]:
+        """Return the paths of the files that `write_incarnation` wrote, in the order of launchers."""
         return sorted(
             self._path.glob("incarnation*.json"),
             key=lambda path: int(path.stem.removeprefix("incarnation")),
         )
 
-    def write_launcher_facts(self, number: int, facts: dict[str, Any]) -> None:
+    def write_incarnation(self, number: int, facts: dict[str, Any]) -> None:
         """Store facts on the workers that joined under launcher number `number`, from 0."""
         write_atomic(self._path / f"incarnation{number}.json", json.dumps(facts))
 
-    def write_unreported_result(self, worker: int, result: dict[str, Any]) -> None:
+    def write_orphaned_result(self, worker: int, result: dict[str, Any]) -> None:
         """Store the result of a worker whose launcher has ended before it could receive the result."""
         write_atomic(self._path / f"unheard{worker}.json", json.dumps(result))
 
-    def read_unreported_result(self, worker: int) -> dict[str, Any] | None:
-        """Return what `write_unreported_result` stored, or None if the launcher received the result."""
+    def read_orphaned_result(self, worker: int) -> dict[str, Any] | None:
+        """Return what `write_orphaned_result` stored, or None if the launcher received the result."""
         return read_json_or_none(self._path / f"unheard{worker}.json")

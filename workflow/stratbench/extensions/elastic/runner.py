@@ -16,15 +16,15 @@ from stratbench.extensions.elastic import launch, served
 from stratbench.extensions.elastic.accounts import accounts, served_accounts
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.servers.cells import has_servers, read_servers
-from stratbench.extensions.servers.figures import served_run, server_entry
-from stratbench.strategies import strategy_class
+from stratbench.extensions.servers.figures import make_server_entry, sum_served_run
+from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval, read_phases
 from stratbench.train import efficiency
 from stratbench.train.agent import Exits
 from stratbench.train.ending import Ending
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import keep_pauses
+from stratbench.train.nodes.paused import write_worker_pauses
 from stratbench.train.running.runner import Runner
 from stratbench.workload.data import prepared
 
@@ -36,22 +36,22 @@ class ElasticRunner(Runner):
     is_gang = False
 
     @classmethod
-    def takes(cls, s: Settings) -> bool:
+    def runs_cells_with(cls, s: Settings) -> bool:
         return "elastic" in s.more
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
-        launch.prepare(folder, cell, s, prepared.read_meta(data_dir))
+        launch.prepare_run_folder(folder, cell, s, prepared.read_meta(data_dir))
 
     @contextmanager
-    def hold_devices(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
+    def reserve_gpus(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
         """Hold the devices of this machine, unless the workers are SLURM jobs.
 
-        Such jobs have devices of their own.
+        SLURM jobs have devices of their own.
         """
         if (worker_job := parse_worker_job(args)) is not None:
             yield worker_job.gpus > 0
             return
-        with super().hold_devices(s, args) as use_cuda:
+        with super().reserve_gpus(s, args) as use_cuda:
             yield use_cuda
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
@@ -60,30 +60,30 @@ class ElasticRunner(Runner):
         return super().count_threads(s, workers, args)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
-        job = launch.count_from_first_launcher(job)
+        job = launch.shift_times_to_first_launcher(job)
         by, watch = served if has_servers(job.settings) else launch, PauseWatch()
         try:
-            ending = by.launch(job, parse_worker_job(args), watch)
+            ending = by.launch_training(job, parse_worker_job(args), watch)
         finally:
             watch.stop()
             # The pauses of earlier launchers are kept in the same file.
-            keep_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
+            write_worker_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
         return job, Exits([], False), ending
 
     def workers(self, job: Job) -> list[dict[str, Any]]:
         return list(accounts.read_member_results(job).values())
 
-    def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         s, servers, per_epoch = job.settings, read_servers(job), self.epochs(job)
         if not servers:
-            return accounts.sum_members_run(job, per_epoch)
-        samples = strategy_class(s.strategy).samples_per_step(s)
-        kept = served_accounts.cut_after_end(servers, len(per_epoch))
-        return served_run(workers, kept, samples, per_epoch)
+            return accounts.sum_member_runs(job, per_epoch)
+        samples = get_strategy_class(s.strategy).samples_per_step(s)
+        kept = served_accounts.drop_work_after_end(servers, len(per_epoch))
+        return sum_served_run(workers, kept, samples, per_epoch)
 
-    def server_entry(self, job: Job) -> dict[str, Any] | None:
-        """Make the record's `server`; None for a cell without servers."""
-        return server_entry(job)
+    def build_server_entry(self, job: Job) -> dict[str, Any] | None:
+        """Make the record's section `server`. The result is None for a cell without servers."""
+        return make_server_entry(job)
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
         return (
@@ -92,21 +92,21 @@ class ElasticRunner(Runner):
             else super().epochs(job)
         )
 
-    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return (served_accounts if has_servers(job.settings) else accounts).make_elastic_entry(job)
 
-    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
-        """Return the intervals in which workers trained, on any node.
+    def read_training_phases(self, job: Job, node: int) -> list[PhaseInterval]:
+        """Return the intervals in which workers trained, over all nodes.
 
         Members of a process group train from their join on.
         """
-        phases = read_phases(job.folder.phase_logs())
+        phases = read_phases(job.folder.list_phase_log_paths())
         joined = [
             PhaseInterval(p.rank, "train", p.end_s, math.inf) for p in phases if p.phase == "join"
         ]
         return [*joined, *(p for p in phases if p.phase == "train")]
 
-    def gpu_intervals(
+    def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
         """Return None, because a killed worker leaves no intervals of its GPU."""

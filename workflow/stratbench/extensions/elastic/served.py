@@ -30,14 +30,14 @@ from stratbench.extensions.elastic.servers.journal import (
     read_last_incarnation,
 )
 from stratbench.extensions.servers.cells import count_servers, read_servers
-from stratbench.extensions.servers.node import server_processes
-from stratbench.extensions.servers.strategy import server_configs
+from stratbench.extensions.servers.node import make_server_processes
+from stratbench.extensions.servers.strategy import make_server_configs
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.train import agent
 from stratbench.train.ending import Ending, make_timeout
-from stratbench.train.forkserver import Process, fork_server
+from stratbench.train.forkserver import Process, run_fork_server
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import is_over
+from stratbench.train.nodes.paused import is_deadline_over
 from stratbench.workload.tasks import get_task
 
 #: Seconds in which servers may save their state before they are killed. SLURM allows 30 by default.
@@ -45,7 +45,7 @@ SAVE_S = 25.0
 SERVER = "stratbench.extensions.elastic.worker:serve_parameters"
 
 
-def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
+def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     """Train an elastic cell with parameter servers, and return how it ended.
 
     Args:
@@ -56,50 +56,50 @@ def launch(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
     folder, files = job.folder, RunFiles(job.folder)
     write_worker_files(job)
     # No server or worker may read the mark of an earlier incarnation.
-    delete_end_mark(files.servers)
-    configs = make_server_configs(job, across_nodes=worker_job is not None)
-    with fork_server(may_share=True) as path, open_backend(job, worker_job) as backend:
-        servers = server_processes(path, folder, configs, SERVER)
+    delete_end_mark(files.servers_dir)
+    configs = make_elastic_server_configs(job, across_nodes=worker_job is not None)
+    with run_fork_server(may_share=True) as path, open_backend(job, worker_job) as backend:
+        servers = make_server_processes(path, folder, configs, SERVER)
         try:
             for process in servers:
                 process.start()
-            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs_path) as keeper:
                 ending = _wait_for_end(job, configs[0].elastic.incarnation, servers, keeper, watch)
                 if ending.status != "error":
-                    files.end_mark.touch()
+                    files.end_marker_path.touch()
                     keeper.finish()
                     _wait_for_last_files(job, keeper)
         finally:
             _stop_servers(servers)
-            if files.end_mark.exists():
-                _clean_up(folder)
+            if files.end_marker_path.exists():
+                _remove_run_files(folder)
     return ending
 
 
-def make_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
+def make_elastic_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
     """Return each server's config for the next incarnation.
 
     The servers resume from a saved state if there is one.
     """
-    own, s = RunFiles(job.folder).servers, job.settings
+    own, s = RunFiles(job.folder).servers_dir, job.settings
     elastic = ElasticConfig(
         str(own),
         incarnation=1 + read_last_incarnation(own),
-        resumes=has_state(own, count_servers(s)),
-        target_score=s.of(Elastic).ends_at,
+        resumes_saved_state=has_state(own, count_servers(s)),
+        target_score=s.get_extension_keys(Elastic).ends_at,
         higher_is_better=get_task(s, job.data_shape).better == "higher",
     )
     if elastic.incarnation > 1:
         how = (
             "resume from their saved state"
-            if elastic.resumes
+            if elastic.resumes_saved_state
             else "start from scratch, because no state was saved"
         )
         print(f"incarnation {elastic.incarnation} of the servers: they {how}", flush=True)
     host = socket.gethostname() if across_nodes else None
-    configs = server_configs(s, job.train_samples, job.folder, host)
+    configs = make_server_configs(s, job.train_samples, job.folder, host)
     # A worker on any node may evaluate an epoch, so that snapshots need a shared folder.
-    snapshots = None if s.steps else str(job.folder.snapshots(shared=True))
+    snapshots = None if s.steps else str(job.folder.get_snapshot_dir(shared=True))
     return [
         ElasticServerConfig(**vars(c) | {"snapshot_dir": snapshots}, elastic=elastic)
         for c in configs
@@ -119,13 +119,13 @@ def _wait_for_end(
     servers' present incarnation.
     """
     limit_s, deadline = job.time_limit_s, None
-    journal, has_begun = NewEvents(RunFiles(job.folder).servers), False
+    journal, has_begun = NewEvents(RunFiles(job.folder).servers_dir), False
     while any(process.is_alive() for process in servers):
         if ending := find_ending_by_workers(job.folder, keeper):
             return ending
         if failed := next((p for p in servers if p.exitcode), None):
             return Ending("error", _find_failure_reason(job, failed))
-        for event in journal.read():
+        for event in journal.read_new_events():
             has_begun |= event["event"] == "join"
             if event["event"] in ("join", "leave", "loss"):
                 keeper.poll_soon()
@@ -134,7 +134,7 @@ def _wait_for_end(
         # Time in the queue does not count towards the time limit.
         if limit_s is not None and deadline is None and has_begun:
             deadline = time.monotonic() + limit_s
-        if deadline is not None and is_over(deadline, watch):
+        if deadline is not None and is_deadline_over(deadline, watch):
             return make_timeout(limit_s)
         time.sleep(POLL_S)
     return _make_ending(job, servers)
@@ -149,7 +149,7 @@ def _make_ending(job: Job, servers: list[Process]) -> Ending:
     """Return how the cell ended, after all its servers have ended."""
     if failed := next((p for p in servers if p.exitcode), None):
         return Ending("error", _find_failure_reason(job, failed))
-    first = job.folder.read_server(0)
+    first = job.folder.read_server_statistics(0)
     if first is None or first["elastic"]["suspended"]:
         return Ending(
             "error", "the servers were stopped; the next start resumes from their saved state"
@@ -164,7 +164,7 @@ def _make_ending(job: Job, servers: list[Process]) -> Ending:
 def _wait_for_last_files(job: Job, keeper: WorkerJobSupervisor) -> None:
     """Wait until the workers that are still present have written their measurements."""
     joined = {
-        e["worker"] for e in read_journal(RunFiles(job.folder).servers) if e["event"] == "join"
+        e["worker"] for e in read_journal(RunFiles(job.folder).servers_dir) if e["event"] == "join"
     }
     ends = time.monotonic() + LAST_FILES_S
     while time.monotonic() < ends:
@@ -175,7 +175,7 @@ def _wait_for_last_files(job: Job, keeper: WorkerJobSupervisor) -> None:
 
 
 def _stop_servers(servers: list[Process]) -> None:
-    """Stop running servers by SIGTERM, on which they save their state."""
+    """Stop running servers by SIGTERM. The servers then save their state."""
     for process in servers:
         if process.pid is not None and process.is_alive():
             with suppress(ProcessLookupError):
@@ -184,13 +184,13 @@ def _stop_servers(servers: list[Process]) -> None:
     for process in servers:
         if process.pid is not None:
             process.join(max(0.0, ends - time.monotonic()))
-    agent.end_all(servers)
+    agent.kill_processes(servers)
 
 
-def _clean_up(folder: RunFolder) -> None:
+def _remove_run_files(folder: RunFolder) -> None:
     """Remove the secret, saved states and snapshots of a cell that will not be resumed."""
-    folder.secret.unlink(missing_ok=True)
-    for path in [*RunFiles(folder).servers.glob("state*"), *folder.path.glob("server.*")]:
+    folder.secret_path.unlink(missing_ok=True)
+    for path in [*RunFiles(folder).servers_dir.glob("state*"), *folder.path.glob("server.*")]:
         if path.suffix != ".log":
             path.unlink(missing_ok=True)
-    shutil.rmtree(folder.snapshots(shared=True), ignore_errors=True)
+    shutil.rmtree(folder.get_snapshot_dir(shared=True), ignore_errors=True)

@@ -1,9 +1,9 @@
 """Trains a collective strategy synchronously on the workers that are present (elastic training).
 
 The global batch stays the same and is divided over the present workers. Each worker weights its loss by its
-share of the batch, so that the mean gradient is that of the full batch for any number of workers. In each
-step the members vote on whether to continue, concurrently with the step, so that all of them stop after the
-same step.
+share of the batch. The mean gradient is then that of the full batch for any number of workers. In each step
+the members vote on whether to continue, concurrently with the step, so that all of them stop after the same
+step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.train import loop
 from stratbench.workload.data.device_data import DeviceData
-from stratbench.workload.generators import seed_generators
+from stratbench.workload.generators import seed_random_generators
 from stratbench.workload.tasks import Task
 
 #: Seconds between two checkpoints.
@@ -43,7 +43,9 @@ _OF_PEERS = ("gloo", "nccl", "connection", "timed out", "timeout", "process grou
 
 
 class WeightedTask(Task):
-    """A task whose loss is multiplied by `weight`: a member's share of the batch times the members.
+    """Task whose loss is multiplied by `weight`, to average over unequal parts of a batch.
+
+    The weight is the member's share of the batch times the number of members.
 
     A loss that is a sum with its weight is not changed, because it is normalized later.
     """
@@ -58,7 +60,7 @@ class WeightedTask(Task):
         return loss * self.weight
 
 
-def get_share(batch: int, rank: int, world: int) -> slice:
+def get_batch_share(batch: int, rank: int, world: int) -> slice:
     """Return a member's slice of a batch; the slices of all members are nearly equal.
 
     Args:
@@ -73,11 +75,11 @@ def get_share(batch: int, rank: int, world: int) -> slice:
 class GenerationProgress:
     """A member's progress in one generation that it has not reported to the coordinator."""
 
-    failed: bool = False
-    through: bool = False
+    has_failed: bool = False
+    is_training_over: bool = False
     #: By epoch: weighted losses of its steps, which are still on the device, and seconds of its steps.
-    losses: dict[int, list[Tensor]] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
+    losses_by_epoch: dict[int, list[Tensor]] = field(default_factory=dict)
+    seconds_by_epoch: dict[int, float] = field(default_factory=dict)
 
 
 class ElasticSynchronous:
@@ -94,7 +96,7 @@ class ElasticSynchronous:
         leaving: threading.Event,
         number: int,
     ) -> None:
-        """Prepare the training.
+        """Prepare the training of one elastic worker.
 
         Args:
             strategy: Strategy that was set up and warmed up in a group of this process alone.
@@ -111,7 +113,7 @@ class ElasticSynchronous:
         self._task = worker.task
         self._weighted = worker.task = WeightedTask(worker.task)
         self._clock = StepClock(worker.device, worker.heartbeat)
-        worker.mark = self._clock.mark
+        worker.mark_phase_end = self._clock.mark_phase_end
         self._steps_per_epoch = data.train_samples // worker.settings.global_batch
         self._total = worker.settings.total_steps(data.train_samples)
         #: Number of generations that this worker has trained in.
@@ -121,8 +123,8 @@ class ElasticSynchronous:
         self._entries: list[dict[str, Any]] = []
         self._rank, self._world, self._generation, self._number = 0, 1, 0, number
         self._running = False
-        #: By the last vote: whether this member leaves, and whether all leave, so that the state must be
-        #: saved.
+        #: Results of the last vote: whether this member leaves, and whether all leave, so that the state must
+        #: be saved.
         self._leaves = self._all_leave = False
         self._stopped_s: float | None = None
         self._kept_s = time.monotonic()
@@ -131,9 +133,9 @@ class ElasticSynchronous:
         self._initial = strategy.save() if worker.device.type == "cuda" else None
         self._status: tuple[str, str | None] = ("ok", None)
         self._tables = lru_cache(maxsize=1)(
-            lambda epoch: data.tables(worker.settings.seed, epoch, worker.settings.augment).on(
-                data.index_device
-            )
+            lambda epoch: data.draw_epoch_tables(
+                worker.settings.seed, epoch, worker.settings.augment
+            ).to_device(data.index_device)
         )
 
     @property
@@ -170,7 +172,7 @@ class ElasticSynchronous:
 
     @property
     def checkpoint_times_s(self) -> dict[str, list[float]]:
-        """Seconds for which each checkpoint blocked the training, and seconds to write it."""
+        """Seconds for which each checkpoint blocked training, and seconds to write the checkpoint."""
         written = self._checkpoints
         return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
@@ -186,18 +188,18 @@ class ElasticSynchronous:
         return None if message["what"] == "leave" else message
 
     def _train_in_generation(self, message: dict[str, Any], memory: MemoryMeter) -> None:
-        """Train in one generation until it stops, and report to the coordinator."""
+        """Train in one generation until the generation stops, and report to the coordinator."""
         self._epochs_done, self._generation = message["epochs_done"], message["generation"]
         self._entries = [e for e in self._entries if e["epoch"] > self._epochs_done]
         done = GenerationProgress()
         try:
             self._form_and_train(done, message, memory)
-            self._report_end(done)
+            self._report_generation_end(done)
         except CoordinatorLost:
             self._stop_clock(done)
             last = {"generation": self._generation, "ended_unix_s": time.time(), "step": self._step}
             # The coordinator is lost, so that the process that makes the record reads this file instead.
-            RunFiles(self.worker.folder).write_unreported_result(
+            RunFiles(self.worker.folder).write_orphaned_result(
                 self._number, last | {"epochs": self._summarize_unreported_steps(done)}
             )
             raise
@@ -212,7 +214,7 @@ class ElasticSynchronous:
                 memory.start()
             self.generations += 1
             self._begin_steps()
-            done.through = self._train_until_stop(done)
+            done.is_training_over = self._train_until_stop(done)
         except (RuntimeError, checkpoints.DamagedCheckpoint) as error:
             if not isinstance(error, checkpoints.DamagedCheckpoint) and not any(
                 sign in str(error).lower() for sign in _OF_PEERS
@@ -222,7 +224,7 @@ class ElasticSynchronous:
                 f"generation {message['generation']} is broken: {_get_first_line(error)}",
                 flush=True,
             )
-            done.failed = True
+            done.has_failed = True
             self._checkpoints.wait_for_write()  # now it is known whether the checkpoint in progress is valid
         self._stop_clock(done)
         self._stopped_s = time.monotonic()
@@ -230,33 +232,34 @@ class ElasticSynchronous:
     def _summarize_unreported_steps(self, done: GenerationProgress) -> dict[int, list[float]]:
         """Return the unreported steps by epoch: sum and number of losses, number of members, seconds."""
         # On a GPU, losses may be wrong if the group broke before the host knew it.
-        garbage = done.failed and self._initial is not None
+        garbage = done.has_failed and self._initial is not None
         sums = {
             epoch: (float(torch.stack(x).double().sum()), len(x)) if x and not garbage else (0.0, 0)
-            for epoch, x in done.losses.items()
+            for epoch, x in done.losses_by_epoch.items()
         }
         return {
-            epoch: [*of, self._world, done.seconds.get(epoch, 0.0)] for epoch, of in sums.items()
+            epoch: [*of, self._world, done.seconds_by_epoch.get(epoch, 0.0)]
+            for epoch, of in sums.items()
         }
 
-    def _report_end(self, done: GenerationProgress) -> None:
+    def _report_generation_end(self, done: GenerationProgress) -> None:
         taken = {"step": self._step, "epochs": self._summarize_unreported_steps(done)}
-        if done.through:
+        if done.is_training_over:
             self._seat.send_message("through", **taken)
-            self._seat.wait_for_message()  # raises Over
-        if done.failed and self._initial is not None:
+            self._seat.wait_for_message()  # raises Over if the training has ended
+        if done.has_failed and self._initial is not None:
             # A GPU may have continued with wrong values after the broken collective: only a checkpoint is
             # safe.
             self.strategy.restore(self._initial)
             self._step = 0
         # A worker that must leave since the vote leaves after the next vote: others may need its state.
-        leaving = self._leaving.is_set() if done.failed else self._leaves
+        leaving = self._leaving.is_set() if done.has_failed else self._leaves
         # After a break it is unknown whether other members are left, so that each leaving member saves the
         # state.
-        if leaving if done.failed else self._all_leave and self._rank == 0:
+        if leaving if done.has_failed else self._all_leave and self._rank == 0:
             self._save_for_later_members()
         self._seat.send_message(
-            "stopped", failed=done.failed, leaving=leaving, holds=self._step, **taken
+            "stopped", failed=done.has_failed, leaving=leaving, holds=self._step, **taken
         )
 
     # ------------------------------------------------------------ meeting
@@ -264,7 +267,7 @@ class ElasticSynchronous:
     def _form_group(self, message: dict[str, Any]) -> None:
         """Form the process group, and receive the state of rank 0."""
         with self._phases("rendezvous"):
-            self._group.form(message["meeting"], message["rank"], message["world"])
+            self._group.form_group(message["meeting"], message["rank"], message["world"])
         worker, strategy = self.worker, self.strategy
         self._rank, self._world = message["rank"], message["world"]
         worker.rank, worker.world_size, worker.mesh = self._rank, self._world, Mesh(self._world)
@@ -274,19 +277,22 @@ class ElasticSynchronous:
         with self._phases("join"), self._restore_on_failure(state):
             if message["load"]:
                 with checkpoints.delete_if_damaged(worker.folder.path, message["step"]):
-                    checkpoints.read_into(worker.folder.path, message["step"], state)
+                    checkpoints.read_checkpoint_into(worker.folder.path, message["step"], state)
             # DDP broadcasts the weights and buffers of rank 0 when it wraps the model.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
             broadcast_from_first(self._list_optimizer_tensors())
         self._step = strategy.steps = message["step"]
         batch = worker.settings.global_batch
-        self._share = get_share(batch, self._rank, self._world)
+        self._share = get_batch_share(batch, self._rank, self._world)
         self._weighted.weight = self._world * (self._share.stop - self._share.start) / batch
-        seed_generators(worker.settings.seed + 1 + self._rank + 7919 * self._step)
+        seed_random_generators(worker.settings.seed + 1 + self._rank + 7919 * self._step)
 
     @contextmanager
     def _restore_on_failure(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Restore tensors if a collective fails in the context. A GPU's state is restored later."""
+        """Restore tensors on the CPU if a collective fails in the context.
+
+        On a GPU the member restores its initial state later.
+        """
         before = [t.clone() for t in tensors] if self._initial is None else []
         try:
             yield
@@ -300,7 +306,7 @@ class ElasticSynchronous:
 
     def _begin_steps(self) -> None:
         """Synchronize the start of all members, and report the pause since the last step."""
-        loop.settle_garbage()
+        loop.collect_and_freeze_garbage()
         dist.barrier()
         pause_s = self._stopped_s and time.monotonic() - self._stopped_s
         self._seat.send_message("begun", pause_s=pause_s)
@@ -323,7 +329,7 @@ class ElasticSynchronous:
                 return False
             if self._step < self._total:
                 self._seat.send_message("trained", epochs=self._summarize_unreported_steps(done))
-                done.losses.clear()
+                done.losses_by_epoch.clear()
 
     def _take_steps(self, ends: int, done: GenerationProgress) -> bool:
         """Take the steps of the present epoch up to step `ends`.
@@ -332,40 +338,40 @@ class ElasticSynchronous:
         """
         epoch = self._step // self._steps_per_epoch
         order, augmentation = self._tables(epoch)
-        losses = done.losses.setdefault(epoch, [])
+        losses = done.losses_by_epoch.setdefault(epoch, [])
         clock, strategy, data = self._clock, self.strategy, self.data
         buffers = list(strategy.model.buffers())
-        clock.begin()
+        clock.begin_epoch()
         self._running = True
-        votes = self._iter_votes()
+        votes = self._iter_stop_votes()
         while self._step < ends:
             if next(votes):
                 break
-            x, y = data.batch(order[self._get_own_samples(self._step)], augmentation)
+            x, y = data.make_training_batch(order[self._get_own_samples(self._step)], augmentation)
             if self._step + 1 < ends:
                 data.prefetch(order[self._get_own_samples(self._step + 1)], augmentation)
-            clock.mark("data")
+            clock.mark_phase_end("data")
             with self._restore_on_failure(buffers):
                 losses.append(strategy.step(x, y))
-            clock.tick()
+            clock.mark_step_end()
             self._step += 1
             self._samples += len(y)
             if self._rank == 0 and time.monotonic() - self._kept_s > CHECKPOINT_S:
                 self._save_checkpoint()
         votes.close()
         self._stop_clock(done)
-        self._group.check()  # the clock has waited for the device, so that a broken group is known
+        self._group.check_intact()  # the clock has waited for the device, so that a broken group is known
         return self._step == ends
 
     def _get_own_samples(self, step: int) -> slice:
         start = (step % self._steps_per_epoch) * self.worker.settings.global_batch
         return slice(start + self._share.start, start + self._share.stop)
 
-    def _iter_votes(self) -> Iterator[bool]:
-        """Yield before each step whether the members voted, during the step before, to stop here."""
+    def _iter_stop_votes(self) -> Iterator[bool]:
+        """Yield before each step whether members voted, during the previous step, to stop."""
         work = tally = None
         while True:
-            self._group.check()  # a member that trains alone takes part in no collective that would fail
+            self._group.check_intact()  # a member that trains alone has no collective that would fail
             if work is not None:
                 work.wait()
                 wanted, leave = tally.tolist()
@@ -384,7 +390,7 @@ class ElasticSynchronous:
         if self._running:
             self._running = False
             self._clock.end()
-            done.seconds[max(done.losses)] = self._clock.epoch_times_s[-1]
+            done.seconds_by_epoch[max(done.losses_by_epoch)] = self._clock.epoch_times_s[-1]
 
     def _save_checkpoint(self, wait: bool = False) -> None:
         facts = {"epochs": list(self._entries)}
@@ -393,7 +399,7 @@ class ElasticSynchronous:
 
     def _save_for_later_members(self) -> None:
         """Save the state for later members, unless the cell has ended."""
-        if self._step and not RunFiles(self.worker.folder).end_mark.exists():
+        if self._step and not RunFiles(self.worker.folder).end_marker_path.exists():
             self._save_checkpoint(wait=True)
 
     # ------------------------------------------------------------ evaluation
@@ -407,9 +413,10 @@ class ElasticSynchronous:
         s = self.worker.settings
         if rest or s.steps or epoch <= self._epochs_done:
             return
-        buffers = list(self.strategy.model.buffers())  # the evaluation broadcasts them
+        # The evaluation broadcasts the buffers of rank 0.
+        buffers = list(self.strategy.model.buffers())
         with self._phases("eval"), self._restore_on_failure(buffers):
-            evaluated = loop.evaluate(
+            evaluated = loop.evaluate_test_set(
                 self.strategy,
                 self.data,
                 self._task,
@@ -417,17 +424,17 @@ class ElasticSynchronous:
                 Mesh(self._world),
                 self.worker.heartbeat,
             )
-            self._group.check()
+            self._group.check_intact()
         self._epochs_done = epoch
         # The coordinator fills in times and losses, because it knows those of all generations and members.
-        entry = loop.epoch_entry(epoch - 1, 0.0, None, evaluated)
+        entry = loop.build_epoch_entry(epoch - 1, 0.0, None, evaluated)
         self._entries.append(entry)
         self._seat.send_message("epoch", entry=entry)
         if self._rank == 0:
             score = loop.describe_score(self._task, entry["score"])
             print(f"epoch {epoch}/{s.epochs}: {self._world} members, {score}", flush=True)
         # The coordinator comes to the same result from the same score.
-        if reaches_target(evaluated[1], s.of(Elastic).ends_at, self._task.better):
+        if reaches_target(evaluated[1], s.get_extension_keys(Elastic).ends_at, self._task.better):
             self._total = self._step
         if not isfinite(evaluated[0]):
             self._status = "diverged", f"the test loss became {evaluated[0]} in epoch {epoch}"

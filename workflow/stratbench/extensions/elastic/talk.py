@@ -24,12 +24,12 @@ def send_message(connection: Connection, what: str, **said: Any) -> None:
 
 
 def receive_message(connection: Connection) -> dict[str, Any]:
-    """Wait for the next message that is no heartbeat. Raises Closed, Silent and ProtocolError."""
+    """Wait for the next message other than a heartbeat. Raises Closed, Silent and ProtocolError."""
     while True:
         frame = connection.receive()
         if frame.kind is Kind.HEARTBEAT:
             continue
-        text = connection.read(frame.length)
+        text = connection.read_payload(frame.length)
         if frame.kind is Kind.ERR:
             raise Closed(text.decode(errors="replace"))
         message = json.loads(text) if frame.kind is Kind.TALK else None

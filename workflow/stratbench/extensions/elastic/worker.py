@@ -2,9 +2,9 @@
 
     python -m stratbench.extensions.elastic.worker JOB.json NUMBER
 
-A worker reads the job's file, which the cell's launcher has written. Its exit code is 0 when the training is
-over, when it got a signal to leave (SIGTERM, SIGUSR1), and when the cell's own job has ended. It is 3 if
-memory was exhausted, and 1 on any other error.
+A worker reads the job's file, which the cell's launcher has written. The worker's exit code is 0 when the
+training is over or the cell's own job has ended. It is also 0 after a signal to leave (SIGTERM, SIGUSR1). It
+is 3 if memory was exhausted, and 1 on any other error.
 """
 
 from __future__ import annotations
@@ -36,40 +36,44 @@ from stratbench.extensions.servers import loop as served_loop
 from stratbench.extensions.servers.cells import has_servers
 from stratbench.extensions.servers.process import serve_as_process
 from stratbench.extensions.servers.ps.client import Channel
-from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.wire.link import Left, ServerLost
 from stratbench.strategies.mesh import Mesh
 from stratbench.train import agent, loop, worker
 from stratbench.train.job import Job
-from stratbench.train.locks import scratch
+from stratbench.train.locks import create_scratch_folder
 
 
 def main(job_file: str, number: int, local_rank: int = 0) -> None:
-    """Run a worker's process.
+    """Run the process of an elastic worker.
 
     Args:
         job_file: File of the job.
         number: Number of the worker.
-        local_rank: Index of its GPU among the visible ones.
+        local_rank: Index of the worker's GPU among the visible ones.
     """
     began_unix_s = time.time()
     leaving = threading.Event()
-    set_on_signals((signal.SIGTERM, signal.SIGUSR1), leaving)
+    set_event_on_signals((signal.SIGTERM, signal.SIGUSR1), leaving)
     job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
     agent.set_environment(job, on_one_host=False)
     folder = job.folder
-    if RunFiles(folder).end_mark.exists():
-        worker.leave(0)
-    worker.log_to(folder.log(format_worker_name(number)))
+    if RunFiles(folder).end_marker_path.exists():
+        worker.exit_immediately(0)
+    worker.redirect_output(folder.get_log_path(format_worker_name(number)))
     origin_s = time.monotonic() - (began_unix_s - job.origin_unix_s)
-    with scratch() if folder.local is None else nullcontext(folder.local) as local:
-        job = replace(job, origin_s=origin_s, folder=replace(folder, local=local))
+    with (
+        create_scratch_folder()
+        if folder.node_local_dir is None
+        else nullcontext(folder.node_local_dir) as local
+    ):
+        job = replace(job, origin_s=origin_s, folder=replace(folder, node_local_dir=local))
         code = _train_and_write(job, number, local_rank, leaving)
-    worker.leave(code)
+    worker.exit_immediately(code)
 
 
-def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
-    """Set `leaving` when one of the signals comes.
+def set_event_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
+    """Set the event `leaving` when the process receives one of the signals.
 
     SLURM sends these signals before it ends a job. A separate thread sets the event at once, because the main
     thread may compute for seconds before it handles signals.
@@ -77,21 +81,21 @@ def set_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) 
     reading, writing = socket.socketpair()
     writing.setblocking(False)
 
-    def wait() -> None:
+    def wait_for_signal() -> None:
         number = reading.recv(1)[0]
         leaving.set()
         print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
-        writing.close()  # later signals need not be reported
+        writing.close()  # signals from here on need not be reported
 
     for each in signals:
         signal.signal(each, lambda number, frame: None)
     signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait_for_signal, daemon=True).start()
 
 
 def _train_and_write(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
     """Train, write the worker's results, and return the exit code."""
-    train = train_served if has_servers(job.settings) else train_synchronous
+    train = train_with_servers if has_servers(job.settings) else train_synchronous
     try:
         result, code = train(job, number, local_rank, leaving), 0
     except (Over, RunOverError, Left, ServerLost) as over:
@@ -99,8 +103,8 @@ def _train_and_write(job: Job, number: int, local_rank: int, leaving: threading.
         return 0
     except Exception as error:
         traceback.print_exc()
-        result, code = worker.outcome_of(error)
-    job.folder.write_worker(number, result)
+        result, code = worker.describe_worker_error(error)
+    job.folder.write_worker_result(number, result)
     return code
 
 
@@ -112,13 +116,13 @@ def train_synchronous(
     Args:
         job: Job of the cell.
         number: Number of the worker.
-        local_rank: Index of its GPU among the visible ones.
+        local_rank: Index of the worker's GPU among the visible ones.
         leaving: Set when this worker must leave.
 
     Raises:
-        Over: If it is not admitted.
+        Over: If the worker is not admitted.
     """
-    s, start = job.settings, worker.begin(job, number, local_rank)
+    s, start = job.settings, worker.start_worker(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     group = ElasticGroup(job.folder.path, device)
     seat = join_as_member(job.folder, number, group.break_up, leaving)
@@ -127,24 +131,25 @@ def train_synchronous(
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
-        ready = worker.set_up(
+        ready = worker.set_up_model(
             s, strategy, data, device, seat.place,
-            rank=0, world_size=1, local_world=1, folder=job.folder, heartbeat=start.heartbeat, mesh=Mesh(1),
+            rank=0, world_size=1, local_world_size=1, folder=job.folder,
+            heartbeat=start.heartbeat, mesh=Mesh(1),
         )  # fmt: skip
     with phases("warmup"):
         loop.warm_up(strategy, data, ready.worker)
     split = ElasticSynchronous(strategy, data, ready.worker, phases, group, seat, leaving, number)
-    measured = worker.worker_result(split.run(start.memory), start, number)
+    measured = worker.build_worker_result(split.run(start.memory), start, number)
     # The traffic depends on the number of members in each step, so that no single number describes it.
     measured |= {"communication": None, "generations": split.generations}
     measured["checkpoints"] = split.checkpoint_times_s
-    worker.describe(measured, ready, strategy, data)
+    worker.add_model_descriptions(measured, ready, strategy, data)
     if split.is_rank_zero:
-        measured |= worker.flops_of(s, ready.built)
+        measured |= worker.count_sample_flops(s, ready.built)
     return measured
 
 
-def train_served(
+def train_with_servers(
     job: Job, number: int, local_rank: int, leaving: threading.Event
 ) -> dict[str, Any]:
     """Train as a worker of a cell with parameter servers, and return the worker's results.
@@ -152,7 +157,7 @@ def train_served(
     Args:
         job: Job of the cell.
         number: Number of the worker.
-        local_rank: Index of its GPU among the visible ones.
+        local_rank: Index of the worker's GPU among the visible ones.
         leaving: Set when this worker must leave.
 
     Raises:
@@ -160,26 +165,26 @@ def train_served(
         Left: If this worker must leave before it has joined.
         ServerLost: If no server answers.
     """
-    s, start = job.settings, worker.begin(job, number, local_rank)
+    s, start = job.settings, worker.start_worker(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
         # Numbers of workers increase without end, so that `slowdown.workers` refers to the number modulo
         # `gpus`.
-        ready = worker.set_up(
+        ready = worker.set_up_model(
             s, strategy, data, device, number % s.gpus,
-            rank=number, world_size=s.gpus, local_world=1, folder=job.folder,
+            rank=number, world_size=s.gpus, local_world_size=1, folder=job.folder,
             heartbeat=start.heartbeat, mesh=Mesh(1),
-            channel_by=partial(make_returning_channel, job.folder, leaving),
+            make_server_channel=partial(make_returning_channel, job.folder, leaving),
         )  # fmt: skip
-    result = served_loop.train(
+    result = served_loop.train_on_tickets(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
     )
-    measured = worker.worker_result(result, start, number)
-    worker.describe(measured, ready, strategy, data)
+    measured = worker.build_worker_result(result, start, number)
+    worker.add_model_descriptions(measured, ready, strategy, data)
     if not strategy.channel.left:
-        measured |= worker.flops_of(s, ready.built)
+        measured |= worker.count_sample_flops(s, ready.built)
     measured["left"], measured["returns"] = strategy.channel.left, strategy.channel.returns
     strategy.close()
     return measured
@@ -197,8 +202,8 @@ def make_returning_channel(
     """
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),
-        folder.rendezvous,
-        RunFiles(folder).servers,
+        folder.rendezvous_path,
+        RunFiles(folder).servers_dir,
         leaving,
     )
 
@@ -206,7 +211,7 @@ def make_returning_channel(
 def serve_parameters(config_json: str, run_dir: str) -> None:
     """Run the process of an elastic parameter server."""
     config = ElasticServerConfig(**json.loads(config_json))
-    serve_as_process(config, run_dir, partial(serve, make_run=make_run))
+    serve_as_process(config, run_dir, partial(run_server, make_run=make_run))
 
 
 if __name__ == "__main__":

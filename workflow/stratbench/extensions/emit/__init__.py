@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="a cell as a config or script for your own trainer",
-    needs=("deepspeed",),
+    summary="a cell as a config or script for your own trainer",
+    required_extensions=("deepspeed",),
     commands="stratbench.extensions.emit.subcommand:add_subcommand",
 )

@@ -1,4 +1,4 @@
-"""Holds the chosen cell, and tracks that the file uses or names each of its settings."""
+"""Holds the chosen cell, and tracks which of its settings the file uses or names."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Choice:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.cell = Cell(**record["cell"])
-        self.settings = Settings.of_record(record["settings"])
+        self.settings = Settings.from_recorded_values(record["settings"])
         self.options: dict[str, Any] = dict(self.settings.options)
         self.mesh: Mesh = get_mesh(self.settings.strategy, self.options, self.settings.gpus)
         self._values: dict[str, Any] = asdict(self.settings)
         self._written = set(MEASUREMENT_SETTINGS)
         self._notes: list[str] = []
 
-    def take(self, key: str) -> Any:
+    def take_setting(self, key: str) -> Any:
         """Return a setting's value, and mark the setting as written to the file."""
         self._written.add(key)
         return self._values[key]
@@ -57,7 +57,7 @@ class Choice:
         self._written.add(key)
         return self.options.get(key, default)
 
-    def note(self, text: str, *keys: str) -> None:
+    def add_note(self, text: str, *keys: str) -> None:
         """Add `text` to the file's comments, after `keys` and their values.
 
         The keys are settings or options.
@@ -72,7 +72,7 @@ class Choice:
 
     @property
     def comments(self) -> list[str]:
-        """Comments of the file: the notes, and each setting that the file cannot express."""
+        """Comment lines of the file: notes, and each setting that the file cannot express."""
         everything: Mapping[str, Any] = self.options | self._values
         left = [
             f"{key} = {self._format_value(key)}: this file has no name for it"
@@ -88,7 +88,7 @@ class Choice:
         return self.record["provenance"]["device"]
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         """Number of nodes on which the workers ran."""
         return self.record["provenance"]["nodes"]
 
@@ -98,9 +98,9 @@ class Choice:
         return self.record["provenance"]["workers_per_node"]
 
     @property
-    def micro_batch(self) -> int:
+    def micro_batch_size(self) -> int:
         """Number of samples that a worker computes at once."""
-        return self.take("per_worker_batch") // self.settings.gradient_accumulation_steps
+        return self.take_setting("per_worker_batch") // self.settings.gradient_accumulation_steps
 
     @property
     def total_steps(self) -> int:
@@ -117,22 +117,22 @@ class Choice:
         return traits.weight_parts or 1
 
     @property
-    def block_classes(self) -> list[str]:
+    def block_class_names(self) -> list[str]:
         """Class names of the modules that are sharded one by one.
 
         The list is empty if a rule by size made the groups.
         """
         network = get_metadata(get_model(self.settings))
-        if network.own is not None:
+        if network.own_model is not None:
             # A model may declare these classes itself, as those of transformers do. Then the record has
             # them.
             rule = self.record["model"].get("own", {}).get("sharding") or ""
             named = rule.removeprefix(INSTANCES_OF).split(", ") if INSTANCES_OF in rule else ()
-            return list(network.own.wrap_classes or named)
-        return [path.partition(":")[2] for path in FAMILIES[network.family].blocks]
+            return list(network.own_model.wrap_classes or named)
+        return [path.partition(":")[2] for path in FAMILIES[network.family].block_classes]
 
     @property
-    def title(self) -> list[str]:
+    def title_comments(self) -> list[str]:
         """Comment lines on the chosen cell and its measurements."""
         s, time, memory = self.settings, self.record.get("time") or {}, self.record.get("memory")
         lines = [

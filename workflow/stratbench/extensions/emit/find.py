@@ -13,7 +13,7 @@ NAME = "EXPERIMENT/STRATEGY/MODEL/Ngpu[/repK]"
 
 
 def find_record(results: Path, study: str | None, cell: str | None) -> record.Record:
-    """Return the record of a cell.
+    """Read the record of a cell, by path, by name, or as `decide` chose.
 
     Args:
         results: The folder with the results of all studies.
@@ -23,15 +23,19 @@ def find_record(results: Path, study: str | None, cell: str | None) -> record.Re
     Raises:
         EmitError: If the record does not exist, or the name is ambiguous.
     """
-    path = find_named_path(results, study, cell) if cell else find_chosen_path(results, study)
+    path = (
+        find_record_path_by_name(results, study, cell)
+        if cell
+        else find_chosen_record_path(results, study)
+    )
     try:
         return record.read_record(path)
     except record.RecordError as error:
         raise EmitError(str(error)) from None
 
 
-def find_named_path(results: Path, study: str | None, cell: str) -> Path:
-    """Return the path of a record, from a path or the name of a cell.
+def find_record_path_by_name(results: Path, study: str | None, cell: str) -> Path:
+    """Find a record by its path or its cell's name, and return the path.
 
     Args:
         results: The folder with the results of all studies.
@@ -42,9 +46,8 @@ def find_named_path(results: Path, study: str | None, cell: str) -> Path:
     for path in (named, named / "record.json"):
         if path.is_file():
             return path
-    is_name = (
-        not named.is_absolute() and ".." not in named.parts
-    )  # an absolute path would search the whole disk
+    # An absolute path is not searched, because it would search the whole disk.
+    is_name = not named.is_absolute() and ".." not in named.parts
     matches = {
         folder.parent.name: sorted((folder / cell).glob("**/record.json"))
         for folder in sorted(results.glob(f"{study or '*'}/cells"))
@@ -68,8 +71,8 @@ def find_named_path(results: Path, study: str | None, cell: str) -> Path:
     return paths[0]
 
 
-def find_chosen_path(results: Path, study: str | None) -> Path:
-    """Return the path of the record that `decide` chose, of the cell's first repeat."""
+def find_chosen_record_path(results: Path, study: str | None) -> Path:
+    """Return the record's path of the strategy that `decide` chose, for its first repeat."""
     folders = [folder.parent for folder in sorted(results.glob(f"{study or '*'}/cells"))]
     names = ("decision/answers.json", "answers.json")
     decided = {f: f / name for f in folders for name in reversed(names) if (f / name).is_file()}
@@ -95,4 +98,4 @@ def find_chosen_path(results: Path, study: str | None) -> Path:
         raise EmitError(
             f"{file}: the decision has {len(cells)} chosen cells; name one of {', '.join(cells)}"
         )
-    return find_named_path(results, folder.name, cells[0])
+    return find_record_path_by_name(results, folder.name, cells[0])

@@ -15,7 +15,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `emit` and its arguments to the command line.
 
     Args:
-        add: Adds a subcommand with a name, a function and a help text, and returns its parser.
+        add: Adds a subcommand with a name, a function and a help text, and returns the subcommand's parser.
     """
     from stratbench.extensions.emit.find import NAME
     from stratbench.extensions.emit.table import TARGETS
@@ -50,12 +50,14 @@ def run_emit(args: argparse.Namespace, others: list[str]) -> int:
     """Print the file, or write it to --output, and return the exit code."""
     from stratbench.extensions.emit.choice import Choice
     from stratbench.extensions.emit.find import find_record
-    from stratbench.extensions.emit.table import emit
+    from stratbench.extensions.emit.table import format_file_for_target
 
     try:
         if others:
             raise EmitError(f"unknown arguments: {' '.join(others)}; see stratbench emit --help")
-        text = emit(Choice(find_record(args.results, args.study, args.cell)), args.to)
+        text = format_file_for_target(
+            Choice(find_record(args.results, args.study, args.cell)), args.to
+        )
     except EmitError as error:
         print(f"stratbench emit: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Lists the strategies that each target supports, and their names there."""
+"""Lists the strategies that each target supports, with the target's name for each."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ NAMES_IN_TARGETS: dict[str, dict[str, str]] = {
 
 
 def list_supporting_targets(strategy: str) -> list[str]:
-    """Return the targets that support a strategy."""
+    """Return the names of the targets that support a strategy."""
     called = NAMES_IN_TARGETS.get(strategy, {})
     return [target for target in TARGETS if target in called or target == "variant"]
 
 
-def emit(choice: Choice, target: str) -> str:
+def format_file_for_target(choice: Choice, target: str) -> str:
     """Return the chosen cell as the text of a file for `target`.
 
     Raises:

@@ -13,9 +13,9 @@ from stratbench.cell import record
 from stratbench.cell.settings import Settings
 from stratbench.workload import tasks
 from stratbench.workload.data.device_data import DeviceData
-from stratbench.workload.generators import seed_generators
+from stratbench.workload.generators import seed_random_generators
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
 
 
 class Work:
@@ -30,33 +30,42 @@ class Work:
 
         Args:
             path: Path of the cell's record.
-            data: Folder of its prepared data set.
+            data: Folder of the cell's prepared data set.
             rank: Rank of this worker.
             device: Device of this worker.
         """
-        self.settings = s = Settings.of_record(record.read_record(path)["settings"])
-        self.rank, network, dtype = rank, models.get_model(s), weights_dtype(s.precision)
-        shape = models.input_shape(network, tuple(DeviceData.load(Path(data)).meta["shape"]))
+        self.settings = s = Settings.from_recorded_values(record.read_record(path)["settings"])
+        self.rank, network, dtype = rank, models.get_model(s), get_weights_dtype(s.precision)
+        shape = models.compute_input_shape(
+            network, tuple(DeviceData.load(Path(data)).meta["shape"])
+        )
         self.data = DeviceData.load(
-            data, device, shape, dtype, batch_format(s.precision, device.type), s.data_placement
+            data,
+            device,
+            shape,
+            dtype,
+            get_batch_memory_format(s.precision, device.type),
+            s.data_placement,
         )
         meta = self.data.meta
         self.task = tasks.get_task(s, shape, meta.get("values", False))
         self.model = models.build_for_training(
             network, meta["classes"], shape, s.seed, device, dtype
         )
-        seed_generators(s.seed + 1 + rank)
+        seed_random_generators(s.seed + 1 + rank)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch, or of a part of it."""
-        loss, weight = tasks.loss_and_weight(self.task, outputs, targets)
+        loss, weight = tasks.compute_loss_and_weight(self.task, outputs, targets)
         return loss if weight is None else loss / weight
 
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this worker's batches of an epoch, up to the last step of the training."""
         s, data = self.settings, self.data
-        order, augmentation = data.tables(s.seed, epoch, s.augment).on(data.index_device)
+        order, augmentation = data.draw_epoch_tables(s.seed, epoch, s.augment).to_device(
+            data.index_device
+        )
         steps = len(order) // s.global_batch
         mine = order[: steps * s.global_batch].view(steps, -1, s.per_worker_batch)[:, self.rank]
         for indices in islice(mine, s.total_steps(data.train_samples) - epoch * steps):
-            yield data.batch(indices, augmentation)
+            yield data.make_training_batch(indices, augmentation)

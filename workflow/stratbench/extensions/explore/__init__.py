@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="a page to browse cells",
-    rules=("explore.smk",),
-    reading="stratbench.extensions.explore.explore:READING",
+    summary="a page to browse cells",
+    rule_files=("explore.smk",),
+    report_additions="stratbench.extensions.explore.explore:READING",
 )

@@ -19,7 +19,12 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.figures.marks import FAMILIES, FILLS, assign_marks_by_strategy, corners
+from stratbench.analysis.figures.marks import (
+    FAMILIES,
+    FILLS,
+    assign_marks_by_strategy,
+    compute_shape_corners,
+)
 from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, Column, Row
 from stratbench.analysis.records.findings import SEVERITIES
 from stratbench.analysis.records.groups import GROUP, map_base_strategies
@@ -59,7 +64,7 @@ DIGITS = 6
 MAX_PLAIN = 1 << 18
 
 
-def make_label(name: str, unit: str) -> str:
+def make_column_label(name: str, unit: str) -> str:
     """Return a column's label: its name with blanks, without the unit at its end."""
     if name == "gpus":
         return "workers"
@@ -69,13 +74,13 @@ def make_label(name: str, unit: str) -> str:
 
 
 def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
-    """Return the unit in which a column is shown, and the factor to it.
+    """Return the unit in which the page shows a column, and the conversion factor.
 
     Scores with different units are shown in the units of the records.
     """
     if column.name in SCORES and cells["score_unit"].dropna().nunique() <= 1:
         score = read_score(cells)
-        return score.shown_unit, score.factor
+        return score.shown_unit, score.display_factor
     units = ((shown, by) for (own, shown), by in FACTORS.items() if own == column.unit)
     return next(units, (column.unit, 1.0))
 
@@ -87,7 +92,7 @@ def round_value(value: float) -> float | int:
     return float(f"{value:.{DIGITS}g}")
 
 
-def make_natural_key(value: Any) -> tuple[Any, ...]:
+def make_natural_sort_key(value: Any) -> tuple[Any, ...]:
     """Return a sort key for values of a column.
 
     Numbers in texts sort by value, and None comes last.
@@ -99,7 +104,7 @@ def make_natural_key(value: Any) -> tuple[Any, ...]:
 
 
 def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
-    """Encode a column for the page, as `levels` or as all `values`.
+    """Encode a column for the page: as distinct `levels` with indices, or as all `values`.
 
     Levels are the distinct values, with an index per cell (`at`). Columns with levels get a filter. A single
     level has no `at`.
@@ -109,7 +114,7 @@ def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
     if len(levels) > most and name not in COORDINATES:
         return {"values": list(values)}
     if name not in AS_THEY_COME:
-        levels.sort(key=make_natural_key)
+        levels.sort(key=make_natural_sort_key)
     if len(levels) == 1:
         return {"levels": levels}
     place = {level: n for n, level in enumerate(levels)}
@@ -121,32 +126,33 @@ def get_column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
     series = cells[column.name]
     if not series.notna().any():
         return None
-    if column.kind == "number":
+    if column.value_kind == "number":
         by = get_shown_unit(column, cells)[1]
         return [
-            None if v is None else round_value(v * by) for v in list_values(series.astype(float))
+            None if v is None else round_value(v * by)
+            for v in list_series_values(series.astype(float))
         ]
-    return [None if v is None else str(v) for v in list_values(series)]
+    return [None if v is None else str(v) for v in list_series_values(series)]
 
 
-def list_values(series: pd.Series) -> list[Any]:
+def list_series_values(series: pd.Series) -> list[Any]:
     """Return the values of a series as a list, with None for missing values."""
     return series.astype(object).where(series.notna(), None).tolist()
 
 
 def iter_column_data(cells: pd.DataFrame) -> Iterator[Row]:
-    """Yield the columns in which any cell has a value, for the page's script."""
+    """Yield each column that has any value, in the form for the page's script."""
     for column in (SET_COLUMN, *CELL_COLUMNS):
-        if column.name not in cells or column.name in NOT_SHOWN or column.kind == "json":
+        if column.name not in cells or column.name in NOT_SHOWN or column.value_kind == "json":
             continue
         if (values := get_column_values(column, cells)) is None:
             continue
         yield make_column_data(
             column.name,
             values,
-            label=make_label(column.name, column.unit),
+            label=make_column_label(column.name, column.unit),
             unit=get_shown_unit(column, cells)[0],
-            number=column.kind == "number" and column.name not in DISCRETE,
+            number=column.value_kind == "number" and column.name not in DISCRETE,
             definition=column.definition,
         )
 
@@ -193,7 +199,7 @@ def iter_audit_column(audit: Row, count: int) -> Iterator[Row]:
 
 
 def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
-    """Yield for each row of cells.csv the indices of the audit's findings on it.
+    """Yield, for each row of cells.csv, the indices of the audit's findings on its cell.
 
     A finding that lacks coordinates is on all cells that share its other coordinates. Without any, it is on
     none.
@@ -213,8 +219,8 @@ def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Itera
         )
 
 
-def collect_audit(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
-    """Return the audit's rules that have findings, and each cell's indices of them."""
+def collect_audit_data(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
+    """Return the audit rules that have findings, and each cell's indices into the findings."""
     rules: dict[tuple[str, str, str, str], int] = {}
     rule_at = [
         rules.setdefault((f["rule"], f["severity"], f["affects"], f["explanation"]), len(rules))
@@ -234,7 +240,7 @@ def collect_audit(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     }
 
 
-def collect_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
+def collect_cell_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
     """Return the links to the records and logs of the cells.
 
     Each link lists the indices of the cells that have this file.
@@ -246,7 +252,7 @@ def collect_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> Row:
             "path": f"{folder}/{path}",
             "cells": [
                 number
-                for number, there in enumerate(list_values(cells[f"{kind}_path"]))
+                for number, there in enumerate(list_series_values(cells[f"{kind}_path"]))
                 if there is not None and (study_dir / there).exists()
             ],
         }
@@ -263,19 +269,22 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
     """
     bases = map_base_strategies(cells)
     marks = assign_marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
-    hues = {name: [hue.light[0], hue.dark[0]] for name, hue in FAMILIES.items()}
-    audit = collect_audit(cells, findings)
+    hues = {
+        name: [hue.light_theme_colours[0], hue.dark_theme_colours[0]]
+        for name, hue in FAMILIES.items()
+    }
+    audit = collect_audit_data(cells, findings)
     return {
         "cells": len(cells),
         "columns": [*iter_column_data(cells), *iter_audit_column(audit, len(cells))],
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
         # A colour is a pair for light and dark mode, and a marker is a shape with a fill.
-        "styles": {name: [hues[m.family], m.alone] for name, m in marks.items()},
+        "styles": {name: [hues[m.family], m.standalone_style] for name, m in marks.items()},
         "colours": list(hues.values())[1:],
         "markers": [f"{hue.shape} {fill}" for fill in FILLS for hue in FAMILIES.values()],
         "fills": FILLS,
         "shapes": {
-            hue.shape: [[round(x, 3), round(y, 3)] for x, y in corners(hue.shape)]
+            hue.shape: [[round(x, 3), round(y, 3)] for x, y in compute_shape_corners(hue.shape)]
             for hue in FAMILIES.values()
         },
         "audit": audit,
@@ -287,13 +296,16 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
 
 
 def compress_text(text: str) -> str:
-    """Compress a long text by gzip and base64. The script recognizes that by the first character."""
+    """Compress a long text by gzip and base64; a short text is returned unchanged.
+
+    The page's script recognizes a compressed text by its first character.
+    """
     if len(text) <= MAX_PLAIN:
         return text
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def list_controls(data: Row) -> Row:
+def list_page_controls(data: Row) -> Row:
     """Return the choices in the page's form: columns for axes, colours, filters and the table."""
     columns = {c["name"]: c for c in data["columns"]}
     numbers = [c for c in columns.values() if c["number"]]
@@ -325,7 +337,7 @@ def spans_wide_range(column: Row) -> bool:
     return bool(known) and 0 < LOG_FROM * min(known) < max(known)
 
 
-def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
+def render_page(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
     """Return the page as HTML.
 
     Args:
@@ -338,18 +350,20 @@ def render(data: dict[str, Any], title: str, notices: Sequence[str], back: str |
         "title": title,
         "notices": notices,
         "back": back,
-        "data": compress_text(pages.as_json(data)),
-        **list_controls(data),
-        **pages.script_values(TEMPLATES / "explore.js"),
+        "data": compress_text(pages.format_html_safe_json(data)),
+        **list_page_controls(data),
+        **pages.read_page_script(TEMPLATES / "explore.js"),
     }
-    return pages.render("explore.html.j2", TEMPLATES, values=values)
+    return pages.render_page("explore.html.j2", TEMPLATES, values=values)
 
 
 def make_page(given: ReportInput, notices: Sequence[str]) -> str:
     """Return the page of one study as HTML, with links to files below results/<study>."""
     data = make_page_data(given.cells, given.findings.to_dict("records"))
-    data["files"] = collect_links(given.cells, given.study_dir, given.folder)
-    return render(data, str(given.cells["study"].iloc[0]), notices, "report.html")
+    data["files"] = collect_cell_links(given.cells, given.study_dir, given.folder)
+    return render_page(data, str(given.cells["study"].iloc[0]), notices, "report.html")
 
 
-READING = Reading(page=make_page, page_name="explore.html", page_link="Explore the cells")
+READING = Reading(
+    render_page=make_page, page_file_name="explore.html", page_link_title="Explore the cells"
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="data sets of masked texts, labelled texts and waveforms",
+    summary="data sets of masked texts, labelled texts and waveforms",
     generators={
         "masked-markov-text": "stratbench.extensions.labelled.generated:MASKED",
         "labelled-markov-text": "stratbench.extensions.labelled.generated:LABELLED",

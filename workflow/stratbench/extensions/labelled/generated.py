@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stratbench.workload.data.generated import CHUNK_SAMPLES, MarkovChain, make_source
+from stratbench.workload.data.generated import CHUNK_SAMPLES, MarkovChain, make_generated_source
 from stratbench.workload.data.kinds import Generator
 from stratbench.workload.data.sources import Source
 from stratbench.workload.tasks import IGNORED
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from stratbench.workload.data.generated import Chunk
 
-#: Of how many tokens of a masked text one is hidden (BERT hides 15 %).
+#: One of this many tokens of a masked text is hidden (BERT hides 15 %).
 MASKED_EVERY = 7
 #: The share of noisy labels that name another class than the sample's own.
 LABEL_NOISE = 0.1
 CHUNK_WAVEFORMS = 64
 
 
-def masked_markov_text(
+def generate_masked_markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
     """Return texts of a Markov chain with every seventh token hidden.
@@ -47,13 +47,15 @@ def masked_markov_text(
     hides = vocabulary - 1
     chain = MarkovChain(hides, seed)
 
-    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
+    def generate_chunks(samples: int, stream: int) -> Iterator[Chunk]:
         for start in range(0, samples, CHUNK_SAMPLES):
             count = min(CHUNK_SAMPLES, samples - start)
             rng = np.random.default_rng([seed, stream, start])
             yield hide_tokens(chain.draw(rng, count, sequence), hides, rng)
 
-    return make_source((train_samples, test_samples), chunks, compute_entropy_between(chain))
+    return make_generated_source(
+        (train_samples, test_samples), generate_chunks, compute_entropy_between_neighbours(chain)
+    )
 
 
 def hide_tokens(text: np.ndarray, hides: int, rng: np.random.Generator) -> Chunk:
@@ -72,7 +74,7 @@ def hide_tokens(text: np.ndarray, hides: int, rng: np.random.Generator) -> Chunk
     return np.where(hidden, hides, text), np.where(hidden, text, IGNORED)
 
 
-def compute_entropy_between(chain: MarkovChain) -> float:
+def compute_entropy_between_neighbours(chain: MarkovChain) -> float:
     """Return the entropy of a token, in nats, where its two neighbours are known.
 
     By the chain rule: that of two tokens after a known one, less that of the second of them alone.
@@ -89,12 +91,12 @@ def compute_entropy_between(chain: MarkovChain) -> float:
     return 2 * chain.entropy() - float(second)
 
 
-def labelled_markov_text(
+def generate_labelled_markov_text(
     train_samples: int, test_samples: int, classes: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
     """Return texts of one Markov chain per class, and the label of each text's chain.
 
-    Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+    Sample i is of class i modulo `classes`, and its label is noisy (`_make_noisy_labels`).
 
     Args:
         train_samples: Number of training samples.
@@ -108,24 +110,27 @@ def labelled_markov_text(
 
     chains = [MarkovChain(vocabulary, seed, number) for number in range(classes)]
 
-    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
+    def generate_chunks(samples: int, stream: int) -> Iterator[Chunk]:
         for start in range(0, samples, CHUNK_SAMPLES):
             of = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
             rng = np.random.default_rng([seed, classes + stream, start])
             text = np.empty((len(of), sequence), np.int64)
             for number, chain in enumerate(chains):
                 text[of == number] = chain.draw(rng, int((of == number).sum()), sequence)
-            yield text, _noisy(of, classes, rng)
+            yield text, _make_noisy_labels(of, classes, rng)
 
-    return make_source((train_samples, test_samples), chunks, _least_loss(classes))
+    return make_generated_source(
+        (train_samples, test_samples), generate_chunks, _compute_min_loss(classes)
+    )
 
 
-def tones(
+def generate_tones(
     train_samples: int, test_samples: int, classes: int, channels: int, length: int, seed: int
 ) -> Source:
     """Return waveforms [channels, length]: a tone of the class's pitch, and noise of equal amplitude.
 
-    Its phase is random. Sample i is of class i modulo `classes`, and its label is noisy (`_noisy`).
+    The tone's phase is random. Sample i is of class i modulo `classes`, and its label is noisy
+    (`_make_noisy_labels`).
 
     Args:
         train_samples: Number of training samples.
@@ -141,27 +146,29 @@ def tones(
     step = (length // 2 - 1) // classes
     angle = 2 * np.pi * np.arange(length) / length
 
-    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
+    def generate_chunks(samples: int, stream: int) -> Iterator[Chunk]:
         for start in range(0, samples, CHUNK_WAVEFORMS):
             of = np.arange(start, min(start + CHUNK_WAVEFORMS, samples)) % classes
             rng = np.random.default_rng([seed, stream, start])
             phase = rng.uniform(0, 2 * np.pi, (len(of), channels, 1))
             tone = np.sin((of[:, None, None] + 1) * step * angle + phase)
             noise = rng.standard_normal(tone.shape)
-            yield (tone + noise).astype(np.float32), _noisy(of, classes, rng)
+            yield (tone + noise).astype(np.float32), _make_noisy_labels(of, classes, rng)
 
-    return make_source((train_samples, test_samples), chunks, _least_loss(classes))
+    return make_generated_source(
+        (train_samples, test_samples), generate_chunks, _compute_min_loss(classes)
+    )
 
 
-def _noisy(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
-    """Return labels for samples of these classes, which are wrong with probability LABEL_NOISE."""
+def _make_noisy_labels(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
+    """Return class labels, each replaced by another class with probability LABEL_NOISE."""
     import numpy as np
 
     other = (of + rng.integers(1, classes, len(of))) % classes
     return np.where(rng.random(len(of)) < LABEL_NOISE, other, of)
 
 
-def _least_loss(classes: int) -> float:
+def _compute_min_loss(classes: int) -> float:
     """Return the minimum mean loss of a noisy label, in nats.
 
     The minimum is the entropy of the label conditional on its class. No model's expected accuracy is higher
@@ -173,26 +180,26 @@ def _least_loss(classes: int) -> float:
 
 _SIZES = {"train_samples": 4096, "test_samples": 512}
 MASKED = Generator(
-    masked_markov_text,
+    generate_masked_markov_text,
     _SIZES | {"vocabulary": 64, "sequence": 64, "seed": 0},
-    shape=("sequence",),
-    classes="vocabulary",
+    shape_keys=("sequence",),
+    classes_key="vocabulary",
     task="masked-token",
-    minimum=lambda values: {"vocabulary": 3, "sequence": 3},
+    list_min_values=lambda values: {"vocabulary": 3, "sequence": 3},
 )
 LABELLED = Generator(
-    labelled_markov_text,
+    generate_labelled_markov_text,
     _SIZES | {"classes": 4, "vocabulary": 64, "sequence": 64, "seed": 0},
-    shape=("sequence",),
-    vocabulary="vocabulary",
+    shape_keys=("sequence",),
+    vocabulary_key="vocabulary",
     task="text-classification",
-    minimum=lambda values: {"classes": 2},
+    list_min_values=lambda values: {"classes": 2},
 )
 TONES = Generator(
-    tones,
+    generate_tones,
     {"train_samples": 2048, "test_samples": 512}
     | {"classes": 8, "channels": 1, "length": 1600, "seed": 0},
-    shape=("channels", "length"),
-    floats=True,
-    minimum=lambda values: {"classes": 2, "length": 2 * values["classes"] + 2},
+    shape_keys=("channels", "length"),
+    has_float_samples=True,
+    list_min_values=lambda values: {"classes": 2, "length": 2 * values["classes"] + 2},
 )

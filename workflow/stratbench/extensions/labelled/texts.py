@@ -1,4 +1,4 @@
-"""Reads a user's texts with hidden tokens, and texts with a label each from CSV or JSON Lines."""
+"""Reads a user's texts with hidden tokens, and labelled texts from CSV or JSON Lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_masked_text_files(
     test_share: float,
     seed: int,
 ) -> tuple[Source, int]:
-    """Return a text in pieces with hidden tokens, and its number of different tokens.
+    """Return a text cut into samples with hidden tokens, and the number of different tokens.
 
     The files are concatenated to one text. The mask is the tokenizer's own, or a new token after the last one
     of the text.
@@ -62,7 +62,7 @@ def read_masked_text_files(
     hides = find_special_token(opened, HIDES, size)
     parts = split_text(name, tokens, size, sequence, test_share)
 
-    def split(part: np.ndarray, stream: int) -> Split:
+    def make_split(part: np.ndarray, stream: int) -> Split:
         import numpy as np
 
         samples = len(part) // sequence
@@ -73,11 +73,11 @@ def read_masked_text_files(
         )
         return Split(samples, chunks)
 
-    return Source(split(parts[0], 1), split(parts[1], 2), []), max(size, hides + 1)
+    return Source(make_split(parts[0], 1), make_split(parts[1], 2), []), max(size, hides + 1)
 
 
 def find_special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
-    """Return a tokenizer's token with one of some names, or `size` if it has none.
+    """Return the number of a tokenizer's special token, or `size` if it has none.
 
     The number `size` is that of a new token.
     """
@@ -85,7 +85,7 @@ def find_special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
     return next((number for number in known if number is not None), size)
 
 
-def labelled_texts(
+def read_labelled_texts(
     name: str,
     files: Sequence[Path],
     test: Path | None,
@@ -131,10 +131,10 @@ def labelled_texts(
             f"`vocabulary: {tokens}`"
         )
 
-    def split(texts: Labelled) -> Split:
+    def make_split(texts: Labelled) -> Split:
         return Split(len(texts), _iter_text_chunks(opened, texts, sequence))
 
-    return Source(split(train), split(test_set), []), classes
+    return Source(make_split(train), make_split(test_set), []), classes
 
 
 def _iter_text_chunks(
@@ -155,12 +155,12 @@ def _iter_text_chunks(
 def _read_texts_by_label(name: str, files: Sequence[Path], columns: tuple[str, str]) -> ByClass:
     by_label: ByClass = {}
     for path in files:
-        for text, label in rows_of(name, path, columns):
+        for text, label in read_columns(name, path, columns):
             by_label.setdefault(label, []).append(text)
     return by_label
 
 
-def rows_of(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
+def read_columns(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the values of some columns or keys of a file.
 
     The file is CSV with a header, or JSON Lines.
@@ -229,7 +229,7 @@ def _iter_json_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]
         yield line, row
 
 
-def _find_fault(values: Mapping[str, Any]) -> str | None:
+def _find_row_fault(values: Mapping[str, Any]) -> str | None:
     if (length := values["sequence"]) >= SHORTEST_MASKED:
         return None
     return f"sequence = {length}: a text with hidden tokens must have at least {SHORTEST_MASKED} tokens"
@@ -238,12 +238,12 @@ def _find_fault(values: Mapping[str, Any]) -> str | None:
 MASKED = FileKind(
     read_masked_text_files,
     {"sequence": 64, "test_share": 0.1, "seed": 0},
-    more_files=("tokenizer",),
+    further_file_keys=("tokenizer",),
     task="masked-token",
-    find_fault=_find_fault,
+    invalid_values_reason=_find_row_fault,
 )
 LABELLED = FileKind(
-    labelled_texts,
+    read_labelled_texts,
     {
         "text_column": "text",
         "label_column": "label",
@@ -252,6 +252,6 @@ LABELLED = FileKind(
         "test_share": 0.1,
         "seed": 0,
     },
-    more_files=("test", "tokenizer"),
+    further_file_keys=("test", "tokenizer"),
     task="text-classification",
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from stratbench.extensions.labelled.texts import rows_of
+from stratbench.extensions.labelled.texts import read_columns
 from stratbench.workload.data.kinds import FileKind, Samples
 from stratbench.workload.data.own_files import (
     ByClass,
@@ -50,23 +50,23 @@ def read_waveform_folder(
     with _open_wave(name, first) as file:
         rate = file.getframerate()
 
-    def chunks(files: Labelled) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def iter_chunks(files: Labelled) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         import numpy as np
 
         for start in range(0, len(files), _CHUNK):
             part = files[start : start + _CHUNK]
-            values = [_read_values(name, path, length, rate, first) for path, _ in part]
+            values = [_read_waveform(name, path, length, rate, first) for path, _ in part]
             yield np.stack(values)[:, None], np.array([label for _, label in part])
 
-    splits = Split(len(train), chunks(train)), Split(len(test), chunks(test))
+    splits = Split(len(train), iter_chunks(train)), Split(len(test), iter_chunks(test))
     return Source(*splits, []), classes
 
 
 def _list_files_by_label(name: str, folder: Path, labels: Path) -> ByClass:
-    """Return the files of each label, as a table states them."""
+    """Return the WAV files of each label, from a table of files and labels."""
     files: dict[str, Path] = dict(list_sample_files([folder], WAVEFORMS))
     by_label: ByClass = {}
-    for file, label in rows_of(name, labels, COLUMNS):
+    for file, label in read_columns(name, labels, COLUMNS):
         if (path := files.pop(PurePath(file).as_posix(), None)) is None:
             raise DataError(
                 f"data set {name!r}: {labels} names {file!r}, which is not a {WAVEFORMS} in {folder}, or "
@@ -86,7 +86,7 @@ def _open_wave(name: str, path: Path) -> wave.Wave_read:
         ) from error
 
 
-def _read_values(name: str, path: Path, length: int, rate: int, first: Path) -> np.ndarray:
+def _read_waveform(name: str, path: Path, length: int, rate: int, first: Path) -> np.ndarray:
     """Return the first values of a waveform, from -1 to 1, as float32 [length].
 
     Args:
@@ -124,8 +124,8 @@ def _read_values(name: str, path: Path, length: int, rate: int, first: Path) -> 
 KIND = FileKind(
     read_waveform_folder,
     {"length": 16000, "test_share": 0.1, "seed": 0},
-    more_files=("labels",),
+    further_file_keys=("labels",),
     samples=WAVEFORMS,
     shape=(1, "length"),
-    floats=True,
+    has_float_samples=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="models of transformers and timm, named in config.yaml",
+    summary="models of transformers and timm, named in config.yaml",
     libraries={
         "transformers": "stratbench.extensions.libraries.transformers_models:Transformers",
         "timm": "stratbench.extensions.libraries.timm_models:Timm",

@@ -1,4 +1,4 @@
-"""Builds models of the library transformers from a config, with their own plans of division.
+"""Builds transformers models from configs, and divides them by the library's own plans.
 
 The entries that `libraries` makes name functions of this module, which imports torch and transformers.
 """
@@ -18,8 +18,8 @@ from stratbench.workload.users_code import Unsuitable
 class Scores(nn.Module):
     """A transformers model that returns only its scores.
 
-    `scores` is the number of scores per token or sample: the size of its vocabulary, or its number of labels,
-    which may be more than the data set has.
+    `scores` is the number of scores per token or sample: the model's vocabulary size or number of labels. It
+    may be more than the data set has.
     """
 
     def __init__(self, network: PreTrainedModel, scores: int) -> None:
@@ -31,7 +31,7 @@ class Scores(nn.Module):
         #: Number of heads of keys and values, which have the fewest; 0 without attention.
         self.num_heads = next((n for n in counts if type(n) is int), 0)
 
-        #: Whether it takes waveforms of one channel, without a dimension for the channel.
+        #: Whether the model takes waveforms of one channel, without a dimension for the channel.
         self.takes_values = network.main_input_name == "input_values"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +131,10 @@ _INPUTS = {
 
 
 def _count_labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
-    """Return the number of labels that the head scores per sample. The result is None if it scores tokens."""
+    """Return the number of labels that the model's head scores per sample, or None.
+
+    The result is None if the head scores tokens.
+    """
     return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
 
 
@@ -147,10 +150,10 @@ def _check_data_kind(kind: type[PreTrainedConfig], data: str) -> None:
 def _adapt_to_text(
     config: PreTrainedConfig, values: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
-    """Adapt the config's longest sequence to the text.
+    """Raise the config's longest sequence to the data set's, if it is shorter.
 
     Raises:
-        Unsuitable: If the user has set less.
+        Unsuitable: If the user has set a shorter sequence or a smaller vocabulary.
     """
     if config.vocab_size < vocab_size:
         raise Unsuitable(
@@ -196,7 +199,7 @@ _WORDS = {
 
 
 def tensor_plan(built: Scores) -> dict[str, str]:
-    """Return transformers' own plan of dividing layers as a tensor plan; raise ValueError without one."""
+    """Return the tensor plan that transformers declares for the model. Raises ValueError without a plan."""
     model, name = built.network, type(built.network).__name__
     base = model.config.base_model_tp_plan
     if any(hasattr(module, "base_layer") for module in built.modules()):
@@ -225,7 +228,10 @@ def tensor_plan(built: Scores) -> dict[str, str]:
 
 
 def pipeline_modules(built: Scores) -> tuple[Any, ...]:
-    """Return the model's forward as a chain, by transformers' own plan; raise ValueError without one."""
+    """Return the model's forward as a chain of modules, by transformers' pipeline plan.
+
+    Raises ValueError if transformers has no plan for the model.
+    """
     model, base = built.network, built.network.base_model
     body, head = model.config.base_model_pp_plan, type(model)._pp_plan
     if not body or not head or base is model:
@@ -245,9 +251,9 @@ def pipeline_modules(built: Scores) -> tuple[Any, ...]:
 
 
 class _SingleLayer:
-    """The forward of a model without head and with a single layer, as a piece of a pipeline.
+    """Pipeline piece that computes one layer of a transformers model without its head.
 
-    It calls the model itself, which creates masks and positions for its layers.
+    The piece calls the model itself, which creates masks and positions for its layers.
     """
 
     def __init__(self, layers: str, number: int, after: tuple[str, ...]) -> None:

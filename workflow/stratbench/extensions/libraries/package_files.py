@@ -1,4 +1,4 @@
-"""Files of an installed package, which are read without importing it."""
+"""Reads files of an installed package without importing the package."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from pathlib import Path
 
 
 @cache
-def find_folder(package: str) -> Path | None:
+def find_package_folder(package: str) -> Path | None:
     """Return the folder of an installed package, or None."""
     spec = util.find_spec(package)
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
-def missing_reason(package: str) -> str:
+def missing_package_reason(package: str) -> str:
     """Return the message on a package that is not installed."""
     return f"the package {package} is not installed here; pip install {package}"
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return the closest of some names as a question: the shortest with all words."""
+    """Return a question such as "; did you mean 'NAME'?", or an empty text.
+
+    The suggested name is the shortest that contains all words, or else the closest one.
+    """
     words, ordered = set(name.lower().split("_")), sorted(known, key=lambda key: (len(key), key))
     wider = [key for key in ordered if words <= set(key.lower().split("_"))]
     names = wider or get_close_matches(name, ordered, n=1, cutoff=0.5)
@@ -37,7 +40,7 @@ def read_classes(file: Path) -> dict[str, ast.ClassDef]:
 
 
 def iter_config_keys(node: ast.ClassDef) -> Iterator[str]:
-    """Yield the keys of a config: fields, arguments, and other names of these."""
+    """Yield all keys that a transformers config class accepts, including aliases."""
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             yield each.target.id

@@ -1,4 +1,4 @@
-"""Models of timm, by their names there. The Snakefile imports this: timm's files are read alone."""
+"""Checks models of timm in config.yaml by reading timm's files, without importing timm."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.extensions.libraries.package_files import (
-    find_folder,
-    missing_reason,
+    find_package_folder,
+    missing_package_reason,
     suggest_name,
 )
 from stratbench.workload.network.libraries import Library
@@ -19,35 +19,37 @@ CALL = "timm:create_model"
 
 
 class Timm(Library):
-    """timm: an entry names a model of its registry."""
+    """Library timm: an entry in `models` of config.yaml names a model in timm's registry."""
 
     def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-        """Return the call of create_model with the name and its arguments."""
+        """Return the call of timm.create_model as a dict, with the model's name and its arguments."""
         for key in ("weights", "lora"):
             if key in spec:
                 raise ValueError(f".{key}: belongs to a model of transformers; remove it")
         return {"call": CALL, "kwargs": {"model_name": spec["timm"], **spec.get("arguments", {})}}
 
-    def find_fault(self, spec: Mapping[str, Any]) -> str | None:
-        """Return why timm cannot make the model, by its files, or None."""
-        folder = find_folder("timm")
+    def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
+        """Return why timm cannot make the model, or None if it can. timm is not imported."""
+        folder = find_package_folder("timm")
         if folder is None:
-            return missing_reason("timm")
+            return missing_package_reason("timm")
         name = spec["kwargs"].get("model_name") if spec["call"] == CALL else None
         if not isinstance(name, str):
             return None
-        known = _read_names(folder)
-        network = name.partition(".")[0]  # what follows names weights
+        known = _read_model_names(folder)
+        network = name.partition(".")[0]  # the part after the dot names weights
         if not known or network in known or ":" in name:
             return None
         return f"timm has no {network!r}{suggest_name(network, known)}"
 
-    def task_of_entry(self, spec: Mapping[str, Any]) -> str | None:
+    def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
         """Return the task of every model of timm."""
         return "classification"
 
-    def more_arguments(self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the channels of images, and their size where the model's is fixed."""
+    def list_data_arguments(
+        self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return timm's arguments on the data: image channels, and the size for fixed-size models."""
         if "channels" not in facts:
             return {}
         import timm
@@ -59,7 +61,7 @@ class Timm(Library):
 
 
 @cache
-def _read_names(folder: Path) -> frozenset[str]:
+def _read_model_names(folder: Path) -> frozenset[str]:
     texts = (p.read_text(encoding="utf-8") for p in folder.glob("models/*.py"))
     pattern = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.M)
     return frozenset(name for text in texts for name in pattern.findall(text))

@@ -1,4 +1,4 @@
-"""Models of transformers, by a config or a class. The Snakefile imports this: its files are read alone."""
+"""Checks models of transformers in config.yaml by reading the package's files, without importing it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from stratbench.cell.text.words import format_wrong_value
 from stratbench.extensions.libraries.package_files import (
-    find_folder,
+    find_package_folder,
     iter_config_keys,
-    missing_reason,
+    missing_package_reason,
     read_classes,
     suggest_name,
 )
@@ -43,19 +43,19 @@ _TAKES_SOUND = re.compile(r"main_input_name = .input_(values|features)")
 
 
 class Transformers(Library):
-    """transformers: an entry names a config.json, a folder with one, or a class."""
+    """Library transformers: an entry in `models` names a config.json, its folder, or a class."""
 
     built_by: ClassVar[str | None] = BUILDER
 
     def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-        """Return the call of the class, with its config and its own declarations."""
+        """Return the call that builds a model, as a dict with class, config and arguments."""
         named, arguments = spec["transformers"], dict(spec.get("arguments", {}))
-        name, config = _class_and_config(named)
+        name, config = _resolve_class_and_config(named)
         kwargs: dict[str, Any] = {"config": config} if config else {}
         if arguments:
             kwargs["arguments"] = arguments
         if spec.get("weights"):
-            kwargs |= _weights_of(named, known)
+            kwargs |= _describe_weights(named, known)
         if spec.get("lora"):
             kwargs["lora"] = spec["lora"]
         made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
@@ -68,31 +68,31 @@ class Transformers(Library):
             made["num_heads"] = next((n for n in counts if n > 0), None)
         return made
 
-    def find_fault(self, spec: Mapping[str, Any]) -> str | None:
-        """Return why the class cannot take the config or adapters, or None."""
-        name = _class_of_call(spec["call"])
+    def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
+        """Return why transformers cannot build the model with its config or adapters, or None."""
+        name = _find_class_of_call(spec["call"])
         if name is None:
             return None
-        folder = find_folder("transformers")
+        folder = find_package_folder("transformers")
         if folder is None:
-            return missing_reason("transformers")
+            return missing_package_reason("transformers")
         if name.startswith("Auto"):
             return None
-        file = _file_of_class(folder, name)
+        file = _find_file_of_class(folder, name)
         if file is None:
-            known = _classes_with_heads(folder)
+            known = _list_classes_with_heads(folder)
             return f"transformers has no {name!r}{suggest_name(name, known)}"
-        keys = _keys_of_config(folder, file, name)
+        keys = _read_config_keys(folder, file, name)
         for key in spec["kwargs"].get("arguments", {}):
             if keys and key not in keys:
                 return f"arguments.{key}: its config has no {key!r}{suggest_name(key, keys)}"
-        return self._find_fault_of_lora(spec)
+        return self._find_lora_fault(spec)
 
-    def _find_fault_of_lora(self, spec: Mapping[str, Any]) -> str | None:
-        for package in self.packages_beside(spec):
-            folder = find_folder(package)
+    def _find_lora_fault(self, spec: Mapping[str, Any]) -> str | None:
+        for package in self.list_further_packages(spec):
+            folder = find_package_folder(package)
             if folder is None:
-                return f"lora: {missing_reason(package)}"
+                return f"lora: {missing_package_reason(package)}"
             keys: set[str] = set()
             for name in ("config.py", "tuners/lora/config.py"):
                 for class_name, definition in read_classes(folder / name).items():
@@ -103,55 +103,59 @@ class Transformers(Library):
                     return f"lora.{key}: peft's LoraConfig has no {key!r}{suggest_name(key, keys)}"
         return None
 
-    def packages_beside(self, spec: Mapping[str, Any]) -> list[str]:
-        """Return peft where adapters are trained."""
-        return ["peft"] if _class_of_call(spec["call"]) and "lora" in spec.get("kwargs", {}) else []
+    def list_further_packages(self, spec: Mapping[str, Any]) -> list[str]:
+        """Return ["peft"] if the model is trained with LoRA adapters, else an empty list."""
+        return (
+            ["peft"]
+            if _find_class_of_call(spec["call"]) and "lora" in spec.get("kwargs", {})
+            else []
+        )
 
-    def tasks_of_head(self, call: str) -> tuple[str, ...]:
-        """Return the tasks by a part of the class's name."""
-        name = _class_of_call(call) or ""
+    def list_head_tasks(self, call: str) -> tuple[str, ...]:
+        """Return the tasks that a model's head supports, by a part of its class name."""
+        name = _find_class_of_call(call) or ""
         return next((learns for part, learns in HEADS.items() if part in name), ())
 
-    def task_of_entry(self, spec: Mapping[str, Any]) -> str | None:
-        """Return the task that the head of an entry's class is for, or None."""
+    def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
+        """Return the task for which a transformers entry's model class has a head, or None."""
         if "transformers" not in spec:
             return None
-        name, _ = _class_and_config(spec["transformers"])
-        learns = self.tasks_of_head(f"transformers:{name}")
+        name, _ = _resolve_class_and_config(spec["transformers"])
+        learns = self.list_head_tasks(f"transformers:{name}")
         if len(learns) < 2:
             return next(iter(learns), None)
-        folder = find_folder("transformers")
-        file = folder and _file_of_class(folder, name)
+        folder = find_package_folder("transformers")
+        file = folder and _find_file_of_class(folder, name)
         takes_sound = file is not None and _TAKES_SOUND.search(file.read_text(encoding="utf-8"))
         return "audio-classification" if takes_sound else "text-classification"
 
-    def vocabulary_of_entry(self, spec: Mapping[str, Any]) -> int | None:
-        """Return the vocabulary of a config and its arguments."""
+    def get_entry_vocabulary(self, spec: Mapping[str, Any]) -> int | None:
+        """Return the vocabulary size by an entry's arguments or config, or None if unknown."""
         if "transformers" not in spec:
             return None
-        _, config = _class_and_config(spec["transformers"])
+        _, config = _resolve_class_and_config(spec["transformers"])
         return (config | (spec.get("arguments") or {})).get("vocab_size")
 
     def find_builder(self, named: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what builds a class with its config; any other callable builds alone."""
+        """Return a function that builds a class from its config. Other callables are returned unchanged."""
         if not isinstance(named, type):
             return named
         return partial(import_module(BUILDER).network, named)
 
 
-def _class_of_call(call: str) -> str | None:
-    """Return the class that a call names directly in transformers, or None."""
+def _find_class_of_call(call: str) -> str | None:
+    """Return the name of the transformers class that `call` names, or None for other packages."""
     package, _, name = call.partition(":")
     return name if package == "transformers" else None
 
 
-def _class_and_config(named: str) -> tuple[str, dict[str, Any]]:
-    """Return the class that a name or config means, and the content of the config."""
+def _resolve_class_and_config(named: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of a model's class, and its config ({} for a class name)."""
     path = Path(named).expanduser()
     if re.fullmatch(r"[A-Za-z]\w*", named, re.ASCII) and not path.exists():
         return named, {}
     config = _read_config(named, path)
-    return _class_of(config), config
+    return _find_class_of_config(config), config
 
 
 def _read_config(named: str, path: Path) -> dict[str, Any]:
@@ -171,19 +175,19 @@ def _read_config(named: str, path: Path) -> dict[str, Any]:
     return config
 
 
-def _class_of(config: Mapping[str, Any]) -> str:
-    """The class that a config names, if it has a head.
+def _find_class_of_config(config: Mapping[str, Any]) -> str:
+    """Return the model class that a config names, if the class has a head.
 
-    Else the one that transformers takes for a text.
+    Otherwise the result is AutoModelForCausalLM.
     """
     named = [*(config.get("architectures") or []), ""][0]
     return named if re.search(r"For[A-Z]|LMHead", named) else "AutoModelForCausalLM"
 
 
-def _weights_of(named: str, known: Path) -> dict[str, Any]:
-    """Return the folder of weights, and a hash of them, which distinguishes cells.
+def _describe_weights(named: str, known: Path) -> dict[str, Any]:
+    """Return the folder of a model's weights, and a hash that distinguishes cells.
 
-    Every start of a run needs it: files with the size and modification time in `known` are not read.
+    Every start of a run needs the hash: files with the size and modification time in `known` are not read.
     """
     folder = Path(named).expanduser()
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
@@ -200,7 +204,7 @@ def _weights_of(named: str, known: Path) -> dict[str, Any]:
 
 
 @cache
-def _file_of_class(folder: Path, name: str) -> Path | None:
+def _find_file_of_class(folder: Path, name: str) -> Path | None:
     """The file of transformers that defines a class.
 
     First those of families whose names begin its own.
@@ -214,14 +218,14 @@ def _file_of_class(folder: Path, name: str) -> Path | None:
     return next((f for f in files if text in f.read_text(encoding="utf-8")), None)
 
 
-def _classes_with_heads(folder: Path) -> set[str]:
+def _list_classes_with_heads(folder: Path) -> set[str]:
     auto = folder / "models" / "auto" / "modeling_auto.py"
     text = auto.read_text(encoding="utf-8") if auto.is_file() else ""
     return set(re.findall(r'"(\w+(?:For[A-Z]|LMHead)\w*)"', text))
 
 
 @cache
-def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
+def _read_config_keys(folder: Path, modeling: Path, name: str) -> frozenset[str]:
     """Return the keys that the config of a model's class takes.
 
     Empty where its files do not show them.
@@ -238,7 +242,8 @@ def _keys_of_config(folder: Path, modeling: Path, name: str) -> frozenset[str]:
     keys, left = {"attn_implementation", "experts_implementation", "num_labels"}, [named[1]]
     while left:
         definition = classes.get(left.pop())
-        if definition is None:  # made elsewhere
+        # The class is not defined in the files of transformers that were read.
+        if definition is None:
             return frozenset()
         keys |= set(iter_config_keys(definition))
         ours = [

@@ -7,21 +7,21 @@ from typing import Any
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="measured latency and bandwidth of links between workers",
-    needs=("servers",),
-    rules=("links.smk",),
+    summary="measured latency and bandwidth of links between workers",
+    required_extensions=("servers",),
+    rule_files=("links.smk",),
     commands="stratbench.extensions.links:add_subcommands",
-    reading="stratbench.extensions.links.section:READING",
+    report_additions="stratbench.extensions.links.section:READING",
 )
 
 
 def add_subcommands(add: Any) -> None:
-    """Add `links` to the command line.
+    """Add the subcommand `links` to the command line.
 
     Args:
         add: Adds a subcommand (`SubcommandAdder`).
     """
-    from stratbench.command.subcommands import add_training
+    from stratbench.command.subcommands import add_training_subcommand
 
     text = "measure latency and bandwidth between workers here, for `project`"
-    add_training(add, "links", text)
+    add_training_subcommand(add, "links", text)

@@ -1,8 +1,8 @@
 """Computes the cost of collectives by the algorithms of NCCL and gloo.
 
-It does not import torch. The formulas count steps and bytes. The cost of a step and of a byte is measured
-(`extensions/links/measure.py`), never fitted to training times. Fits at 1 and 2 GPUs were wrong by more
-than the time itself at 64.
+The module does not import torch. The formulas count steps and bytes. The cost of a step and of a byte is
+measured (`extensions/links/measure.py`), never fitted to training times. Fits at 1 and 2 GPUs were wrong by
+more than the time itself at 64.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class LinkModel:
     """Latency and bandwidth of links on one level of a layout.
 
     Attributes:
-        alpha_s: Latency of a step, in seconds.
+        latency_s: Latency of a step, in seconds.
         bytes_per_s: Bandwidth; between nodes that of a whole node's connection, one way.
         log_sd: Standard deviation of ln(measured / fitted time).
     """
 
-    alpha_s: float
+    latency_s: float
     bytes_per_s: float
     log_sd: float = 0.0
 
@@ -45,7 +45,7 @@ class LinkLayout:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Return the measured seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
+    """Measured seconds of a collective over a tensor of `n_bytes`, on the slowest rank."""
 
     library: str
     kind: str
@@ -58,27 +58,29 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Steps and bytes on each level that a rank waits for, one after the other.
+    """Cost of a collective: the steps and bytes per level that a rank waits for.
+
+    A rank waits for them one after the other.
 
     Attributes:
-        steps: Number of steps by level, each of which costs the latency.
-        n_bytes: Bytes by level.
+        steps_by_level: Number of steps by level, each of which costs the latency.
+        bytes_by_level: Bytes by level.
     """
 
-    steps: Mapping[Level, float]
-    n_bytes: Mapping[Level, float]
+    steps_by_level: Mapping[Level, float]
+    bytes_by_level: Mapping[Level, float]
 
-    def seconds(self, links: Mapping[Level, LinkModel]) -> float:
+    def compute_seconds(self, links: Mapping[Level, LinkModel]) -> float:
         total_s = 0.0
-        for level, steps in self.steps.items():
+        for level, steps in self.steps_by_level.items():
             if steps:
                 link = links[level]
-                total_s += steps * link.alpha_s + self.n_bytes[level] / link.bytes_per_s
+                total_s += steps * link.latency_s + self.bytes_by_level[level] / link.bytes_per_s
         return total_s
 
 
 def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of one ring through all ranks, whose slowest link limits it.
+    """Return the cost of one ring through all ranks, limited by the slowest link.
 
     An all-reduce takes 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan
     2009). With n nodes, n of the N ranks have their next neighbour on another node, as NCCL counts
@@ -95,12 +97,13 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     volume = rounds * (n - 1) / n * n_bytes
     if nodes == 1:
         return CollectiveCost({"within": rounds * (n - 1)}, {"within": volume})
+    # Bytes pass within and between nodes at once, and the interconnect between nodes is slower.
     return CollectiveCost(
         {"within": rounds * (n - 1) - between, "between": between},
         {
             "within": 0.0,
             "between": volume,
-        },  # bytes pass both levels at once, and the network is slower
+        },
     )
 
 
@@ -201,7 +204,7 @@ def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 FASTEST = "fastest"
 
 
-def named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
+def get_named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
     """Return the algorithms that a row of `links.csv` names, of which the fastest counts.
 
     Args:
@@ -259,13 +262,13 @@ class _Fit:
     """Fitted links of one kind of collective.
 
     Attributes:
-        misfit: Root mean square of ln(median time / fitted time).
+        rms_log_error: Root mean square of ln(median time / fitted time).
         log_sd: Root mean square of ln(time / fitted time) over all times.
         links: Fitted links by level.
         algorithm: Name of the algorithm, or "fastest".
     """
 
-    misfit: float
+    rms_log_error: float
     log_sd: float
     links: Mapping[Level, LinkModel]
     algorithm: str
@@ -274,10 +277,10 @@ class _Fit:
 def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
     """Return latency and bandwidth of each kind of collective on each level.
 
-    Both are fitted to median times. The fit minimises squared relative errors over all worker counts and
-    sizes, with values of at least zero. It uses one algorithm for all tensors, or the fastest for each
-    tensor, whichever fits best. If fits are equally good within ALIKE, the first counts. A level whose times
-    do not depend on bytes has infinite bandwidth.
+    Latency and bandwidth are fitted to median times. The fit minimises squared relative errors over all
+    worker counts and sizes, with values of at least zero. It uses one algorithm for all tensors, or the
+    fastest for each tensor, whichever fits best. If fits are equally good within ALIKE, the first counts. A
+    level whose times do not depend on bytes has infinite bandwidth.
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
@@ -286,8 +289,8 @@ def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
         sizes = [t.n_bytes for t in same_kind]
         rows += [
             FittedLink(
-                library, kind, level, fit.algorithm, link.alpha_s, link.bytes_per_s,
-                link.alpha_s * link.bytes_per_s, fit.log_sd,
+                library, kind, level, fit.algorithm, link.latency_s, link.bytes_per_s,
+                link.latency_s * link.bytes_per_s, fit.log_sd,
                 max(t.workers for t in same_kind), min(sizes), max(sizes), len(same_kind),
             )
             for level, link in fit.links.items()
@@ -302,17 +305,18 @@ def _find_best_fit(library: str, kind: str, times: Sequence[CollectiveTime]) -> 
     fits = [_fit_alternately((a,), times, a) for a in algorithms]
     if len(algorithms) > 1:
         fastest = min(
-            (_fit_alternately(algorithms, times, a) for a in algorithms), key=lambda fit: fit.misfit
+            (_fit_alternately(algorithms, times, a) for a in algorithms),
+            key=lambda fit: fit.rms_log_error,
         )
         fits.append(replace(fastest, algorithm=FASTEST))
-    best = min(fit.misfit for fit in fits)
-    return next(fit for fit in fits if fit.misfit < best + ALIKE)
+    best = min(fit.rms_log_error for fit in fits)
+    return next(fit for fit in fits if fit.rms_log_error < best + ALIKE)
 
 
 def _fit_alternately(
     algorithms: Sequence[Algorithm], times: Sequence[CollectiveTime], first: Algorithm
 ) -> _Fit:
-    """Fit links and choose the fastest algorithm per tensor, in turns, starting from `first`."""
+    """Fit links and choose each tensor's fastest algorithm in turns, starting from `first`."""
     repeats: dict[tuple[int, int, int], list[float]] = {}
     for t in times:
         repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)
@@ -320,7 +324,7 @@ def _fit_alternately(
     tensors = [(kind, size, LinkLayout(n, nodes)) for n, nodes, size in repeats]
     medians = [statistics.median(values) for values in repeats.values()]
 
-    def squared_log_error(seconds: float, fitted_s: float) -> float:
+    def compute_squared_log_error(seconds: float, fitted_s: float) -> float:
         return math.log(seconds / max(fitted_s, 1e-9 * seconds)) ** 2
 
     chosen = [first] * len(tensors)
@@ -329,34 +333,36 @@ def _fit_alternately(
         links = _solve_links(
             [a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians
         )
-        costs = [[(a(*tensor).seconds(links), a) for a in algorithms] for tensor in tensors]
+        costs = [[(a(*tensor).compute_seconds(links), a) for a in algorithms] for tensor in tensors]
         fastest = [min(of_one, key=lambda cost: cost[0]) for of_one in costs]
         fitted = [seconds for seconds, _ in fastest]
-        misfit = math.sqrt(statistics.fmean(map(squared_log_error, medians, fitted)))
+        misfit = math.sqrt(statistics.fmean(map(compute_squared_log_error, medians, fitted)))
         each = zip(fitted, repeats.values(), strict=True)
         log_sd = math.sqrt(
-            statistics.fmean(squared_log_error(t, f) for f, of_fit in each for t in of_fit)
+            statistics.fmean(compute_squared_log_error(t, f) for f, of_fit in each for t in of_fit)
         )
         fits.append(_Fit(misfit, log_sd, links, first.__name__))
         before, chosen = chosen, [a for _, a in fastest]
         if chosen == before:
             break
-    return min(fits, key=lambda fit: fit.misfit)
+    return min(fits, key=lambda fit: fit.rms_log_error)
 
 
 def _solve_links(
     costs: Sequence[CollectiveCost], seconds: Sequence[float]
 ) -> dict[Level, LinkModel]:
-    """Return the links for which the costs take these seconds.
+    """Return the latencies and bandwidths for which the costs best match measured seconds.
 
     The links are fitted by least squares of relative errors.
     """
     import numpy as np  # imported here, since only fits need numpy and scipy
     from scipy.optimize import nnls
 
-    levels = list(dict.fromkeys(level for c in costs for level in c.steps if c.steps[level]))
-    columns = [[c.steps.get(level, 0.0) for c in costs] for level in levels]
-    columns += [[c.n_bytes.get(level, 0.0) for c in costs] for level in levels]
+    levels = list(
+        dict.fromkeys(level for c in costs for level in c.steps_by_level if c.steps_by_level[level])
+    )
+    columns = [[c.steps_by_level.get(level, 0.0) for c in costs] for level in levels]
+    columns += [[c.bytes_by_level.get(level, 0.0) for c in costs] for level in levels]
     design = np.array(columns, dtype=float).T / np.array(seconds)[:, None]
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
     values = nnls(design / scale, np.ones(len(costs)))[0] / scale

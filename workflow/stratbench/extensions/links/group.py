@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.links.collective_cost import CollectiveTime
-from stratbench.extensions.links.processes import TIMEOUT_S, run_all
+from stratbench.extensions.links.processes import TIMEOUT_S, run_in_processes
 from stratbench.extensions.links.timing import Sweep, measure_collectives
 from stratbench.train.nodes.interface import set_gloo_interface
-from stratbench.train.nodes.rendezvous import tcp_store
-from stratbench.train.nodes.srun import run_on_nodes
+from stratbench.train.nodes.rendezvous import connect_tcp_store
+from stratbench.train.nodes.srun import run_module_on_nodes
 
-#: All times, and the slowdown of computation during a collective.
+#: Times of all collectives, and the slowdown of computation during a collective.
 MeasuredLinks = tuple[list[CollectiveTime], float]
 
 
@@ -37,7 +37,7 @@ MeasuredLinks = tuple[list[CollectiveTime], float]
 class LinkGroup:
     """Processes that time collectives together, `workers_per_node` on each of `nodes` nodes.
 
-    They find each other through a common `folder`.
+    The processes find each other through a common `folder`.
     """
 
     sweep: Sweep
@@ -65,11 +65,13 @@ class LinkGroup:
         Raises:
             RuntimeError: If a process fails.
         """
-        run_all([(_run_member, (self, node, number)) for number in range(self.workers_per_node)])
+        run_in_processes(
+            [(_run_member, (self, node, number)) for number in range(self.workers_per_node)]
+        )
 
 
-def measure_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
-    """Return the measurements by processes of this machine.
+def measure_links_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
+    """Run the measuring processes on this machine, and return the measurements.
 
     Raises:
         RuntimeError: If a process fails.
@@ -80,8 +82,8 @@ def measure_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
         return group.read_result()
 
 
-def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
-    """Return the measurements by processes on all nodes of this SLURM job.
+def measure_links_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
+    """Run the measuring processes on all nodes of this SLURM job, and return the measurements.
 
     Args:
         group: The processes to run.
@@ -97,10 +99,12 @@ def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
         plan.write_text(json.dumps(asdict(group)), encoding="utf-8")
         ends_s = time.monotonic() + TIMEOUT_S
 
-        def left_s() -> float:
+        def compute_time_left_s() -> float:
             return ends_s - time.monotonic()
 
-        if code := run_on_nodes(group.nodes, cpus, __spec__.name, [str(plan)], left_s):
+        if code := run_module_on_nodes(
+            group.nodes, cpus, __spec__.name, [str(plan)], compute_time_left_s
+        ):
             raise RuntimeError(
                 f"the measurement on {group.nodes} nodes ended with exit code {code}; the output of its "
                 "processes above says why"
@@ -113,7 +117,7 @@ def measure_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
 def _run_member(group: LinkGroup, node: int, number: int) -> None:
     rank = node * group.workers_per_node + number
     if group.nodes > 1:
-        store = tcp_store(RunFolder(Path(group.folder)), rank, group.world_size)
+        store = connect_tcp_store(RunFolder(Path(group.folder)), rank, group.world_size)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         store = dist.FileStore(f"{group.folder}/group", group.world_size)
@@ -125,8 +129,8 @@ def _run_member(group: LinkGroup, node: int, number: int) -> None:
         group.result_path.write_text(json.dumps(result), encoding="utf-8")
 
 
-def measure_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
-    """Return the measurements of a process that a launcher started.
+def measure_links_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
+    """Measure links in a process that a launcher such as torchrun started.
 
     The result is None unless the process has rank 0.
     """
@@ -160,7 +164,7 @@ def _measure_in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "plan", type=Path, help="the file group.json, which `measure_on_nodes` writes"
+        "plan", type=Path, help="the file group.json, which `measure_links_on_nodes` writes"
     )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stratbench.strategies import get_mesh, strategy_class
+from stratbench.strategies import get_mesh, get_strategy_class
 from stratbench.study.config.config import Study
 from stratbench.study.resources import (
     JobRequest,
     build_plain_request,
     combine_requests,
-    runtime_min,
+    compute_job_runtime_min,
 )
 from stratbench.study.slurm.nodes import Node, count_fitting_nodes
 from stratbench.workload.network import models
@@ -23,7 +23,9 @@ LINKS_S = 1800
 MAX_MEASURED_MIB = 256
 
 
-def links_request(study: Study, cluster: Mapping[str, Any], offered: Sequence[Node]) -> JobRequest:
+def make_links_request(
+    study: Study, cluster: Mapping[str, Any], offered: Sequence[Node]
+) -> JobRequest:
     """Return the resources of the job that measures links.
 
     The job has two nodes, so that links between nodes are measured as well. It has one node if no partition
@@ -39,24 +41,24 @@ def links_request(study: Study, cluster: Mapping[str, Any], offered: Sequence[No
         workers = nodes * cluster["gpus_per_node"]
         full = {replace(c, gpus=workers, repeat=0): study.settings(c) for c in study.cells}
         requests = [build_plain_request(c, s, cluster, LINKS_S) for c, s in full.items()]
-        return combine_requests(requests, runtime_min(LINKS_S, cluster))
+        return combine_requests(requests, compute_job_runtime_min(LINKS_S, cluster))
 
     return make_request(2 if count_fitting_nodes(make_request(2), offered) > 1 else 1)
 
 
-def links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
+def make_links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
     """Return the command line that measures all exchanges of the study's strategies on one node.
 
-    It names the numbers of workers of cells and of groups within them, the kinds of collectives, the
-    servers' transports, and the size of the largest model. A study of single workers measures two workers.
-    On several nodes the measurement adds links between nodes.
+    The command line names the worker counts of cells and groups, the collectives, the servers' transports,
+    and the largest model's size. A study of single workers measures two workers. On several nodes the
+    measurement adds links between nodes.
     """
     most = cluster["gpus_per_node"]
     counts, kinds, transports = set(), set(), set()
     largest_mib, every_kind, on_gpus = 1, False, False
     for cell in study.cells:
         s = study.settings(cell)
-        strategy = strategy_class(s.strategy)
+        strategy = get_strategy_class(s.strategy)
         on_gpus |= s.device != "cpu"
         if strategy.kind == "server":
             wire = s.options["transport"]

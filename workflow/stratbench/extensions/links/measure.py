@@ -1,4 +1,4 @@
-"""Measures links: collectives, servers' push and pull, and how much they slow computation down.
+"""Measures links: times of collectives and of servers' push and pull, and computation's slowdown.
 
     python -m stratbench.extensions.links.measure --workers 2 4 --largest-mib 100 --out results/links
     torchrun --nnodes 2 --nproc-per-node 8 -m stratbench.extensions.links.measure --workers 16
@@ -29,13 +29,13 @@ from stratbench.cell.files import write_atomic
 from stratbench.extensions.links.collective_cost import CollectiveTime, FittedLink, fit_links
 from stratbench.extensions.links.group import (
     LinkGroup,
-    measure_as_member,
-    measure_here,
-    measure_on_nodes,
+    measure_links_as_member,
+    measure_links_here,
+    measure_links_on_nodes,
 )
 from stratbench.extensions.links.servers import measure_servers
 from stratbench.extensions.links.timing import KINDS, Sweep
-from stratbench.train.nodes.srun import size_of_job
+from stratbench.train.nodes.srun import read_slurm_job_size
 
 TRANSPORTS = ("shm", "tcp")
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         tuple(sorted(set(args.workers))), args.largest_mib << 20, args.repeats, tuple(args.kinds)
     )
     try:
-        result = measure_all(args, sweep)
+        result = measure_all_collectives(args, sweep)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -56,26 +56,26 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure_all(
+def measure_all_collectives(
     args: argparse.Namespace, sweep: Sweep
 ) -> tuple[list[CollectiveTime], float] | None:
-    """Return all times, and the slowdown of computation during a collective.
+    """Return the times of all collectives, and the slowdown of concurrent computation.
 
     Return None in a process that another launcher started, unless it is rank 0.
     """
     if "RANK" in os.environ:
-        return measure_as_member(sweep, args.gpus)
+        return measure_links_as_member(sweep, args.gpus)
     times, compute_slowdown = [], math.nan
-    nodes, cpus = size_of_job()
+    nodes, cpus = read_slurm_job_size()
     if args.kinds and nodes > 1:
         # Groups on one node, and all workers of all nodes. `measure_collectives` adds one worker per node.
         here = [n for n in sweep.workers if n <= args.a_node]
         wide = replace(sweep, workers=(*here, nodes * args.a_node))
         folder = str((args.out / "run").resolve())
         group = LinkGroup(wide, args.gpus, folder, nodes, args.a_node)
-        times, compute_slowdown = measure_on_nodes(group, cpus)
+        times, compute_slowdown = measure_links_on_nodes(group, cpus)
     elif args.kinds:
-        times, compute_slowdown = measure_here(sweep, args.gpus)
+        times, compute_slowdown = measure_links_here(sweep, args.gpus)
     if args.servers:
         times += measure_servers(sweep, args.servers)
     return times, compute_slowdown
@@ -138,7 +138,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def write_links(folder: Path, times: Sequence[CollectiveTime], compute_slowdown: float) -> None:
-    """Write `times.csv` and `links.csv`.
+    """Write the measured times to `times.csv`, and the fitted links to `links.csv`.
 
     Args:
         folder: Folder to write to.

@@ -12,7 +12,7 @@ from typing import Any
 TIMEOUT_S = 1800.0
 
 
-def run_all(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+def run_in_processes(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
     """Run each function with its arguments in a separate process.
 
     The caller waits until all processes have ended.

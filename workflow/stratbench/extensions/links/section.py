@@ -17,7 +17,7 @@ from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.files import read_rows
 from stratbench.cell.text.words import format_bytes, format_short_time
-from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, named_algorithms
+from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, get_named_algorithms
 
 TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
 
@@ -46,7 +46,7 @@ def make_section_values(folder: Path) -> dict[str, Any] | None:
         kinds = list(dict.fromkeys((r["library"], r["kind"]) for r in links))
         return {
             "rows": [_make_table_row(r) for r in links],
-            "charts": [_draw_times(*kind, links, times) for kind in kinds],
+            "charts": [_draw_collective_times(*kind, links, times) for kind in kinds],
             "kappa": next((f"{float(r['kappa']):.2f}" for r in links if r["kappa"]), ""),
         }
     except (KeyError, ValueError) as error:
@@ -58,7 +58,7 @@ def make_section_values(folder: Path) -> dict[str, Any] | None:
 def _make_table_row(r: dict[str, str]) -> dict[str, Any]:
     rate, knee, log_sd = (float(r[name]) for name in ("bytes_per_s", "knee_bytes", "log_sd"))
     return {
-        "name": _describe_kind(r["library"], r["kind"]),
+        "name": _describe_collective(r["library"], r["kind"]),
         "level": "between nodes" if r["level"] == "between" else "within nodes",
         "algorithm": r["algorithm"],
         "alpha": format_short_time(float(r["alpha_s"])),
@@ -72,13 +72,13 @@ def _make_table_row(r: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _describe_kind(library: str, kind: str) -> str:
+def _describe_collective(library: str, kind: str) -> str:
     if kind == "push_pull":
         return f"push and pull by {library.removeprefix('servers-')}"
     return f"{kind.replace('_', '-')} by {library}"
 
 
-def _draw_times(
+def _draw_collective_times(
     library: str, kind: str, links: Sequence[dict[str, str]], times: Sequence[dict[str, str]]
 ) -> dict[str, Any]:
     """Return a chart of median times over bytes, one colour per layout, with the fit."""
@@ -92,25 +92,26 @@ def _draw_times(
         if (t["library"], t["kind"]) == (library, kind):
             at = measured.setdefault((int(t["workers"]), int(t["nodes"])), {})
             at.setdefault(int(t["n_bytes"]), []).append(float(t["seconds"]))
-    algorithms = named_algorithms(fitted[0]["algorithm"], library, kind)
+    algorithms = get_named_algorithms(fitted[0]["algorithm"], library, kind)
     series = []
     for i, ((workers, nodes), points) in enumerate(sorted(measured.items())):
         layout = LinkLayout(workers, nodes)
         sizes = sorted(points)
         line = [
-            (size, min(a(kind, size, layout).seconds(levels) for a in algorithms)) for size in sizes
+            (size, min(a(kind, size, layout).compute_seconds(levels) for a in algorithms))
+            for size in sizes
         ]
         on = f", {nodes} nodes" if nodes > 1 else ""
         series.append(
             ChartSeries(
                 f"{workers} worker{'s' * (workers > 1)}{on}",
                 COLOURS[i % len(COLOURS)],
-                dots=[(size, statistics.median(points[size])) for size in sizes],
-                full=[p for p in line if p[1] > 0],
+                marked_points=[(size, statistics.median(points[size])) for size in sizes],
+                solid_line_points=[p for p in line if p[1] > 0],
             )
         )
     every = sorted({size for points in measured.values() for size in points})
-    name = _describe_kind(library, kind)
+    name = _describe_collective(library, kind)
     return {
         "name": name,
         "svg": render_log_chart(
@@ -125,7 +126,7 @@ def _draw_times(
     }
 
 
-READING = Reading(sections=make_links_sections)
+READING = Reading(list_sections=make_links_sections)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,11 +17,15 @@ import torch
 from torch import nn
 
 from stratbench.extensions.links.collective_cost import CollectiveTime
-from stratbench.extensions.links.processes import TIMEOUT_S, make_forkserver_context, run_all
+from stratbench.extensions.links.processes import (
+    TIMEOUT_S,
+    make_forkserver_context,
+    run_in_processes,
+)
 from stratbench.extensions.links.timing import Sweep
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 
 #: Number of pushes per worker that are not timed; minimum and maximum number of timed ones; bytes above
@@ -41,7 +45,7 @@ class PushMeasurement:
     repeat: int
 
     @property
-    def timed_pushes(self) -> int:
+    def num_timed_pushes(self) -> int:
         """Number of timed pushes per worker."""
         return max(MIN_PUSHES, min(MAX_PUSHES, PUSHED_BYTES // self.n_bytes))
 
@@ -50,8 +54,8 @@ class PushMeasurement:
             rendezvous=rendezvous,
             workers=self.workers,
             epochs=1,
-            steps_per_epoch=self.workers * (WARM_PUSHES + self.timed_pushes),
-            slices=1,
+            steps_per_epoch=self.workers * (WARM_PUSHES + self.num_timed_pushes),
+            slices_per_step=1,
             policy="ps-async",
             hyper={"lr": 1e-3},
         )
@@ -79,7 +83,7 @@ def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[CollectiveT
         work: list[tuple[Any, tuple[Any, ...]]] = [
             (_run_pusher, (measurements, w, secret, folder, together)) for w in range(most)
         ]
-        run_all([(_run_server, (measurements, secret, folder, together)), *work])
+        run_in_processes([(_run_server, (measurements, secret, folder, together)), *work])
         ends = [
             json.loads(Path(folder, f"{w}.json").read_text(encoding="utf-8")) for w in range(most)
         ]
@@ -116,7 +120,7 @@ def _run_server(
         if i == 0 or m.repeat != measurements[i - 1].repeat:
             print(f"servers: round {m.repeat + 1} of {rounds}", flush=True)
         together.wait(TIMEOUT_S)
-        serve(m.make_server_config(f"{folder}/{i}"), secret)
+        run_server(m.make_server_config(f"{folder}/{i}"), secret)
 
 
 def _run_pusher(
@@ -136,7 +140,7 @@ def _run_pusher(
             continue
         flat = FlatSpace(nn.ParameterList([torch.zeros(m.n_bytes // 4)]))
         channel = Channel.connect(f"{folder}/{i}", worker, flat, secret, m.transport)
-        ticket = channel.first()
+        ticket = channel.wait_for_first_ticket()
         while ticket is not None:
             ticket = channel.push_pull()
             ends[-1].append(time.monotonic())

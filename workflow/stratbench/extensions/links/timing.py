@@ -33,10 +33,10 @@ class Sweep:
     workers: tuple[int, ...]
     largest_bytes: int
     repeats: int
-    kinds: tuple[str, ...] = KINDS
+    collective_kinds: tuple[str, ...] = KINDS
 
     def list_sizes_bytes(self) -> list[int]:
-        """Return the tensor sizes in bytes.
+        """Return the sizes of the tensors to exchange, in bytes.
 
         The sizes go from 1 KiB in factors of four up to the largest.
         """
@@ -56,19 +56,19 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
     groups = {ranks: dist.new_group(list(ranks)) for ranks in _list_rank_groups(sweep, nodes)}
     cells = [
         (k, ranks, size)
-        for k in sweep.kinds
+        for k in sweep.collective_kinds
         for ranks in groups
         for size in sweep.list_sizes_bytes()
     ]
     times: list[CollectiveTime] = []
-    for number in range(-1, sweep.repeats):  # the first round connects and warms up
+    for number in range(-1, sweep.repeats):  # round -1 connects and warms up, and is not timed
         if rank == 0 and number >= 0:
             print(f"collectives: round {number + 1} of {sweep.repeats}", flush=True)
         order = random.Random(number).sample(cells, len(cells))
         for kind, ranks, size in order:
             if rank not in ranks:
                 continue
-            took_s = _time_call(kind, ranks, size, groups[ranks], device)
+            took_s = _time_collective(kind, ranks, size, groups[ranks], device)
             slowest = torch.tensor([took_s], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups[ranks])
             if number >= 0:
@@ -92,14 +92,14 @@ def _list_rank_groups(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...
     return list(dict.fromkeys([*groups, *([firsts] if len(firsts) > 1 else [])]))
 
 
-def _time_call(
+def _time_collective(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
     """Return the seconds of one collective call by `ranks`.
 
     `n_bytes` is the size of the full tensor, as in CollectiveCall.
     """
-    call = _make_call(kind, ranks, n_bytes, group, device)
+    call = _make_collective_call(kind, ranks, n_bytes, group, device)
     calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)
     _synchronise(device)
@@ -111,13 +111,12 @@ def _time_call(
     return took_s / 2 if kind == "send" else took_s
 
 
-def _make_call(
+def _make_collective_call(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Any]:
     n = len(ranks)
-    numbers = (
-        -(-n_bytes // 4 // n) * n
-    )  # padded to a multiple of the number of ranks, as in sharding
+    # The tensor is padded to a multiple of the number of ranks, as in sharding.
+    numbers = -(-n_bytes // 4 // n) * n
     whole = torch.zeros(numbers, device=device)
     part = torch.zeros(numbers // n, device=device)
     # PyTorch 2.13 renamed both collectives.
@@ -188,9 +187,8 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
         while (alone_s := _time_work(compute_products, count, device)) < collective_s / 4:
             count *= 2
         counts = torch.tensor([count], device=device)
-        dist.all_reduce(
-            counts, dist.ReduceOp.MIN, group=group
-        )  # no rank computes longer than the collective runs
+        # The smallest count is used, so that no rank computes longer than the collective runs.
+        dist.all_reduce(counts, dist.ReduceOp.MIN, group=group)
         count = int(counts.item())
         alone_s = _time_work(compute_products, count, device)
         dist.barrier(group=group)

@@ -1,4 +1,4 @@
-"""Base class of strategies whose workers update their own weights, and exchange these at times."""
+"""Base class of strategies whose workers train separately and exchange their weights periodically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUMMED_NUMBERS = 1 << 20
 
 
 class Local(base.Collective):
-    """Base class of strategies whose workers update their own weights, and exchange these at times.
+    """Base class of strategies whose workers train separately and exchange their weights periodically.
 
     Weights and BatchNorm's statistics are views of flat tensors, so that an exchange copies nothing. Each
     worker keeps its own optimizer state. The mean of all workers' weights is evaluated.
@@ -34,15 +34,17 @@ class Local(base.Collective):
     )
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         if values["precision"] == "fp16":
             yield (
                 ".precision = 'fp16': a worker whose gradients overflow would skip its step alone, because "
                 "these workers do not share a loss scale; use bf16"
             )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        yield from super().refusals_of_model(model, worker)
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().iter_model_refusals(model, worker)
         if names := [name for name, p in model.named_parameters() if p.is_complex()]:
             yield (
                 f"{format_names(names)} is complex, but the distance of workers is computed in real numbers; "
@@ -52,7 +54,7 @@ class Local(base.Collective):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         self.weights = flatten_tensors([p for p in model.parameters() if p.requires_grad])
         buffers = [b for b in model.buffers() if b.is_floating_point()]
-        self.statistics = flatten_tensors([*buffers, *self.frozen_written()])
+        self.statistics = flatten_tensors([*buffers, *self.list_changed_frozen_parameters()])
         return model
 
     @property
@@ -65,25 +67,25 @@ class Local(base.Collective):
         self.sent_bytes = 0.0
         self.distances: list[Tensor] = []
 
-    def counts(self) -> dict[str, Any]:
+    def export_counts(self) -> dict[str, Any]:
         distances = [float(d) for d in self.distances]
-        return super().counts() | {"sent_bytes": self.sent_bytes, "distances": distances}
+        return super().export_counts() | {"sent_bytes": self.sent_bytes, "distances": distances}
 
-    def go_on(self, counts: dict[str, Any]) -> None:
+    def load_counts(self, counts: dict[str, Any]) -> None:
         import torch
 
-        super().go_on(counts)
+        super().load_counts(counts)
         self.sent_bytes = counts["sent_bytes"]
         self.distances = [torch.tensor(d, dtype=torch.float64) for d in counts["distances"]]
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = super().step(x, y)
-        self.worker.mark("optimizer")
+        self.worker.mark_phase_end("optimizer")
         self.exchange_weights()
-        self.worker.mark("exposed_communication")
+        self.worker.mark_phase_end("exposed_communication")
         return loss
 
-    def mean_weight(self, own: Tensor) -> Tensor:
+    def average_batch_weight(self, own: Tensor) -> Tensor:
         """Return `own`, because each worker trains by the mean loss over its own batch."""
         return own
 
@@ -92,7 +94,10 @@ class Local(base.Collective):
         raise NotImplementedError
 
     def is_due(self, period: int, start: int = 0) -> bool:
-        """Return whether a period of steps that began at `start`, or the training, has ended."""
+        """Return whether `period` steps have passed since step `start`, or the training has ended.
+
+        The same holds after every further `period` steps.
+        """
         since = self.steps - start
         return since > 0 and (since % period == 0 or self.steps == self.worker.total_steps)
 
@@ -107,12 +112,13 @@ class Local(base.Collective):
             self.sent_bytes += 2 * (workers - 1) / workers * flat.nbytes
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
         own, sent_bytes = [flat.clone() for flat in self.exchanged_tensors], self.sent_bytes
         self.average_tensors(self.exchanged_tensors)
-        self.sent_bytes = sent_bytes  # traffic of the evaluation does not count for steps
+        # The traffic of the evaluation does not count as traffic of a step.
+        self.sent_bytes = sent_bytes
         self.distances.append(self.compute_distance_from_mean(own[: len(self.weights)]))
-        with super().evaluating() as model:
+        with super().open_evaluation_model() as model:
             yield model
         for flat, before in zip(self.exchanged_tensors, own, strict=True):
             flat.copy_(before)
@@ -120,9 +126,9 @@ class Local(base.Collective):
     def compute_distance_from_mean(self, own: Sequence[Tensor]) -> Tensor:
         """Return the relative distance of the workers' weights from their mean.
 
-        It is the root mean square over the workers, the consensus distance of Kong et al., "Consensus Control
-        for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The model has the mean
-        at this time, and `own` are this worker's weights.
+        The distance is the root mean square over the workers, the consensus distance of Kong et al.,
+        "Consensus Control for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The
+        model has the mean at this time, and `own` are this worker's weights.
         """
         import torch
         import torch.distributed as dist
@@ -155,7 +161,7 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     import torch
 
-    from stratbench.workload.flat import copied_into, offsets_of
+    from stratbench.workload.flat import compute_flat_offsets, copy_into_flat
 
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
@@ -163,10 +169,10 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     flats = []
     with torch.no_grad():
         for dtype, group in by_dtype.items():
-            starts, numel = offsets_of(group)
+            starts, numel = compute_flat_offsets(group)
             flat = torch.zeros(numel, dtype=dtype, device=group[0].device)
             for t, start in zip(group, starts, strict=True):
-                t.data = copied_into(t.data, flat, start)
+                t.data = copy_into_flat(t.data, flat, start)
             flats.append(flat)
     return flats
 

@@ -53,10 +53,10 @@ class DiLoCo(Local):
         )
 
     @property
-    def period(self) -> int:
+    def steps_per_period(self) -> int:
         return self.options.inner_steps
 
-    def exchanges(self, steps: int) -> int:
+    def count_exchanges(self, steps: int) -> int:
         return count_periods(steps, self.options.inner_steps)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:

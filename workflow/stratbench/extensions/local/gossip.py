@@ -55,7 +55,7 @@ class Gossip(Local):
         }
         return wrapped
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         return {"communication": [t for tensors in self.received.values() for t in tensors]}
 
     def exchange_weights(self) -> None:

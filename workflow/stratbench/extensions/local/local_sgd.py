@@ -13,10 +13,10 @@ from stratbench.strategies import base
 class LocalSGD(Local):
     """Averages the workers' weights and BatchNorm statistics after every `period` steps.
 
-    They are also averaged after the last step. Each worker keeps its own momentum or AdamW moments (Stich,
-    "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use Large Mini-Batches,
-    Use Local SGD", ICLR 2020; PyTorch's PostLocalSGDOptimizer). Before step `start` gradients are averaged as
-    by DDP, but after backward: this is the post-local SGD of the second paper.
+    The last step is followed by an average as well. Each worker keeps its own momentum or AdamW moments
+    (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use Large
+    Mini-Batches, Use Local SGD", ICLR 2020; PyTorch's PostLocalSGDOptimizer). Before step `start` gradients
+    are averaged as by DDP, but after backward: this is the post-local SGD of the second paper.
     """
 
     summary: ClassVar[str] = "workers train alone; weights are averaged every few steps"
@@ -43,14 +43,14 @@ class LocalSGD(Local):
         )
 
     @property
-    def first_steps(self) -> tuple[int, ...]:
+    def list_first_steps_by_kind(self) -> tuple[int, ...]:
         return (0, self.options.start) if self.options.start else (0,)
 
     @property
-    def period(self) -> int:
+    def steps_per_period(self) -> int:
         return self.options.period
 
-    def exchanges(self, steps: int) -> int:
+    def count_exchanges(self, steps: int) -> int:
         alone = max(0, steps - self.options.start)
         return steps - alone + count_periods(alone, self.options.period)
 
@@ -58,7 +58,7 @@ class LocalSGD(Local):
         if self.steps < self.options.start:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.average_tensors(flatten_tensors(gradients))
-            self.worker.mark("exposed_communication")
+            self.worker.mark_phase_end("exposed_communication")
 
     def exchange_weights(self) -> None:
         if self.steps <= self.options.start:

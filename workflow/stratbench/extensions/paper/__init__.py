@@ -5,8 +5,8 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="a comparison of a study with the tables and claims of the paper",
-    needs=("audit",),
-    rules=("paper.smk",),
-    reading="stratbench.extensions.paper.section:READING",
+    summary="a comparison of a study with the tables and claims of the paper",
+    required_extensions=("audit",),
+    rule_files=("paper.smk",),
+    report_additions="stratbench.extensions.paper.section:READING",
 )

@@ -21,7 +21,7 @@ from stratbench.analysis.tables.summary import read_summary
 from stratbench.cell.files import write_atomic
 from stratbench.extensions.paper import published
 from stratbench.extensions.paper.claims import judge_claims
-from stratbench.extensions.paper.numbered import write_numbered
+from stratbench.extensions.paper.numbered import write_numbered_tables
 
 #: The column of cells.csv for each published measure, with the factor to the published unit.
 PUBLISHED_MEASURES = {
@@ -72,7 +72,7 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
 
 
 def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return the medians of our cells that the paper has too, in its units.
+    """Return the medians of measured cells that the paper also has, in the paper's units.
 
     The columns are PLACE, `ours` and `experiment`.
     """
@@ -80,7 +80,7 @@ def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataF
     rows = []
     for group, repeats in groups.ok.items():
         for measure, (column, scale) in PUBLISHED_MEASURES.items():
-            median = groups.median(group, column, "time" if scale == 1.0 else "score")
+            median = groups.compute_median(group, column, "time" if scale == 1.0 else "score")
             if median is not None:
                 place = (repeats["dataset"].iloc[0], group.model, group.strategy, group.gpus)
                 rows.append((measure, *place, scale * median, group.experiment))
@@ -90,7 +90,7 @@ def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataF
 def compute_ratio_or_difference(
     is_points: pd.Series, one: pd.Series, other: pd.Series
 ) -> pd.Series:
-    """Return one / other, but one - other for accuracies in points.
+    """Return the ratio one / other, or the difference one - other for accuracies.
 
     Args:
         is_points: Whether each value is an accuracy in points.
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     beside_ours, judged = compare_published_cells(cells, findings), judge_claims(cells, findings)
     write_atomic(args.cells_out, beside_ours.to_csv(index=False))
     write_atomic(args.claims_out, judged.to_csv(index=False))
-    write_numbered(cells, read_summary(args.summary), args.tables_out)
+    write_numbered_tables(cells, read_summary(args.summary), args.tables_out)
     counts = ", ".join(f"{n} {name}" for name, n in judged["holds"].value_counts().items())
     print(
         f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"

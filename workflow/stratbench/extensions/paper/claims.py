@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.groups import GROUP, Repeats
-from stratbench.extensions.audit.audit import audit
+from stratbench.extensions.audit.audit import audit_cells
 from stratbench.extensions.paper import published
 from stratbench.extensions.paper.metrics import METRICS, ClaimFigure
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
@@ -23,16 +23,21 @@ HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these rec
 
 
 def add_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
-    """Return the figures of a claim, and add intervals to those that are ratios.
+    """Return the figures of a claim, and add confidence intervals to those that are ratios.
 
     A claim fails if one of its figures fails. So its intervals hold for all figures together, and the
     variances of the figures are pooled.
     """
-    paired = [figure for figure in figures if figure.pair is not None]
+    paired = [figure for figure in figures if figure.paired_values is not None]
     ratios = iter(
-        compute_paired_ratios([f.pair for f in paired], [f.served for f in paired], len(paired))
+        compute_paired_ratios(
+            [f.paired_values for f in paired], [f.has_servers for f in paired], len(paired)
+        )
     )
-    return [figure if figure.pair is None else figure.with_ends(next(ratios)) for figure in figures]
+    return [
+        figure if figure.paired_values is None else figure.with_interval(next(ratios))
+        for figure in figures
+    ]
 
 
 def judge_figures(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
@@ -58,7 +63,7 @@ def judge_figures(figures: Sequence[ClaimFigure], low: float, high: float) -> st
 
 
 def describe_figures(figures: Sequence[ClaimFigure]) -> str:
-    """Return the range of the figures as text, with the cells of its ends."""
+    """Return the range of the figures as text, and name the cells at both ends."""
     if not figures:
         return ""
     least, most = (pick(figures, key=lambda f: f.value) for pick in (min, max))
@@ -72,7 +77,7 @@ def describe_figures(figures: Sequence[ClaimFigure]) -> str:
 
 def describe_single_repeats(figures: Sequence[ClaimFigure]) -> str:
     """Return a remark if figures come from one repeat, else an empty text."""
-    single = sum(f.low is None and f.ends != "exact" for f in figures)
+    single = sum(f.low is None and f.range_kind != "exact" for f in figures)
     which = "" if len(figures) == 1 else "all " if single == len(figures) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
 
@@ -83,12 +88,12 @@ def describe_figure(figure: ClaimFigure) -> str:
     The forms are `1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, and `at least 1.23`
     for a bound.
     """
-    match figure.ends:
+    match figure.range_kind:
         case "bound":
             return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
         case "range" if figure.low is not None:
             return f"{figure.value:.2f} ({figure.low:.2f} to {figure.high:.2f})"
-    return IntervalEstimate(figure.value, figure.low, figure.high).text("{:.2f}".format)
+    return IntervalEstimate(figure.value, figure.low, figure.high).format_text("{:.2f}".format)
 
 
 def concerns_model(claim: dict[str, Any], figure: ClaimFigure) -> bool:
@@ -98,19 +103,19 @@ def concerns_model(claim: dict[str, Any], figure: ClaimFigure) -> bool:
 
 @cache
 def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
-    """Return the paper's cells as printed, and without times that two cells share.
+    """Return the paper's cells twice: as printed, and without times that two cells share.
 
     The audit finds the shared times.
     """
     cells = published.make_cells_of_version(version)
-    copied = [f for f in audit(cells) if f["rule"] == "same-value-twice"]
+    copied = [f for f in audit_cells(cells) if f["rule"] == "same-value-twice"]
     return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
 
 
 def describe_weak_figures(
     metric: Callable[[Repeats], Iterator[ClaimFigure]], claim: dict[str, Any]
 ) -> str:
-    """Return which of the paper's values for a claim are weak.
+    """Return a text on the paper's values for a claim that are weak evidence.
 
     A weak value is from a time in two cells, or is a bound from a time limit.
     """
@@ -121,13 +126,13 @@ def describe_weak_figures(
     parts = []
     if lost := [label for label in printed if label not in believed]:
         parts.append(f"{', '.join(lost)}: from a time that is printed for two cells")
-    if bounds := [label for label, figure in printed.items() if figure.ends == "bound"]:
+    if bounds := [label for label, figure in printed.items() if figure.range_kind == "bound"]:
         parts.append(f"{', '.join(bounds)}: from a time above its limit, so a bound")
     return "; ".join(parts)
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every claim, and whether it holds in our cells.
+    """Return each claim of the paper, and whether the claim holds in measured cells.
 
     Our cells are those of the paper's models on GPUs. The column `elsewhere` has the values of other models
     and of CPU processes, which do not decide. `in_the_paper` tells whether the paper's own tables agree, and
@@ -136,7 +141,7 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     is_ours = published.mask_counterparts(cells)
     listed = findings.to_dict("records")
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
-    # Without the audit: the question here is what the paper prints, right or wrong.
+    # The audit is not applied, because the question here is what the paper prints, right or wrong.
     own = {version: read_published_groups(version)[0] for version in ("v1", "v2")}
     notes = published.read_explanations().set_index("about").to_dict("index")
     rows = []

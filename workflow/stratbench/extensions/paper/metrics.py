@@ -21,27 +21,28 @@ SIZES = {"parameters of vgg16 in fp32 (MB)": 4e-6, "parameters of vgg16 / 4 (mil
 class ClaimFigure:
     """One value of a claim's metric, with its origin and its range.
 
-    `ends` is the kind of `low` and `high`: a 95 % `interval`, which holds for all figures of a claim
-    together; the `range` from the lowest to the highest repeat; or the `bound` that a time limit
-    leaves. An `exact` value has no ends.
+    `range_kind` is the kind of `low` and `high`. An `interval` holds with 95 % for all figures of a claim
+    together. A `range` is from the lowest to the highest repeat. A `bound` is from a time limit. An `exact`
+    value has no ends.
     """
 
     label: str
     value: float
     low: float | None = None
     high: float | None = None
-    ends: Literal["interval", "range", "bound", "exact"] = "interval"
-    #: The data of an interval: `value` is `scale` of the mean ratio of `pair`, which has shape [2, repeats].
-    #: `served` is whether parameter servers take part.
-    pair: np.ndarray | None = None
-    scale: Callable[[float], float] = float
-    served: bool = False
+    range_kind: Literal["interval", "range", "bound", "exact"] = "interval"
+    #: The data of an interval: `scale_ratio` turns the mean ratio of `paired_values`,
+    #: which have shape [2, repeats], into `value`.
+    #: `has_servers` is whether parameter servers take part.
+    paired_values: np.ndarray | None = None
+    scale_ratio: Callable[[float], float] = float
+    has_servers: bool = False
 
-    def with_ends(self, ratio: IntervalEstimate) -> ClaimFigure:
-        """Return the figure with the interval of `ratio`, if that has one."""
+    def with_interval(self, ratio: IntervalEstimate) -> ClaimFigure:
+        """Return the figure with the confidence interval of `ratio`, unchanged if there is none."""
         if ratio.low is None:
             return self
-        low, high = sorted(map(self.scale, ratio[1:]))
+        low, high = sorted(map(self.scale_ratio, ratio[1:]))
         return replace(self, low=low, high=high)
 
 
@@ -54,7 +55,7 @@ def make_ratio_figure(
     label: str,
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """Return the mean of one / other over their common repeats.
+    """Return the mean ratio of two groups' values, one / other, over common repeats.
 
     The mean is converted by `scale`. It is a bound if one of the groups reached its time limit, and None
     without data.
@@ -70,15 +71,19 @@ def make_ratio_figure(
     """
     pair = groups.read_common_values((one, other), column, concerns)
     if pair.size:
-        served = groups.have_servers((one, other))
+        served = groups.has_servers((one, other))
         return ClaimFigure(
-            label, scale(compute_mean_ratio(*pair)), pair=pair, scale=scale, served=served
+            label,
+            scale(compute_mean_ratio(*pair)),
+            paired_values=pair,
+            scale_ratio=scale,
+            has_servers=served,
         )
     if column != "train_time_s":
         return None
     for stopped, ended, upward in ((one, other, True), (other, one, False)):
         least_s = estimate_least_time_s(groups, stopped, ended)
-        ended_s = groups.median(ended, column, concerns)
+        ended_s = groups.compute_median(ended, column, concerns)
         if least_s is None or least_s <= 0 or ended_s is None:
             continue
         ratio = least_s / ended_s
@@ -89,7 +94,7 @@ def make_ratio_figure(
 
 
 def find_time_limit_s(groups: Repeats, group: Group) -> float | None:
-    """Return the time limit (s) of a group that reached it, else None."""
+    """Return a group's time limit in seconds if the group reached the limit, else None."""
     if group in groups.ok or group not in groups.all:
         return None
     rows = groups.all[group]
@@ -172,10 +177,10 @@ def make_points_metric(one: str, other: str) -> Callable[[Repeats], Iterator[Cla
 
 
 def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
-    """Yield the share of the accuracy lost by ps-async against ps-sync that ps-async-modified recovers.
+    """Yield how much of ps-async's accuracy loss against ps-sync ps-async-modified recovers, as a share.
 
-    It is the median over the repeats that all three have, with their range. There is no figure if no accuracy
-    is lost.
+    The share is the median over the repeats that all three strategies have, with their range. There is no
+    figure if no accuracy is lost.
     """
     for group in groups.ok:
         if group.strategy != "ps-async-modified":
@@ -190,13 +195,13 @@ def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
 
 
 def make_median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
-    """Return the median over repeats, with their range if there are several."""
+    """Return the median over a group's repeats, with their range if there are several repeats."""
     ends = (float(values.min()), float(values.max())) if values.size > 1 else (None, None)
     return ClaimFigure(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 
 
 def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
-    """Yield the groups of `strategy` with the same work, model and GPUs.
+    """Yield the groups of `strategy` with the work, model and GPUs of `group`.
 
     Args:
         groups: All repeats.
@@ -229,18 +234,18 @@ def make_vgg16_metric(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]
         for (_, _, model, _), rows in groups.ok.items():
             counts = rows["model_parameters"].dropna()
             if model == "vgg16" and len(counts):
-                yield ClaimFigure("vgg16", float(counts.iloc[0]) * scale, ends="exact")
+                yield ClaimFigure("vgg16", float(counts.iloc[0]) * scale, range_kind="exact")
                 return
 
     return iter_figures
 
 
-#: The label of a figure of any strategy.
+#: The label of a value that any strategy may have.
 _ANY = "{strategy}, {model} on {gpus}"
 
 METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
     MEMORY_RATIO: make_ratio_metric(
-        # One GPU shards nothing.
+        # Groups on one GPU are excluded, because one GPU shards nothing.
         lambda group: make_pair_selector("ddp", "fsdp")(group) if group.gpus > 1 else None,
         column="peak_memory_bytes",
         concerns="memory",

@@ -18,11 +18,11 @@ from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.records.measures import (
     NO_CELL,
     Measure,
+    append_audit_dagger,
     format_number,
     list_measures_by_experiment,
-    marked,
 )
-from stratbench.analysis.tables.tables import workers_are, write_table
+from stratbench.analysis.tables.tables import describe_worker_devices, write_table
 from stratbench.cell.files import write_atomic
 
 
@@ -35,7 +35,7 @@ class NumberedTable:
     strategies: tuple[str, ...]
     measures: tuple[str, ...]
     #: Whether only the largest worker count of each experiment is shown.
-    largest_only: bool = False
+    largest_count_only: bool = False
 
 
 # fmt: off
@@ -52,7 +52,7 @@ TABLES = {
             ("ps-sync", "ps-async-modified"), ("training_time",)),
         NumberedTable("table_7", "Standard, modified and staleness-mitigated asynchronous server",
             ("ps-async", "ps-async-modified", "ps-dana", "ps-ormo", "ps-preview"),
-            ("score", "training_time"), largest_only=True),
+            ("score", "training_time"), largest_count_only=True),
     )
 }
 # fmt: on
@@ -81,8 +81,8 @@ def make_numbered_table(
 ) -> pd.DataFrame:
     """Return one of tables 3 to 7 from the rows of summary.csv.
 
-    Its columns are experiment, strategy, model, measure, and one for each worker count. It has no rows if the
-    study has no such strategy.
+    The columns are experiment, strategy, model, measure, and one for each worker count. The table has no rows
+    if the study has no such strategy.
 
     Args:
         summary: Rows of summary.csv.
@@ -92,7 +92,7 @@ def make_numbered_table(
     """
     rows = summary[summary["measure"].isin(table.measures)]
     rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
-    if table.largest_only and len(rows):
+    if table.largest_count_only and len(rows):
         rows = rows[rows["gpus"] == rows.groupby("experiment")["gpus"].transform("max")]
     counts = sorted(rows["gpus"].unique())
     lines = []
@@ -114,13 +114,13 @@ def format_as_in_paper(row: object) -> str:
     A time limit has the form of the paper (`>3000`).
     """
     text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
-    return marked(text, row.flags)
+    return append_audit_dagger(text, row.flags)
 
 
 def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     """Return table 8: each strategy's results on the most workers of an experiment.
 
-    Its columns are experiment, strategy, workers, property, text, models, records, outcomes and flags. The
+    The columns are experiment, strategy, workers, property, text, models, records, outcomes and flags. The
     text is the range over models, and the records are the cells of the values. Outcomes are those of cells
     that did not finish, and flags are those of the audit.
     """
@@ -169,7 +169,9 @@ def widen_table_8(long: pd.DataFrame) -> pd.DataFrame:
     """Return table 8 with a row per strategy, and columns for properties and outcomes."""
     lines = []
     for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
-        texts = {row.property: marked(row.text, row.flags) for row in rows.itertuples()}
+        texts = {
+            row.property: append_audit_dagger(row.text, row.flags) for row in rows.itertuples()
+        }
         first = rows.iloc[0]
         place = {"experiment": experiment, "strategy": strategy, "workers": str(first["workers"])}
         lines.append(place | texts | {"not finished": first["outcomes"] or NO_CELL})
@@ -193,7 +195,7 @@ def iter_paper_tables(
     yield "table_8", widen_table_8(table_8)
 
 
-def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
+def write_numbered_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
     """Write the paper's tables 3 to 8 from our records, and table 8's sources.
 
     Args:
@@ -204,13 +206,18 @@ def write_numbered(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) ->
     table_8 = make_table_8(cells, summary)
     for name, table in iter_paper_tables(cells, summary, table_8):
         table = table if len(table) else pd.DataFrame([{"": NO_STRATEGIES}])
-        caption = f"Table {name.removeprefix('table_')}. {TITLES[name]}. {workers_are(cells)}"
+        caption = (
+            f"Table {name.removeprefix('table_')}. {TITLES[name]}. {describe_worker_devices(cells)}"
+        )
         write_table(table, caption, out_dir / name)
     write_atomic(out_dir / "table_8_sources.csv", table_8.to_csv(index=False))
 
 
 def read_paper_tables(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the tables of `write_numbered` in `folder`, without empty ones: id, title, columns, texts."""
+    """Yield each non-empty table that `write_numbered_tables` wrote, as a dict.
+
+    The keys are id, title, columns and rows (texts).
+    """
     for name, title in TITLES.items():
         with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as f:
             columns, *rows = csv.reader(f)

@@ -8,7 +8,7 @@ import pandas as pd
 
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.installation import REFERENCE
-from stratbench.strategies import get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import get_option_defaults, get_strategy_class, get_traits
 
 #: The number of parameters of each model with 1000 classes, as the paper states it.
 PARAMETERS = {
@@ -84,7 +84,7 @@ def make_cells_of_version(version: str) -> pd.DataFrame:
                 "repeat": 0,
                 "status": "timeout" if values["limit_s"].notna().any() else "ok",
                 "strategy_base": strategy,
-                "strategy_kind": strategy_class(strategy).kind,
+                "strategy_kind": get_strategy_class(strategy).kind,
                 "train_time_s": time_s,
                 "throughput_samples_per_s": work / time_s if time_s else None,
                 "task": "classification",

@@ -1,4 +1,7 @@
-"""Makes the report's section on the paper: its tables with our values, and a comparison with its own."""
+"""Makes the report's section on the paper: its tables filled with our values.
+
+The section also compares our values with the paper's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "paper.html.j2"
 
 
 def make_paper_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Yield the section if a cell has a counterpart in the paper."""
+    """Yield the report's section on the paper if the paper reports any measured cell."""
     paper = make_paper_section(inputs.folder)
     if paper["with_counterpart"]:
         numbered = list(read_paper_tables(inputs.folder / "paper_tables"))
@@ -38,7 +41,7 @@ def make_paper_section(folder: Path) -> dict[str, Any]:
 
 
 def iter_published_tables(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield each published table with its cells that have a counterpart.
+    """Yield each table of the paper that has cells measured here too, with these cells.
 
     An item also has the number of all cells of the table, and an explanation.
     """
@@ -57,7 +60,7 @@ def iter_published_tables(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def make_published_cell_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the texts of a published cell by column; those of ratios may be empty."""
+    """Return a published cell's values as texts by column. Ratios may be empty texts."""
     is_difference = row["kind"] == "difference"
 
     def format_value(value: float) -> str:
@@ -74,4 +77,4 @@ def make_published_cell_row(row: dict[str, Any]) -> dict[str, Any]:
     return texts
 
 
-READING = Reading(sections=make_paper_sections)
+READING = Reading(list_sections=make_paper_sections)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="predicted memory, traffic, time and cost of each cell",
-    needs=("servers",),
+    summary="predicted memory, traffic, time and cost of each cell",
+    required_extensions=("servers",),
     keys={"cluster": "stratbench.extensions.plan.keys:PlanCluster"},
-    rules=("plan.smk",),
+    rule_files=("plan.smk",),
     commands="stratbench.extensions.plan.subcommands:add_subcommands",
-    reading="stratbench.extensions.plan.pages.prediction_section:READING",
+    report_additions="stratbench.extensions.plan.pages.prediction_section:READING",
 )

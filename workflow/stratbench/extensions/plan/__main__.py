@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.installation import ROOT
-from stratbench.cell.text.words import folded, format_count
+from stratbench.cell.text.words import format_count, wrap_lines
 from stratbench.extensions.plan.check import check_study
-from stratbench.extensions.plan.device_rates import named_gpus
+from stratbench.extensions.plan.device_rates import list_configured_gpus
 from stratbench.extensions.plan.duration import ProjectedDuration
 from stratbench.extensions.plan.one_model.model_answer import Answer, answer_question
 from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.pages import table
-from stratbench.extensions.plan.pages.check_text import check_text
+from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.extensions.plan.pages.model_answer import format_answer, format_first_traced
 from stratbench.extensions.plan.pages.text import format_network, format_plan, write_html
 from stratbench.extensions.plan.schedule import (
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = json.loads(args.config)
         if args.gpus is not None:
-            print_answer(config, args)
+            print_model_answer(config, args)
             return 0
         if args.model is None:
             config, study = load_config(config)
@@ -56,31 +56,33 @@ def main(argv: list[str] | None = None) -> int:
             config, study, left_out = make_model_study(config, args.model, args.dataset)
             print("".join(f"left out: {reason}\n" for reason in left_out), end="", flush=True)
         cluster = config["cluster"]
-        named_gpus(cluster)  # raises for unknown names before the check, which takes minutes
+        list_configured_gpus(
+            cluster
+        )  # raises for unknown names before the check, which takes minutes
         set_job_environment(config, str(ROOT / "workflow"))
         checked = check_study(config, study, resharding=not args.check and not args.model)
         if args.check:
-            print(folded([check_text(checked)]))
+            print(wrap_lines([format_check_result(checked)]))
             nodes = select_partition_nodes(read_cluster_nodes(), args.partition)
             requests = (
                 build_job_request(s.cell, s.settings, cluster, None) for s in checked.subjects
             )
             if mixed := describe_mixed_gpu_types(nodes, requests):
-                print(folded([mixed]))
-            return 1 if checked.refused else 0
-        if checked.refused:
+                print(wrap_lines([mixed]))
+            return 1 if checked.refusal_reasons_by_cell else 0
+        if refused := checked.refusal_reasons_by_cell:
             text = (
-                f"{len(checked.refused)} of {format_count(len(checked.subjects), 'cell')} would end as "
+                f"{len(refused)} of {format_count(len(checked.subjects), 'cell')} would end as "
                 "unsupported"
             )
             more = "" if args.model else ", and `check`"
             print(f"{text}: see below{more}", flush=True)
         records = read_records_by_cell(study, config["results"])
         timed = select_timed_records(records, cluster["gpu"])
-        projected = list_projected(config, study, timed)
+        projected = list_projected_durations(config, study, timed)
         plan = make_plan(config, checked, records, args.partition, projected)
     except ConfigError as error:
-        print(folded([f"error: {error}"]), file=sys.stderr)
+        print(wrap_lines([f"error: {error}"]), file=sys.stderr)
         return 1
     out = args.out or Path(config["results"]) / study.name
     table.write_csv(plan, out / "plan.csv")
@@ -91,19 +93,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def print_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
+def print_model_answer(config: dict[str, Any], args: argparse.Namespace) -> None:
     """Print which strategies fit a model on `args.gpus` GPUs.
 
     The first result is printed early, to stderr.
     """
 
-    def tell(first: Answer) -> None:
+    def print_first_answer(first: Answer) -> None:
         print(format_first_traced(first), file=sys.stderr, flush=True)
 
-    print(format_answer(answer_question(config, read_question(args), tell)))
+    print(format_answer(answer_question(config, read_question(args), print_first_answer)))
 
 
-def list_projected(
+def list_projected_durations(
     config: dict[str, Any], study: Study, records: Records
 ) -> dict[Cell, ProjectedDuration]:
     """Return the trainings that extensions project from the records.
@@ -113,7 +115,7 @@ def list_projected(
     """
     projected: dict[Cell, ProjectedDuration] = {}
     try:
-        for _, addition in iter_resolved("plans"):
+        for _, addition in iter_imported_additions("plan_additions"):
             if addition.durations is not None:
                 projected |= addition.durations(config, study, records)
     except ValueError as error:

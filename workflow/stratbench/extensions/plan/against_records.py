@@ -17,7 +17,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import MIB
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
-from stratbench.extensions.plan.needs import Subject, mean_wire_bytes, sent_bytes
+from stratbench.extensions.plan.needs import Subject, compute_mean_wire_bytes, compute_sent_bytes
 from stratbench.extensions.plan.pages.table import write_rows
 from stratbench.extensions.plan.schedule import Plan, Planned, make_plan, read_records_by_cell
 from stratbench.study.config import config as configuration
@@ -26,15 +26,15 @@ from stratbench.study.config import config as configuration
 CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
 
 
-def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
+def make_prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of prediction.csv of one finished cell.
 
     An error is (predicted / measured - 1) in percent. The measured peak is that of the rank that used most
-    (`measured_peak_bytes`). The predicted time follows from the device alone, without records.
+    (`get_measured_peak_bytes`). The predicted time follows from the device alone, without records.
     """
     s, footprint, predicted = c.subject, c.footprint, c.fit.peak
-    base_bytes = bytes_before_steps(footprint, predicted)
-    span = c.fit.by_device
+    base_bytes = compute_bytes_before_steps(footprint, predicted)
+    span = c.fit.device_rate_span
     train_s = record["time"]["train_time_s"]
     memory = record["memory"]
     row: dict[str, Any] = s.cell.as_dict() | {
@@ -42,26 +42,26 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
         "precision": s.settings.precision,
         "per_worker_batch": s.settings.per_worker_batch,
         "method": memory["method"],
-        "resident_mib_measured": _mib(memory["peak_bytes"]),
+        "resident_mib_measured": _convert_to_mib(memory["peak_bytes"]),
     }
     pairs = {
-        "peak_mib": (predicted.n_bytes, measured_peak_bytes(memory, base_bytes)),
-        "over_base_mib": (predicted.n_bytes - base_bytes, measured_growth_bytes(memory)),
-        "base_mib": (base_bytes, measured_base_bytes(record)),
+        "peak_mib": (predicted.n_bytes, get_measured_peak_bytes(memory, base_bytes)),
+        "over_base_mib": (predicted.n_bytes - base_bytes, get_measured_growth_bytes(memory)),
+        "base_mib": (base_bytes, get_measured_base_bytes(record)),
         "states_bytes": (
-            max(sum(f.model_states_bytes.values()) for f in footprint.each),
-            _sum(memory["model_states"]),
+            max(sum(f.model_states_bytes.values()) for f in footprint.footprint_per_stage),
+            _sum_parts(memory["model_states"]),
         ),
         "sent_bytes": (
-            sent_bytes_of_record(s, footprint),
+            compute_sent_bytes_as_recorded(s, footprint),
             (record.get("communication") or {}).get("sent_bytes_per_step"),
         ),
     }
     for name, pair in pairs.items():
         what, _, unit = name.rpartition("_")
-        ours, theirs = map(_mib, pair) if unit == "mib" else pair
+        ours, theirs = map(_convert_to_mib, pair) if unit == "mib" else pair
         row |= {f"{name}_predicted": ours, f"{name}_measured": theirs}
-        row[f"{what}_error_percent"] = _error(ours, theirs)
+        row[f"{what}_error_percent"] = _compute_relative_error(ours, theirs)
     return row | {
         "device": c.fit.device,
         "train_s_predicted_low": span.low_s if span else None,
@@ -71,19 +71,21 @@ def prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def prediction_rows(plan: Plan, records: Mapping[Cell, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def make_prediction_rows(
+    plan: Plan, records: Mapping[Cell, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Return a row for every cell with a prediction and a measured peak.
 
     The peak is that of the cell's record.
     """
     return [
-        prediction_row(c, records[c.cell])
+        make_prediction_row(c, records[c.cell])
         for c in plan.cells
         if c.cell in records and c.footprint and records[c.cell]["memory"]["peak_bytes"]
     ]
 
 
-def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
+def compute_bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
     """Return the bytes that exist before the first step, including the data set.
 
     Records measure the growth of memory from there.
@@ -93,8 +95,8 @@ def bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
     return between_bytes + predicted.parts_bytes["data"] + predicted.parts_bytes.get("received", 0)
 
 
-def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
-    """Return the peak bytes of training, from the record of the rank that used most.
+def get_measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
+    """Return the peak memory of training in bytes, from one rank's memory record.
 
     On a GPU it is the memory requested from the allocator, without cuBLAS's workspaces. Older records only
     have the allocated memory. On a CPU a process also contains its libraries, which grow over time. There
@@ -108,16 +110,19 @@ def measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | Non
     return None if added_bytes is None else base_bytes + added_bytes
 
 
-def measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
-    """Return the growth of that rank's memory in a step, without cuBLAS's workspaces."""
+def get_measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
+    """Return by how many bytes memory grows in a step, without cuBLAS's workspaces.
+
+    The result is None if the record lacks the growth.
+    """
     added_bytes = memory["peak_over_base_bytes"]
     return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
 
 
-def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
-    """Return the resident bytes between two steps, without those before the model was built.
+def get_measured_base_bytes(record: Mapping[str, Any]) -> int | None:
+    """Return a worker's memory in bytes between two steps, less that before the model's creation.
 
-    Return None if they are not recorded.
+    The largest value of all workers counts. The result is None if the record lacks these bytes.
     """
     bases = [
         w["memory"]["base_bytes"] - w["memory"].get("idle_bytes", 0)
@@ -127,20 +132,20 @@ def measured_base_bytes(record: Mapping[str, Any]) -> int | None:
     return max(bases, default=None)
 
 
-def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
-    """Return the bytes that a worker sends per step, counted as in records.
+def compute_sent_bytes_as_recorded(s: Subject, footprint: Footprint) -> float:
+    """Return the predicted bytes that a worker sends per step, counted as in records.
 
     Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is one
     push. The loss scaler's flag is left out, unless the collectives of a step were counted one by one.
     """
     if s.served:
-        return sent_bytes(s, footprint) / s.steps_per_batch
+        return compute_sent_bytes(s, footprint) / s.steps_per_batch
     least = 0 if s.strategy.divides_network else _FLAG_BYTES
     return fmean(
-        mean_wire_bytes(
+        compute_mean_wire_bytes(
             s, f, [c for c in f.collectives if c[1] > least or any(c[3:4])], on_gloo=False
         )
-        for f in footprint.each
+        for f in footprint.footprint_per_stage
     )
 
 
@@ -148,15 +153,15 @@ def sent_bytes_of_record(s: Subject, footprint: Footprint) -> float:
 _FLAG_BYTES = 4
 
 
-def _mib(n_bytes: float | None) -> float | None:
+def _convert_to_mib(n_bytes: float | None) -> float | None:
     return None if n_bytes is None else round(n_bytes / MIB, 2)
 
 
-def _sum(parts: Mapping[str, int] | None) -> int | None:
+def _sum_parts(parts: Mapping[str, int] | None) -> int | None:
     return None if parts is None else sum(parts.values())
 
 
-def _error(predicted: float | None, measured: float | None) -> float | None:
+def _compute_relative_error(predicted: float | None, measured: float | None) -> float | None:
     if predicted is None or measured is None:
         return None
     if not measured:
@@ -165,7 +170,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command line that compares predictions with records.
 
     Missing footprints are made, as in `snakemake plan`.
     """
@@ -180,7 +185,7 @@ def main() -> None:
     config, study = configuration.load_config(json.loads(args.config))
     records = read_records_by_cell(study, config["results"])
     plan = make_plan(config, check_study(config, study), records)
-    rows = prediction_rows(plan, records)
+    rows = make_prediction_rows(plan, records)
     write_rows(rows, args.out, [f.name for f in fields(Cell)])
     print(f"{len(rows)} of {len(records)} records compared with their prediction")
 

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.extensions.plan.footprint.cache import CachedJob, compute_results
-from stratbench.extensions.plan.footprint.few_parts import make_by_few_parts
+from stratbench.extensions.plan.footprint.cache import CachedJob, compute_cached_results
+from stratbench.extensions.plan.footprint.few_parts import make_footprint_by_few_parts
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING, Request
-from stratbench.extensions.plan.needs import Subject, subject_of
-from stratbench.strategies import acceptance, strategy_class
+from stratbench.extensions.plan.needs import Subject, make_subject
+from stratbench.strategies import acceptance, get_strategy_class
 from stratbench.study.config.config import Study
 from stratbench.workload.network import models
-from stratbench.workload.network.libraries import library_of
+from stratbench.workload.network.libraries import find_library_of_call
 from stratbench.workload.task_trial import NO_SUM
-from stratbench.workload.users_code import ModelError, format_error
+from stratbench.workload.users_code import ModelError, format_user_error
 
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
@@ -48,15 +48,15 @@ class Network:
     """A model in some of the study's cells: its identity, its input and its task."""
 
     model: str
-    own_model: str
-    own_task: str
+    own_model_json: str
+    own_task_json: str
     task: str | None
     input_shape: tuple[int, ...]
     classes: int
     values: bool = False
 
     @classmethod
-    def of(cls, r: Request) -> Network:
+    def from_request(cls, r: Request) -> Network:
         s = r.settings
         own = (json.dumps(spec, sort_keys=True) for spec in (s.own_model, s.own_task))
         return cls(s.model, *own, s.task, r.input_shape, r.classes, r.values)
@@ -67,35 +67,35 @@ class CheckResult:
     """Result of the check of a model, as JSON-able values.
 
     Attributes:
-        fault: Why no strategy can train it, or None.
-        unchecked: Why it could not be tried here, or None.
-        unpredicted: Why none of its cells has a footprint, or None.
-        parameters: Number of parameters.
-        frozen: Number of parameters that are not trained.
-        groups: Label and number of parameters of each shard group.
-        root: Number of parameters outside of all shard groups.
-        rule: Text on the rule that made the groups.
-        skipped: Names of parameters that may get no gradient in a step.
-        trial: Result of trial steps (`Trial`).
-        blocks: Path and number of equal blocks that the model calls in turn, or None.
+        fault: Why no strategy can train the model, or None.
+        unchecked_reason: Why the model could not be tried here, or None.
+        unpredicted_reason: Why none of the model's cells has a footprint, or None.
+        num_parameters: Number of parameters.
+        num_frozen_parameters: Number of parameters that are not trained.
+        shard_groups: Label and number of parameters of each shard group.
+        num_root_parameters: Number of parameters outside of all shard groups.
+        wrap_rule: Text on the rule that made the groups.
+        parameters_without_gradient: Names of parameters that may get no gradient in a step.
+        trial_values: Result of trial steps (`Trial`).
+        equal_blocks: Path and number of equal blocks that the model calls in turn, or None.
         seconds: Time that the check took.
     """
 
     fault: str | None = None
-    unchecked: str | None = None
-    unpredicted: str | None = None
-    parameters: int = 0
-    frozen: int = 0
-    groups: list[tuple[str, int]] = field(default_factory=list)
-    root: int = 0
-    rule: str = ""
-    batchnorm: bool = False
-    dropout: bool = False
+    unchecked_reason: str | None = None
+    unpredicted_reason: str | None = None
+    num_parameters: int = 0
+    num_frozen_parameters: int = 0
+    shard_groups: list[tuple[str, int]] = field(default_factory=list)
+    num_root_parameters: int = 0
+    wrap_rule: str = ""
+    has_batchnorm: bool = False
+    has_dropout: bool = False
     writes_buffers: bool = False
-    skipped: tuple[str, ...] = ()
+    parameters_without_gradient: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
-    trial: dict[str, Any] = field(default_factory=dict)
-    blocks: tuple[str, int] | None = None
+    trial_values: dict[str, Any] = field(default_factory=dict)
+    equal_blocks: tuple[str, int] | None = None
     seconds: float = 0.0
 
     @classmethod
@@ -113,19 +113,21 @@ class Rehearsal:
 
     Attributes:
         footprint: The footprint, if the run succeeded.
-        refusal: Why the strategy cannot train the model, or None.
-        unpredicted: Why there is no footprint although the model is supported, or None.
-        unchecked: Why no step could be tried, or None.
+        refusal_reason: Why the strategy cannot train the model, or None.
+        unpredicted_reason: Why there is no footprint although the model is supported, or None.
+        unchecked_reason: Why no step could be tried, or None.
     """
 
     footprint: Footprint | None = None
-    refusal: str | None = None
-    unpredicted: str | None = None
-    unchecked: str | None = None
+    refusal_reason: str | None = None
+    unpredicted_reason: str | None = None
+    unchecked_reason: str | None = None
 
     @property
     def fault(self) -> str | None:
-        return self.refusal or (self.unpredicted if self.unpredicted != NO_PREDICTION else None)
+        return self.refusal_reason or (
+            self.unpredicted_reason if self.unpredicted_reason != NO_PREDICTION else None
+        )
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Rehearsal:
@@ -134,27 +136,27 @@ class Rehearsal:
 
     @classmethod
     def failed(cls, reason: str) -> Rehearsal:
-        return cls(unpredicted=reason)
+        return cls(unpredicted_reason=reason)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Result of the check of a study.
+    """Result of the check of a study: models, dry runs and footprints.
 
     Attributes:
         subjects: The cells of the study.
-        networks: Check of each model.
-        rehearsals: Dry run of each kind of cell.
-        refused: Why a cell cannot be trained, by cell.
+        checks_by_network: Check of each model.
+        rehearsals_by_request: Dry run of each kind of cell.
+        refusal_reasons_by_cell: Why a cell cannot be trained, by cell.
         resharding: Footprints by value of `reshard_after_forward`, for kinds of cells that were tried
             with both.
     """
 
     study: Study
     subjects: list[Subject]
-    networks: dict[Network, CheckResult]
-    rehearsals: dict[Request, Rehearsal]
-    refused: dict[Cell, str]
+    checks_by_network: dict[Network, CheckResult]
+    rehearsals_by_request: dict[Request, Rehearsal]
+    refusal_reasons_by_cell: dict[Cell, str]
     resharding: dict[Request, dict[str, Footprint]]
 
 
@@ -169,7 +171,7 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
         resharding: Whether FSDP's cells on most workers are also tried with the other value of
             `reshard_after_forward`.
     """
-    subjects = [subject_of(config, study, cell) for cell in study.cells]
+    subjects = [make_subject(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
     max_gpus = {name: max(e.expand_arguments["gpus"]) for name, e in study.experiments.items()}
     others = {
@@ -184,7 +186,9 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
         s.cell: reason
         for s in subjects
         if (
-            reason := cell_refusal_reason(s, networks[Network.of(s.request)], rehearsals[s.request])
+            reason := cell_refusal_reason(
+                s, networks[Network.from_request(s.request)], rehearsals[s.request]
+            )
         )
     }
     both = {
@@ -205,32 +209,32 @@ def switch_resharding(request: Request) -> Request:
 
 
 def cell_refusal_reason(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
-    """Return why a cell cannot be trained, by its model, batch or strategy, or None.
+    """Return why a cell's model, batch or strategy prevents training, or None if nothing does.
 
     Args:
         s: The cell.
-        network: Check of its model.
-        rehearsal: Dry run of its strategy.
+        network: Check of the cell's model.
+        rehearsal: Dry run of the cell's strategy.
     """
     if network.fault is not None:
         return network.fault
     try:
-        acceptance.check_batch(
-            s.request.network,
-            network.batchnorm,
+        acceptance.check_batchnorm_samples(
+            s.request.model_source,
+            network.has_batchnorm,
             s.samples_per_step,
             s.settings.gradient_accumulation_steps,
         )
     except ModelError as error:
         return str(error)
-    return rehearsal.refusal
+    return rehearsal.refusal_reason
 
 
 def rehearse_requests(
     requests: Iterable[Request], folder: Path
 ) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
     """Return checks of models and dry runs of strategies, from the cache or new."""
-    network_by_request = {request: Network.of(request) for request in requests}
+    network_by_request = {request: Network.from_request(request) for request in requests}
     networks = check_networks(network_by_request, folder)
     jobs = {
         request: CachedJob(
@@ -241,17 +245,17 @@ def rehearse_requests(
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
         for request, network in network_by_request.items()
-        if networks[network].fault is None and networks[network].unchecked is None
+        if networks[network].fault is None and networks[network].unchecked_reason is None
         if not request.by_command
     }
-    rehearsals = compute_results(
+    rehearsals = compute_cached_results(
         "kinds of cells to trace: {}; results are cached for the next run",
         Rehearsal,
-        rehearse,
+        rehearse_strategy,
         jobs,
         folder,
     )
-    by_command = Rehearsal(unpredicted=BY_COMMAND)
+    by_command = Rehearsal(unpredicted_reason=BY_COMMAND)
     return networks, {
         r: by_command
         if r.by_command
@@ -264,7 +268,7 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
     """Return the checks of the models of `requests`, cached in `folder` or run in processes."""
     sharing: dict[Network, list[Request]] = {}
     for request in dict.fromkeys(requests):
-        sharing.setdefault(Network.of(request), []).append(request)
+        sharing.setdefault(Network.from_request(request), []).append(request)
     # Cells by command or with activation checkpointing come last, since their requirements on a model are
     # checked again in their dry runs.
     firsts = {
@@ -272,8 +276,8 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
         for n, each in sharing.items()
     }
     own = (r.settings.own_model for r in firsts.values())
-    builders = {library_of(spec["call"]).built_by for spec in own if spec}
-    return compute_results(
+    builders = {find_library_of_call(spec["call"]).built_by for spec in own if spec}
+    return compute_cached_results(
         "models to check: {}",
         CheckResult,
         check_network,
@@ -284,7 +288,9 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
 
 
 def _make_untried_rehearsal(network: CheckResult) -> Rehearsal:
-    return Rehearsal(unpredicted=network.unchecked, unchecked=network.unchecked)
+    return Rehearsal(
+        unpredicted_reason=network.unchecked_reason, unchecked_reason=network.unchecked_reason
+    )
 
 
 # --- one network ---------------------------------------------------------------------------------
@@ -297,22 +303,21 @@ def check_network(request: Request) -> CheckResult:
     started = time.perf_counter()
     torch.set_num_threads(1)
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # warnings of a model during the check do not concern the study
+        # Warnings of a model during the check do not concern the study.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = _check_with_task(request)
     except ModelError as error:
         result = CheckResult(fault=str(error))
     except Exception as error:  # a model may raise anything
         result = CheckResult(
-            fault=f"{models.describe_model(request.network)}: {format_error(error)}"
+            fault=f"{models.describe_model(request.model_source)}: {format_user_error(error)}"
         )
     return replace(result, seconds=time.perf_counter() - started)
 
 
 def _check_with_task(request: Request) -> CheckResult:
-    _, kind = request.tried_task()
+    _, kind = request.make_tried_task()
     result = _try_model(request)
     return result if kind.adds_up else replace(result, remarks=[*result.remarks, NO_SUM])
 
@@ -320,27 +325,28 @@ def _check_with_task(request: Request) -> CheckResult:
 def _try_model(request: Request) -> CheckResult:
     from stratbench.workload.network.trial import NO_VALUES, PassFailed
 
-    if models.has_name_alone(request.network):
+    if models.is_built_by_user_program(request.model_source):
         return CheckResult(
-            unchecked="config.yaml only names it, and the command that trains it builds it"
+            unchecked_reason="config.yaml only names it, and the command that trains it builds it"
         )
     parameters = _count_model_parameters(request)
-    if models.get_metadata(request.network).own and parameters <= MAX_REAL_PARAMETERS:
+    if models.get_metadata(request.model_source).own_model and parameters <= MAX_REAL_PARAMETERS:
         result = _run_trial(request, on_fakes=False)
-        if result.trial["reads_values"]:  # checked here once instead of for each kind of cell
+        # This is checked here once instead of for each kind of cell.
+        if result.trial_values["reads_values"]:
             try:
                 _run_trial(request, on_fakes=True)
             except PassFailed as error:
                 if isinstance(error.__cause__, NO_VALUES):
-                    return replace(result, unpredicted=NO_PREDICTION)
+                    return replace(result, unpredicted_reason=NO_PREDICTION)
         return result
     try:
         return _run_trial(request, on_fakes=True)
     except PassFailed as error:
         return CheckResult(
-            unchecked=f"{error}: it was tried on tensors without values, which may be the cause; with "
+            unchecked_reason=f"{error}: it was tried on tensors without values, which may be the cause; with "
             f"{parameters:,} parameters it is too large to be tried with real numbers here",
-            parameters=parameters,
+            num_parameters=parameters,
         )
 
 
@@ -348,10 +354,10 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
     from stratbench.extensions.plan.footprint import fake
     from stratbench.extensions.plan.remarks import iter_remarks
 
-    with fake.surroundings(request, on_fakes):
+    with fake.fake_worker_environment(request, on_fakes):
         model, _, worker = fake.build_worker(request, on_fakes)
         groups = worker.wrap_groups
-        network, shape = request.network, request.input_shape
+        network, shape = request.model_source, request.input_shape
         trial = models.take_model_trial(
             network, model, request.classes, shape, groups, worker.task, request.dtype
         )
@@ -365,31 +371,36 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
         ]
         parameters = _count_elements(model.parameters())
         return CheckResult(
-            parameters=parameters,
-            frozen=_count_elements(p for p in model.parameters() if not p.requires_grad),
-            groups=sizes,
-            root=parameters - sum(size for _, size in sizes),
-            rule=models.describe_sharding_rule(request.network, model),
-            batchnorm=models.has_batchnorm(model),
-            dropout=trial.draws,
-            writes_buffers=models.has_batchnorm(model) or bool(trial.written),
-            skipped=trial.skipped,
+            num_parameters=parameters,
+            num_frozen_parameters=_count_elements(
+                p for p in model.parameters() if not p.requires_grad
+            ),
+            shard_groups=sizes,
+            num_root_parameters=parameters - sum(size for _, size in sizes),
+            wrap_rule=models.describe_sharding_rule(request.model_source, model),
+            has_batchnorm=models.has_batchnorm(model),
+            has_dropout=trial.draws_random_numbers,
+            writes_buffers=models.has_batchnorm(model) or bool(trial.written_buffers),
+            parameters_without_gradient=trial.skippable_names,
             remarks=list(iter_remarks(model, trial)),
-            trial=dataclasses.asdict(trial),
-            blocks=find_equal_blocks(request, model),
+            trial_values=dataclasses.asdict(trial),
+            equal_blocks=find_equal_blocks(request, model),
         )
 
 
 def find_equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
-    """Return the path and number of equal blocks that the model calls alike, or None."""
-    from stratbench.extensions.plan.footprint.equal_blocks import are_called_alike, find_blocks
+    """Return the path and number of equal blocks that the model calls equally, or None."""
+    from stratbench.extensions.plan.footprint.equal_blocks import (
+        are_blocks_called_alike,
+        find_blocks,
+    )
     from stratbench.workload.network.trial import SAMPLES
 
     blocks = find_blocks(model)
     if blocks is None:
         return None
-    x, _ = request.example_batch(SAMPLES)
-    return tuple(blocks) if are_called_alike(model, blocks, x) else None
+    x, _ = request.make_example_batch(SAMPLES)
+    return tuple(blocks) if are_blocks_called_alike(model, blocks, x) else None
 
 
 def _describe_group(first: str, last: str) -> str:
@@ -405,14 +416,14 @@ def _count_model_parameters(request: Request) -> int:
     from stratbench.workload.known_values import KnownFakes
 
     with KnownFakes():
-        model = models.build_without_memory(request.network, request.classes, request.input_shape)
+        model = models.build_fake_model(request.model_source, request.classes, request.input_shape)
     return _count_elements(model.parameters())
 
 
 # --- one kind of cell ----------------------------------------------------------------------------
 
 
-def rehearse(request: Request, network: CheckResult) -> Rehearsal:
+def rehearse_strategy(request: Request, network: CheckResult) -> Rehearsal:
     """Return the dry run of the request's strategy with its model.
 
     `network` is the check of the model.
@@ -422,35 +433,39 @@ def rehearse(request: Request, network: CheckResult) -> Rehearsal:
     from stratbench.workload.network.trial import Trial
 
     torch.set_num_threads(1)
-    trial = Trial.from_dict(network.trial)
+    trial = Trial.from_dict(network.trial_values)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = network.unpredicted or try_footprint(request, trial, network.blocks)
+        made = network.unpredicted_reason or try_to_make_footprint(
+            request, trial, network.equal_blocks
+        )
         if isinstance(made, Footprint):
             return Rehearsal(made)
         # Fake tensors may have caused the error. If the model is small, a step with real numbers decides.
-        if network.parameters <= MAX_REAL_PARAMETERS:
-            return Rehearsal(refusal=_find_refusal(request, trial), unpredicted=made)
-        if refusal := _find_refusal(request, trial, by_rules=True):
-            return Rehearsal(refusal=refusal, unpredicted=made)
-        return Rehearsal(unpredicted=made, unchecked=made)
+        if network.num_parameters <= MAX_REAL_PARAMETERS:
+            return Rehearsal(
+                refusal_reason=_find_refusal_reason(request, trial), unpredicted_reason=made
+            )
+        if refusal := _find_refusal_reason(request, trial, by_rules=True):
+            return Rehearsal(refusal_reason=refusal, unpredicted_reason=made)
+        return Rehearsal(unpredicted_reason=made, unchecked_reason=made)
 
 
-def try_footprint(
+def try_to_make_footprint(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
-    """Return the footprint, or the error in one line.
+    """Return a request's footprint, or a one-line error if the trace fails.
 
     Args:
         request: The request.
-        trial: Trial of its model.
+        trial: Trial of the request's model.
         blocks: Path and number of equal blocks, if any.
     """
     from stratbench.extensions.plan.footprint.equal_blocks import Blocks
     from stratbench.workload.network.trial import NO_VALUES
 
     try:
-        return make_by_few_parts(request, trial, blocks and Blocks(*blocks))
+        return make_footprint_by_few_parts(request, trial, blocks and Blocks(*blocks))
     except ModelError as error:  # the error explains itself
         return str(error)
     except NO_VALUES:
@@ -460,12 +475,12 @@ def try_footprint(
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
-    """Return why the strategy cannot train the model, by rules or by a real step.
+def _find_refusal_reason(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
+    """Return why the strategy cannot train the model, by its rules or a trial step.
 
     Args:
         request: The request.
-        trial: Trial of its model.
+        trial: Trial of the request's model.
         by_rules: Check the rules only: no step is taken, and no tensor is real.
     """
     from stratbench.extensions.plan.footprint import fake
@@ -473,23 +488,23 @@ def _find_refusal(request: Request, trial: Trial, by_rules: bool = False) -> str
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(strategy_class(request.strategy).on_fakes())
-            stack.enter_context(fake.surroundings(request, by_rules))
+            stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
+            stack.enter_context(fake.fake_worker_environment(request, by_rules))
             model, strategy, worker = fake.build_worker(request, by_rules)
             worker.trial = trial
-            acceptance.check_model(strategy, request.network, model, worker)
+            acceptance.check_model(strategy, request.model_source, model, worker)
             if by_rules:
                 return None
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:
                 stack.enter_context(fake.cuda_autocast())
-            strategy.step(*request.example_batch(SAMPLES * request.parts))
-            fake.evaluate(strategy, request)
+            strategy.step(*request.make_example_batch(SAMPLES * request.num_accumulated_parts))
+            fake.evaluate_on_fakes(strategy, request)
         except ModelError as error:
             return str(error)
         except Exception as error:
             if by_rules:
                 return None
-            label = models.describe_model(request.network)
-            return f"{label}: {request.strategy} cannot train it: its step raised {format_error(error)}"
+            label = models.describe_model(request.model_source)
+            return f"{label}: {request.strategy} cannot train it: its step raised {format_user_error(error)}"
     return None

@@ -41,7 +41,7 @@ class Device:
 
     Attributes:
         memory_bytes: Maximum memory that a worker can use.
-        reserve_bytes: Part of it that may be used outside of the framework's allocator.
+        reserve_bytes: Part of the memory that may be used outside of the framework's allocator.
         flops_per_s: Floating-point operations.
         memory_bytes_per_s: Bytes of device memory.
         link_bytes_per_s: Bytes sent to a worker on the same node.
@@ -62,18 +62,18 @@ class Device:
     reserve_bytes: int = 0
     attention_utilisation: float | None = None
 
-    def room_bytes(self, margin: float) -> float:
-        """Return the maximum predicted need that fits even if it is exceeded by `margin`."""
+    def compute_room_bytes(self, margin: float) -> float:
+        """Return the largest predicted memory that fits, if predictions may be too low by `margin`."""
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
-    def tight_bytes(self, margin: float) -> float:
-        """Return the maximum predicted need with which a cell may run.
+    def compute_tight_bytes(self, margin: float) -> float:
+        """Return the largest predicted memory in bytes with which a cell may run.
 
         On GPUs the prediction may be too high by `margin`.
         """
         return self.memory_bytes * (1 + margin if self.is_gpu else 1)
 
-    def slowest_link_bytes_per_s(self, nodes: int) -> float:
+    def get_slowest_link_bytes_per_s(self, nodes: int) -> float:
         """Return one-way bytes per second of the slowest link in a ring over `nodes` nodes."""
         if nodes == 1:
             return self.link_bytes_per_s
@@ -114,7 +114,7 @@ def list_known_gpus() -> str:
     return ", ".join(peak.name for peak in list_datasheets())
 
 
-def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
+def list_configured_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
     """Return the GPUs that the config names, those of the nodes first.
 
     Raises:
@@ -125,14 +125,16 @@ def named_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
 
 
 def make_gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """Return a GPU with the link rate of the config or its datasheet.
+    """Return a GPU as a device of the plan: its memory, rates and link.
+
+    The link rate is that of the config, or else that of the datasheet.
 
     Args:
         peak: Datasheet of the GPU.
         precision: Precision of the training.
         cluster: The block `cluster` of the config.
     """
-    tflops = None if precision == "fp64" else peak.tflops(precision)
+    tflops = None if precision == "fp64" else peak.get_peak_tflops(precision)
     link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
     return Device(
         name=peak.name,
@@ -171,7 +173,7 @@ def measure_cpu_flops_per_s() -> float:
     import numpy as np
 
     a = np.ones((1024, 1024), dtype=np.float32)
-    a @ a  # starts the library's threads
+    a @ a  # a first product starts the library's threads
     best_s = float("inf")
     for _ in range(3):
         begun = time.perf_counter()

@@ -49,14 +49,14 @@ OTHER_STRATEGY = (0.5, 6.0)
 
 @dataclass(frozen=True)
 class Span:
-    """A range of seconds, and its source in words."""
+    """Range of a time in seconds, with its source as text."""
 
     low_s: float
     high_s: float
     source: str
 
     def __iter__(self) -> Iterator[float]:
-        """Yield both ends of the range."""
+        """Yield the low and the high end of the range, in seconds."""
         return iter((self.low_s, self.high_s))
 
     def __add__(self, other: Span) -> Span:
@@ -84,7 +84,7 @@ class PlannedStep:
         awaited_s: Part of the transfers that the next layer waits for.
         server_s: Time of a parameter server for all workers.
         host_s: Copies and updates of states on the host.
-        hiding: Fraction of computation that hides communication.
+        hidden_share: Fraction of computation that hides communication.
     """
 
     compute_s: float | None
@@ -92,7 +92,7 @@ class PlannedStep:
     awaited_s: float
     server_s: float
     host_s: float
-    hiding: float
+    hidden_share: float
 
     @property
     def sending_s(self) -> float:
@@ -102,7 +102,7 @@ class PlannedStep:
     @property
     def seconds(self) -> float:
         """Seconds of the step, if the device's rate is known."""
-        hidden_s = self.hiding * self.compute_s
+        hidden_s = self.hidden_share * self.compute_s
         sends_s = max(0.0, self.sending_s - self.awaited_s - hidden_s)
         return self.compute_s + self.awaited_s + sends_s + self.host_s
 
@@ -118,15 +118,15 @@ def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedSt
     Args:
         device: The device.
         s: The cell.
-        needs: Its needs.
+        needs: Needs of the cell.
         rates: BEST, WORST, or USUAL for comparisons.
     """
     utilisation = LINK_UTILISATION[rates]
 
     def compute_sending_s(n_bytes: float, within: float = 0.0) -> float:
-        """Return seconds to send bytes, those `within` a node over its own link."""
-        rest_s = (n_bytes - within) / device.slowest_link_bytes_per_s(needs.nodes)
-        return (rest_s + within / device.slowest_link_bytes_per_s(1)) / utilisation
+        """Return the seconds to send some bytes, of which `within` stay on the node's link."""
+        rest_s = (n_bytes - within) / device.get_slowest_link_bytes_per_s(needs.nodes)
+        return (rest_s + within / device.get_slowest_link_bytes_per_s(1)) / utilisation
 
     return PlannedStep(
         compute_s=None if device.flops_per_s is None else _plan_compute_s(device, s, needs, rates),
@@ -137,15 +137,15 @@ def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedSt
         ),
         awaited_s=compute_sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
         server_s=needs.served_bytes / SERVER_BYTES_PER_S[rates],
-        host_s=host_s(needs.slowest)[rates],
-        hiding=HIDING[rates],
+        host_s=compute_host_s(needs.slowest_rank)[rates],
+        hidden_share=HIDING[rates],
     )
 
 
-def host_s(footprint: Footprint) -> tuple[float, ...]:
-    """Return seconds per step for parameters on the host, for each set of rates.
+def compute_host_s(footprint: Footprint) -> tuple[float, ...]:
+    """Return the seconds per step for parameters in host memory, for each set of rates.
 
-    They are 0 without such parameters.
+    The seconds are 0 without such parameters.
     """
     n_bytes = footprint.host_bytes.get("parameters", 0)
     updated_bytes = n_bytes / FP32_BYTES * HOST_OPTIMIZER_BYTES
@@ -157,9 +157,9 @@ def host_s(footprint: Footprint) -> tuple[float, ...]:
 
 def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
     """Return the seconds of a step's computation at one set of rates."""
-    f, batch = needs.slowest, s.samples_per_step
+    f, batch = needs.slowest_rank, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    flops_s = f.computed_flops_per_sample * batch / training_flops_per_s(device, rates)
+    flops_s = f.computed_flops_per_sample * batch / estimate_training_flops_per_s(device, rates)
     if rates == USUAL and device.attention_utilisation:
         slower = GPU_UTILISATION[USUAL] / device.attention_utilisation
         flops_s *= 1 + f.attention_share * (slower - 1)
@@ -167,7 +167,7 @@ def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> flo
     memory_s = 0.0
     if device.memory_bytes_per_s:
         rate = device.memory_bytes_per_s * MEMORY_UTILISATION[rates]
-        memory_s = fused * f.touched_bytes.at(batch) / rate
+        memory_s = fused * f.touched_bytes.evaluate_at(batch) / rate
     launches_s = fused * f.operations_per_step * launch_s[rates]
     if rates == BEST:
         compute_s = max(flops_s, memory_s, launches_s)
@@ -178,7 +178,7 @@ def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> flo
     return compute_s * s.steps_per_batch / (1 - s.bubble_share)
 
 
-def training_flops_per_s(device: Device, rates: int) -> float:
+def estimate_training_flops_per_s(device: Device, rates: int) -> float:
     """Return the floating-point operations per second that training reaches, at one set of rates."""
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     return device.flops_per_s * utilisation[rates]
@@ -190,18 +190,20 @@ def estimate_overhead(device: Device, s: Subject, needs: Needs) -> Span:
     Args:
         device: The device.
         s: The cell.
-        needs: Its needs.
+        needs: Needs of the cell.
     """
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
-    flops = needs.slowest.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
-    fast_s = flops / s.mesh.replicas / training_flops_per_s(device, BEST)
+    flops = needs.slowest_rank.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
+    fast_s = flops / s.mesh.replicas / estimate_training_flops_per_s(device, BEST)
     return Span(
-        STARTUP_S[0] + fast_s, STARTUP_S[1] + flops / training_flops_per_s(device, WORST), ""
+        STARTUP_S[0] + fast_s,
+        STARTUP_S[1] + flops / estimate_training_flops_per_s(device, WORST),
+        "",
     )
 
 
-def estimate_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
+def estimate_time_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
     """Return the time of training from the most similar cell's record, or None.
 
     Only records of the same experiment and model count, since they have the same batch, data and precision.
@@ -232,7 +234,7 @@ def estimate_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> S
 
 
 def _scale_to_workers(record: Mapping[str, Any], gpus: int) -> Span:
-    """Return a record's time on another number of workers, between perfect scaling and none."""
+    """Return a record's time on another worker count, from perfect scaling to no scaling."""
     seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
     scaled_s = seconds * workers / gpus
     source = f"the record of {record['cell']['strategy']} on {workers}"

@@ -1,4 +1,4 @@
-"""Defines the plan's keys of config.yaml."""
+"""Defines the keys of config.yaml that the plan adds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratbench.cell.settings import Keys, setting
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCluster(Keys):
-    """Keys that the plan adds to `cluster`."""
+    """Keys that the plan adds to the block `cluster` of config.yaml."""
 
     # fmt: off
     compare_gpus: list[str] = setting(["A10G 24GB", "A100 80GB"], minItems=1, uniqueItems=True,

@@ -1,4 +1,4 @@
-"""Describes a cell before it is planned, and derives its needs from its footprint.
+"""Describes a cell before planning, and derives the cell's needs from a footprint.
 
 The needs are bytes to send, work and memory.
 """
@@ -16,9 +16,13 @@ from stratbench.cell.text.words import MIB
 from stratbench.extensions.plan import servers
 from stratbench.extensions.plan.device_rates import CPU_PROCESS_BYTES, GPU_HOST_PROCESS_BYTES
 from stratbench.extensions.plan.footprint.footprint import Footprint
-from stratbench.extensions.plan.footprint.request import Request, buffer_bytes, data_bytes
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.strategies import strategy_class
+from stratbench.extensions.plan.footprint.request import (
+    Request,
+    compute_batch_buffer_bytes,
+    compute_data_bytes,
+)
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
+from stratbench.strategies import get_strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.strategies.mesh import Mesh
 from stratbench.study import resources
@@ -42,7 +46,7 @@ class Subject:
     @property
     def samples_per_step(self) -> int:
         """Number of samples that a worker computes at once."""
-        return strategy_class(self.settings.strategy).samples_per_step(self.settings)
+        return get_strategy_class(self.settings.strategy).samples_per_step(self.settings)
 
     @property
     def steps_per_batch(self) -> int:
@@ -57,22 +61,22 @@ class Subject:
     @property
     def exchanging_share(self) -> float:
         """Fraction of the steps in which the workers communicate."""
-        return self.strategy.exchanges(self.steps) / self.steps
+        return self.strategy.count_exchanges(self.steps) / self.steps
 
     @property
     def strategy(self) -> Strategy:
-        """The cell's strategy, without `setup`."""
-        cls = strategy_class(self.settings.strategy)
+        """The cell's strategy with its options, on which `setup` was not called."""
+        cls = get_strategy_class(self.settings.strategy)
         return cls(cls.Options(**self.settings.options))
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of the cell's workers."""
+        """Device mesh of the cell's workers: replicas, tensor groups and pipeline stages."""
         return self.strategy.mesh(self.cell.gpus)
 
     @property
     def bubble_share(self) -> float:
-        """Fraction of a step in which a worker waits for others' layers."""
+        """Fraction of a step in which a worker waits for other workers' layers."""
         return self.strategy.bubble_share(self.cell.gpus) or 0.0
 
     @property
@@ -81,10 +85,10 @@ class Subject:
         return float((self.settings.slowdown or {}).get("factor", 1.0))
 
 
-def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
+def make_subject(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
     settings = study.settings(cell)
-    data = study.dataset(cell.dataset)
-    if not data.is_read:
+    data = study.get_dataset(cell.dataset)
+    if not data.has_known_metadata:
         raise ConfigError(
             f"config: datasets.{cell.dataset}: is not yet prepared, so that its size is unknown; run "
             "`stratbench plan` first, which prepares it"
@@ -93,9 +97,9 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
         cell=cell,
         settings=settings,
         data=data,
-        served=study.strategy_kind(cell.strategy) == "server",
+        served=study.get_strategy_kind(cell.strategy) == "server",
         time_limit_s=study.time_limit_s(cell),
-        request=Request.of(
+        request=Request.from_settings(
             settings,
             data,
             on_cuda=settings.device != "cpu",
@@ -104,91 +108,101 @@ def subject_of(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
     )
 
 
-def sent_bytes(s: Subject, footprint: Footprint) -> float:
+def compute_sent_bytes(s: Subject, footprint: Footprint) -> float:
     """Return the mean bytes per global batch that a rank sends in the training."""
     if s.served:
-        sent, _ = servers.worker_traffic_bytes(s.settings, footprint.flat_bytes)
+        sent, _ = servers.compute_worker_traffic_bytes(s.settings, footprint.flat_tensor_bytes)
         return sent
-    on_gloo = not s.request.on_cuda
-    return fmean(mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each)
+    on_gloo = not s.request.is_on_cuda
+    return fmean(
+        compute_mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.footprint_per_stage
+    )
 
 
-def mean_wire_bytes(
+def compute_mean_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return the mean bytes that a stage's rank sends per step by these collectives.
+    """Return the mean bytes that a stage's rank sends per step by some collectives.
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         collectives: Collectives of a step.
         on_gloo: Whether the backend is gloo.
     """
-    each = s.exchanging_share * wire_bytes(collectives, s.cell.gpus, on_gloo, s.samples_per_step)
-    if not (first := min(s.strategy.plain_steps, s.steps)):
+    each = s.exchanging_share * compute_wire_bytes(
+        collectives, s.cell.gpus, on_gloo, s.samples_per_step
+    )
+    if not (first := min(s.strategy.num_plain_steps, s.steps)):
         return each
-    whole = plain_wire_bytes(s, footprint, collectives, on_gloo)
+    whole = compute_plain_wire_bytes(s, footprint, collectives, on_gloo)
     return (first * whole + (s.steps - first) * each) / s.steps
 
 
-def plain_wire_bytes(
+def compute_plain_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return bytes that a rank sends in each initial step of plain averaging.
+    """Return the bytes that a rank sends per step of plain gradient averaging.
+
+    Some strategies begin a training with such steps.
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         collectives: Collectives of a step.
         on_gloo: Whether the backend is gloo.
     """
     whole = [c for c in collectives if c[0] == "broadcast"]
     whole.append(("all_reduce", footprint.model_states_bytes["gradients_bytes"]))
-    return wire_bytes(whole, s.cell.gpus, on_gloo)
+    return compute_wire_bytes(whole, s.cell.gpus, on_gloo)
 
 
-def node_bytes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
-    """Return the part of `sent_bytes` within nodes of `node_ranks` ranks, or 0 with servers.
+def compute_bytes_within_nodes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
+    """Return the bytes per batch that a rank sends to ranks of its own node.
+
+    The result is 0 with parameter servers.
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         node_ranks: Ranks of a node.
     """
     if s.served:
         return 0.0
     return s.exchanging_share * fmean(
-        wire_bytes(
-            f.collectives, s.cell.gpus, not s.request.on_cuda, s.samples_per_step, node_ranks
+        compute_wire_bytes(
+            f.collectives, s.cell.gpus, not s.request.is_on_cuda, s.samples_per_step, node_ranks
         )
-        for f in footprint.each
+        for f in footprint.footprint_per_stage
     )
 
 
-def awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
+def compute_awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
     """Return bytes of activations per step that the next layer waits for.
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         within: Count only groups within a node of so many ranks, unless None.
     """
     if not s.strategy.waits_for_activations:
         return 0.0
-    calls, on_gloo = footprint.slowest.collectives, not s.request.on_cuda
-    each = [wire_bytes(calls, s.cell.gpus, on_gloo, n, within) for n in (0, s.samples_per_step)]
+    calls, on_gloo = footprint.slowest_rank.collectives, not s.request.is_on_cuda
+    each = [
+        compute_wire_bytes(calls, s.cell.gpus, on_gloo, n, within) for n in (0, s.samples_per_step)
+    ]
     return each[1] - each[0]
 
 
-def data_bytes_of(s: Subject, samples: int | None = None) -> int:
+def compute_subject_data_bytes(s: Subject, samples: int | None = None) -> int:
     """Return bytes of the data set or of waiting batches on the device.
 
     On a CPU mapped files become resident when they are read, so that they count completely.
     """
-    if s.settings.data_placement == "host" and s.request.on_cuda:
+    if s.settings.data_placement == "host" and s.request.is_on_cuda:
         each = s.samples_per_step if samples is None else samples
-        return buffer_bytes(s.data, each, s.settings.augment)
-    return data_bytes(s.data, s.request.input_shape, s.settings.augment)
+        return compute_batch_buffer_bytes(s.data, each, s.settings.augment)
+    return compute_data_bytes(s.data, s.request.input_shape, s.settings.augment)
 
 
 @dataclass(frozen=True)
@@ -205,7 +219,7 @@ class Needs:
     awaited_node_bytes: float  # part of `awaited_bytes` in groups within a node
     collectives: int  # number of collectives per step
     host_bytes: int  # host memory of a node's processes, as far as known
-    slowest: Footprint  # footprint of the rank that computes most
+    slowest_rank: Footprint  # footprint of the rank that computes most
     link_bytes: float | None = None  # per global batch over the busiest link between nodes
     #: Bytes that a server process receives from all workers and sends to them per step.
     served_bytes: float = 0.0
@@ -228,20 +242,20 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
 
     Args:
         s: The cell.
-        footprint: Its footprint.
+        footprint: Footprint of the cell.
         n_nodes: Number of nodes.
     """
-    data_bytes, node_ranks = data_bytes_of(s), -(-s.cell.gpus // n_nodes)
-    host_bytes = node_ranks * _worker_host_bytes(s, footprint, data_bytes)
+    data_bytes, node_ranks = compute_subject_data_bytes(s), -(-s.cell.gpus // n_nodes)
+    host_bytes = node_ranks * _compute_worker_host_bytes(s, footprint, data_bytes)
     served: dict[str, Any] = {}
     if s.served:
-        flat, n_servers = footprint.flat_bytes, s.settings.options["servers"]
+        flat, n_servers = footprint.flat_tensor_bytes, s.settings.options["servers"]
         server_bytes = sum(servers.predict_server_bytes(s.settings, flat, n_nodes).values())
         process_bytes = CPU_PROCESS_BYTES + server_bytes
         host_bytes += -(-n_servers // n_nodes) * process_bytes
-        traffic_bytes = servers.worker_traffic_bytes(s.settings, flat)
+        traffic_bytes = servers.compute_worker_traffic_bytes(s.settings, flat)
         served = {
-            "link_bytes": servers.busiest_link_bytes(s.settings, flat, n_nodes),
+            "link_bytes": servers.compute_busiest_link_bytes(s.settings, flat, n_nodes),
             "served_bytes": s.cell.gpus * sum(traffic_bytes) / n_servers,
             "server_bytes": server_bytes,
             "servers_host_bytes": n_servers * process_bytes,
@@ -250,40 +264,39 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
     return Needs(
         nodes=n_nodes,
         data_bytes=data_bytes,
-        wire_bytes=sent_bytes(s, footprint),
-        awaited_bytes=awaited_bytes(s, footprint),
-        node_bytes=node_bytes(s, footprint, node_ranks),
-        awaited_node_bytes=awaited_bytes(s, footprint, node_ranks),
+        wire_bytes=compute_sent_bytes(s, footprint),
+        awaited_bytes=compute_awaited_bytes(s, footprint),
+        node_bytes=compute_bytes_within_nodes(s, footprint, node_ranks),
+        awaited_node_bytes=compute_awaited_bytes(s, footprint, node_ranks),
         collectives=len(footprint.collectives),
         host_bytes=host_bytes,
-        slowest=footprint.slowest,
+        slowest_rank=footprint.slowest_rank,
         **served,
     )
 
 
-def _worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
+def _compute_worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
     """Return the bytes of host memory that a worker's process needs."""
     # During the warm-up, a copy of the states that it changes is in host memory. On a CPU the copy of the
     # weights is part of the need.
     n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
-    if (
-        "checkpoints" in s.settings.more
-    ):  # a copy of the saved states exists from the first checkpoint on
+    # A copy of the saved states exists from the first checkpoint on.
+    if "checkpoints" in s.settings.more:
         states = footprint.model_states_bytes
         n_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.served:
-        passes = s.settings.passes(s.data.train_samples)
+        passes = s.settings.count_passes(s.data.train_samples)
         n_bytes += passes * compute_packed_bytes(s.data, s.settings.augment)
-    if not s.request.on_cuda:
-        needed_bytes = footprint.needed_bytes(s.samples_per_step) + data_bytes
+    if not s.request.is_on_cuda:
+        needed_bytes = footprint.compute_needed_bytes(s.samples_per_step) + data_bytes
         return n_bytes + CPU_PROCESS_BYTES + needed_bytes
-    flat = footprint.flat_bytes
+    flat = footprint.flat_tensor_bytes
     mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
     # Gradients are as large as the parameters, and the warm-up stores copies to restore them.
     host_bytes = footprint.host_bytes
     kept_bytes = 3 * host_bytes.get("parameters", 0) + 2 * host_bytes.get("optimizer", 0)
     kept_bytes -= 2 * footprint.frozen_bytes if host_bytes else 0
-    n_bytes += GPU_HOST_PROCESS_BYTES + footprint.saved_bytes + mirror_bytes + kept_bytes
+    n_bytes += GPU_HOST_PROCESS_BYTES + footprint.warmup_copy_host_bytes + mirror_bytes + kept_bytes
     if s.settings.data_placement == "host":  # pinned memory; the kernel may drop mapped files
         n_bytes += data_bytes
     return n_bytes

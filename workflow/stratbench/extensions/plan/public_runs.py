@@ -52,7 +52,7 @@ def is_like_public_runs(s: Settings, reads_text: bool) -> bool:
 def estimate_from_runs(
     device: str, s: Settings, reads_text: bool, step: PlannedStep, steps: int
 ) -> Span | None:
-    """Return the seconds of some steps from public runs, or None if unlike them.
+    """Return the time range of some steps by public runs, or None without similar runs.
 
     Args:
         device: Name of the GPU in the table of GPUs.
@@ -61,7 +61,7 @@ def estimate_from_runs(
         step: The planned step of the cell.
         steps: Number of steps.
     """
-    runs = band()
+    runs = get_public_band()
     if device not in GPUS or not is_like_public_runs(s, reads_text) or step.seconds < runs.least_s:
         return None
     if step.waiting_share > MAX_WAITING_SHARE:
@@ -70,13 +70,13 @@ def estimate_from_runs(
 
 
 @cache
-def band() -> Band:
-    """Return the band of all public runs."""
-    return make_band(read_runs())
+def get_public_band() -> Band:
+    """Return the range of measured over planned times in all public runs."""
+    return make_band(read_public_runs())
 
 
 def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
-    """Return the band of these rows of the table of runs."""
+    """Return the range of measured over planned times in some rows of public runs."""
     times = [(float(run["step_s"]), float(run["planned_s"])) for run in runs]
     ratios = [step_s / planned_s for step_s, planned_s in times]
     least_s = min(planned_s for _, planned_s in times)
@@ -84,7 +84,7 @@ def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
 
 
 @cache
-def read_runs() -> list[dict[str, str]]:
+def read_public_runs() -> list[dict[str, str]]:
     """Return the rows of the table of public runs."""
     with PUBLIC_RUNS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

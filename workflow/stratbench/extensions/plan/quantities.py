@@ -14,17 +14,17 @@ from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned, comp
 from stratbench.telemetry.machine.hardware import list_datasheets
 
 
-def totals(plan: Plan, device: str) -> dict[str, Any]:
-    """Return sums over the cells on `device`.
+def sum_totals(plan: Plan, device: str) -> dict[str, Any]:
+    """Return the plan's totals on a device: counts of cells, GPU-hours and cost.
 
     Time and cost cover the cells that are still to do. No cell counts for longer than its time limit.
     `unknown` counts cells without predicted memory, which are in no other count. `gpu_hours` and `cost` (at
     best, at worst) are None if unknown.
     """
     fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
-    open_ = [(c, v) for c, v in fits if not c.recorded and v.may_run]
-    timed = [(c, _limit_span(c, v.total)) for c, v in open_ if v.total is not None]
-    unknown = [c for c in plan.cells if not (c.fits_on or c.recorded or c.state == "unsupported")]
+    open_ = [(c, v) for c, v in fits if not c.has_record and v.may_run]
+    timed = [(c, _limit_span(c, v.total_span)) for c, v in open_ if v.total_span is not None]
+    unknown = [c for c in plan.cells if not (c.fits_on or c.has_record or c.state == "unsupported")]
     gpu_hours = cost = None
     if timed or not (open_ or unknown):
         low = sum(c.cell.gpus * span.low_s for c, span in timed) / 3600
@@ -33,16 +33,16 @@ def totals(plan: Plan, device: str) -> dict[str, Any]:
     longest, its_span = max(timed, key=lambda t: t[1].high_s, default=(None, Span(0.0, 0.0, "")))
     return {
         "cells": len(fits) + len(unknown),
-        "fit": sum(v.verdict == FITS for _, v in fits),
-        "tight": sum(v.verdict == TIGHT for _, v in fits),
+        "fit": sum(v.memory_verdict == FITS for _, v in fits),
+        "tight": sum(v.memory_verdict == TIGHT for _, v in fits),
         "unfit": sum(not v.may_run for _, v in fits),
         "unknown": len(unknown),
         "gpu_hours": gpu_hours,
         "cost": cost,
         "longest": longest,
         "longest_high_s": its_span.high_s,
-        "cut_off": sum(v.cut_off == "certain" for _, v in open_),
-        "perhaps_cut_off": sum(v.cut_off == "possible" for _, v in open_),
+        "cut_off": sum(v.time_limit_verdict == "certain" for _, v in open_),
+        "perhaps_cut_off": sum(v.time_limit_verdict == "possible" for _, v in open_),
         "sources": _summarise_sources(span.source for _, span in timed),
     }
 
@@ -55,7 +55,7 @@ def list_assumed_rates(plan: Plan) -> list[str]:
     cells = [c for c in plan.cells if c.needs is not None]
     rates = []
     sheet = next((gpu for gpu in list_datasheets() if gpu.name == plan.device), None)
-    linked = any(c.cell.gpus > 1 and c.subject.request.on_cuda for c in cells)
+    linked = any(c.cell.gpus > 1 and c.subject.request.is_on_cuda for c in cells)
     if sheet and linked and not plan.cluster["link_gb_per_s"]:
         rates.append(
             f"{sheet.link_gb_per_s:g} GB/s between GPUs of a node ({sheet.link}; "
@@ -78,7 +78,7 @@ def _summarise_sources(sources: Iterable[str]) -> str:
     return ", ".join(source for source, _ in counted.most_common())
 
 
-def cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
+def group_cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
     """Return the cells grouped by their values of coordinates, in order of first occurrence."""
     value_of = attrgetter(*coordinates)
     by_key: dict[Any, list[Planned]] = {}
@@ -93,11 +93,11 @@ def sort_by_usual_time(cells: Iterable[Planned]) -> list[Planned]:
     A group has one experiment, model, worker count and repeat. Groups, and cells of equal times, keep their
     order.
     """
-    groups = cells_by(cells, "experiment", "model", "gpus", "repeat").values()
-    return [c for group in groups for c in sorted(group, key=_usual_s)]
+    groups = group_cells_by(cells, "experiment", "model", "gpus", "repeat").values()
+    return [c for group in groups for c in sorted(group, key=_get_usual_s)]
 
 
-def _usual_s(c: Planned) -> float:
+def _get_usual_s(c: Planned) -> float:
     return math.inf if c.fit is None or c.fit.usual_s is None else c.fit.usual_s
 
 

@@ -17,32 +17,37 @@ from stratbench.workload.torch_internals import BatchNorm, tree_leaves
 
 def iter_remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
     """Yield remarks on properties of a model that do not prevent training."""
-    for names in find_tied(model):
+    for names in find_tied_parameters(model):
         yield (
             f"tied: {' = '.join(names)} is one parameter, and stays one with every strategy; if a module "
             "outside its shard group shares it, it is sharded with the root"
         )
-    if formats := models.changed_formats(model):
+    if formats := models.changed_formats_reason(model):
         yield formats
     norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, BatchNorm))
-    if written := [name for name in trial.written if not name.startswith(norms)]:
+    if written := [name for name in trial.written_buffers if not name.startswith(norms)]:
         yield f"forward writes the buffers {format_names(written)}"
-    if trial.replaced:
+    if trial.replaced_buffers:
         yield (
-            f"forward replaces the buffers {format_names(trial.replaced)} by new tensors: strategies that "
+            f"forward replaces the buffers {format_names(trial.replaced_buffers)} by new tensors: "
+            "strategies that "
             "send or average buffers keep using the old tensors; write to them in place (copy_, add_)"
         )
-    if trial.overwritten:
+    if trial.overwritten_parameters:
         yield (
-            f"forward changes the parameters {format_names(trial.overwritten)}: strategies that gather or "
+            f"forward changes the parameters {format_names(trial.overwritten_parameters)}: strategies "
+            "that gather or "
             "pull weights would lose the change, so they refuse the model"
         )
-    if trial.hooked:
+    if trial.hooked_parameters:
         yield (
-            f"{format_names(trial.hooked)} has a gradient hook, which gets each worker's own gradient before "
+            f"{format_names(trial.hooked_parameters)} has a gradient hook, which gets each worker's "
+            "own gradient before "
             "the average, and with gradient_accumulation_steps that of each part"
         )
-    if counted := set(trial.counts + trial.kept_aside).intersection(trial.attributes):
+    if counted := set(trial.changing_training_state + trial.unsaved_evaluation_state).intersection(
+        trial.changed_attributes
+    ):
         yield (
             f"forward changes the plain attributes {format_names(sorted(counted))}: the warm-up restores "
             "them, but no checkpoint has them; use a buffer (register_buffer), which checkpoints save"
@@ -54,7 +59,7 @@ def iter_remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
         )
 
 
-def find_tied(model: nn.Module) -> list[list[str]]:
+def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):

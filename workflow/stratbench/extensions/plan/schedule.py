@@ -15,9 +15,9 @@ from stratbench.extensions.plan.check import Checked, Network
 from stratbench.extensions.plan.device_rates import (
     Device,
     find_matching_gpus,
+    list_configured_gpus,
     make_cpu_device,
     make_gpu_device,
-    named_gpus,
 )
 from stratbench.extensions.plan.duration import (
     BEST,
@@ -25,14 +25,19 @@ from stratbench.extensions.plan.duration import (
     WORST,
     ProjectedDuration,
     Span,
-    estimate_from_records,
     estimate_overhead,
+    estimate_time_from_records,
     plan_step,
 )
 from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.traffic import PARTS
-from stratbench.extensions.plan.needs import Needs, Subject, data_bytes_of, derive_needs
+from stratbench.extensions.plan.needs import (
+    Needs,
+    Subject,
+    compute_subject_data_bytes,
+    derive_needs,
+)
 from stratbench.extensions.plan.public_runs import estimate_from_runs
 from stratbench.strategies import acceptance
 from stratbench.study import resources
@@ -56,52 +61,53 @@ class DeviceFit:
     """
 
     device: str
-    peak: MemoryPeak  # during training, including the data set
+    peak: MemoryPeak  # peak during training, including the data set
     stage_peaks_bytes: tuple[int, ...]  # peak of each pipeline stage, if there are several
-    needed_bytes: int  # maximum, also during warm-up and evaluation
-    verdict: str  # FITS, TIGHT or DOES_NOT_FIT
+    needed_bytes: int  # maximum need, also during warm-up and evaluation
+    memory_verdict: str  # FITS, TIGHT or DOES_NOT_FIT
     largest_batch: int
     room_bytes: float  # memory of a worker without reserve and margin
     #: Number of threads that the GPU holds at once, which sizes buffers of sums; 0 on CPUs.
     resident_threads: int
-    sending_s: tuple[float, float]  # communication per step
-    by_device: Span | None  # time of training, from the device's rates
+    sending_s: tuple[float, float]  # seconds of communication per step, at best and at worst
+    device_rate_span: Span | None  # time of training, from the device's rates
     usual_s: float | None  # single time of training, by which cells are compared
-    train: Span | None  # time of training, from records or else from the device's rates
-    total: Span | None  # time of the whole cell
-    cut_off: str  # whether the time limit ends it: no, possible or certain
+    train_span: Span | None  # time of training, from records or else from the device's rates
+    total_span: Span | None  # time of the whole cell
+    time_limit_verdict: str  # whether the time limit ends it: no, possible or certain
     gpu_hours: tuple[float, float] | None
     cost: tuple[float, float] | None
 
     @property
     def may_run(self) -> bool:
         """Whether the cell fits, possibly without the reserve for unknown memory."""
-        return self.verdict != DOES_NOT_FIT
+        return self.memory_verdict != DOES_NOT_FIT
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell's part of the plan.
+    """The plan of one cell: its needs, and predictions per device.
 
     Without a footprint nothing is predicted, and `reason` says why.
 
     Attributes:
         state: done, recorded, failed, unsupported, infeasible or to do.
-        recorded: Whether the cell has any record, so that it is not trained again.
+        has_record: Whether the cell has any record, so that it is not trained again.
         fits_on: Prediction by device, the plan's own device first; only the CPU for a cell on CPUs.
-        asked: Request to the scheduler.
-        least_samples: Minimum number of samples that a worker must compute at once.
+        job_request: Request to the scheduler.
+        min_samples_per_worker: Minimum number of samples that a worker must compute at once.
     """
 
     subject: Subject
-    state: str  # done, recorded, failed, unsupported, infeasible, to do
+    state: str  # one of: done, recorded, failed, unsupported, infeasible, to do
     reason: str
-    recorded: bool
+    has_record: bool
     footprint: Footprint | None
     needs: Needs | None
-    fits_on: dict[str, DeviceFit]  # by device, the plan's own first; of a cell on CPUs only the CPU
-    asked: resources.JobRequest
-    least_samples: int
+    # Fit per device, the plan's own first; a cell on CPUs has only the CPU.
+    fits_on: dict[str, DeviceFit]
+    job_request: resources.JobRequest
+    min_samples_per_worker: int
 
     @property
     def cell(self) -> Cell:
@@ -115,32 +121,32 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a study for `device`; `others` are devices to compare it with."""
+    """Plan of a study for one device, with predictions for `compared_devices` as well."""
 
     study: str
     cluster: Mapping[str, Any]
     device: str
     gpu: str | None  # name in the config or command line; None if chosen for comparison
-    others: list[str]
+    compared_devices: list[str]
     cells: list[Planned]
     #: Texts on cells that no node of the cluster can hold; empty without SLURM.
     unheld: list[str]
     #: Sentence that the nodes have several GPU types; None if not, or if one is chosen.
     gpu_types: str | None
     #: Trainings projected from records: of the study's cells (first repeats) and of others.
-    projected: Mapping[Cell, ProjectedDuration]
+    projected_durations: Mapping[Cell, ProjectedDuration]
     #: Footprints by value of `reshard_after_forward`, for each kind of cell that has this option.
-    resharding: dict[Request, dict[str, Footprint]]
+    footprints_by_resharding: dict[Request, dict[str, Footprint]]
 
     @property
-    def named(self) -> bool:
+    def is_device_named(self) -> bool:
         """Whether the config says that the cells will run on `device`."""
         return self.gpu is not None or self.device == "CPU"
 
 
 @dataclass(frozen=True)
 class PlanAddition:
-    """Additions of one extension to plans.
+    """Functions by which one extension adds durations and questions to plans.
 
     Attributes:
         durations: Takes the config, the study and records, and returns durations of cells, also beyond
@@ -171,26 +177,26 @@ def make_plan(
         projected: Projected times of trainings.
     """
     cluster, projected = config["cluster"], projected or {}
-    named, gpus = cluster["gpu"], named_gpus(cluster)
+    named, gpus = cluster["gpu"], list_configured_gpus(cluster)
     if not named:
         gpus = gpus[-1:] + gpus[:-1]
     timed = select_timed_records(records, named).values()
     cells = []
     for s in checked.subjects:
-        if s.request.on_cuda:
+        if s.request.is_on_cuda:
             devices = [make_gpu_device(gpu, s.settings.precision, cluster) for gpu in gpus]
         else:
             devices = [make_cpu_device(cluster, s.cell.gpus)]
         known = projected.get(replace(s.cell, repeat=0))
-        span = known.span if known else estimate_from_records(s.cell, timed)
+        span = known.span if known else estimate_time_from_records(s.cell, timed)
         cells.append(_plan_cell(s, checked, records.get(s.cell), devices, span, config))
-    on_gpu = any(s.request.on_cuda for s in checked.subjects)
-    on_cpu = any(not s.request.on_cuda for s in checked.subjects)
+    on_gpu = any(s.request.is_on_cuda for s in checked.subjects)
+    on_cpu = any(not s.request.is_on_cuda for s in checked.subjects)
     skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
-    to_train = [c for c in cells if not c.recorded and c.state not in skipped]
+    to_train = [c for c in cells if not c.has_record and c.state not in skipped]
     of_partition = nodes.select_partition_nodes(nodes.read_cluster_nodes(), partition)
     refusals = {
-        c.cell: nodes.too_large_reason(c.cell, c.subject.settings, c.asked, of_partition)
+        c.cell: nodes.job_too_large_reason(c.cell, c.subject.settings, c.job_request, of_partition)
         for c in to_train
     }
     return Plan(
@@ -198,17 +204,17 @@ def make_plan(
         cluster=cluster,
         device=gpus[0].name if on_gpu else "CPU",
         gpu=named,
-        others=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
+        compared_devices=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
         cells=cells,
         unheld=nodes.format_refusals({cell: reason for cell, reason in refusals.items() if reason}),
-        gpu_types=nodes.describe_mixed_gpu_types(of_partition, (c.asked for c in to_train)),
-        projected=projected,
-        resharding=checked.resharding,
+        gpu_types=nodes.describe_mixed_gpu_types(of_partition, (c.job_request for c in to_train)),
+        projected_durations=projected,
+        footprints_by_resharding=checked.resharding,
     )
 
 
 def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
-    """Return the study's usable records by cell.
+    """Return the study's usable records, by the cell they are of.
 
     Print which records are left out, such as those of other settings.
     """
@@ -221,7 +227,7 @@ def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any
             except record.RecordError as error:
                 print(f"left out: {error}")
                 continue
-            if reason := record.describe_other_settings(of_cell, study.settings(cell)):
+            if reason := record.describe_settings_differences(of_cell, study.settings(cell)):
                 others.append(f"{path} {reason}")
             else:
                 records[cell] = of_cell
@@ -233,11 +239,11 @@ def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any
 
 
 def select_timed_records(records: Records, gpu: str | None) -> Records:
-    """Return the records whose times apply to `gpu`, or all if it is None."""
+    """Return the records whose times apply to `gpu`, or all records if `gpu` is None."""
     named = find_matching_gpus(gpu) if gpu else None
 
     def names_other_gpu(record: Mapping[str, Any]) -> bool:
-        """Return whether the record names another GPU; records of CPU cells name none."""
+        """Return whether the record names another GPU. Records of CPU cells name no GPU."""
         known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
         sheets = [find_datasheet(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)
@@ -258,10 +264,14 @@ def _plan_cell(
     The first device is the plan's own. `measured` is the time of the cell's training by records.
     """
     cluster = config["cluster"]
-    footprint = None if s.cell in checked.refused else checked.rehearsals[s.request].footprint
+    footprint = (
+        None
+        if s.cell in checked.refusal_reasons_by_cell
+        else checked.rehearsals_by_request[s.request].footprint
+    )
     needs, fits_on = None, {}
     if footprint is not None:
-        footprint = footprint.fullest(s.samples_per_step, devices[0].resident_threads)
+        footprint = footprint.find_fullest_rank(s.samples_per_step, devices[0].resident_threads)
         needs = derive_needs(s, footprint, resources.count_nodes(s.cell, cluster))
         spans = [measured] + [None] * len(devices)
         fits_on = {
@@ -274,11 +284,11 @@ def _plan_cell(
         subject=s,
         state=state,
         reason=reason,
-        recorded=record is not None,
+        has_record=record is not None,
         footprint=footprint,
         needs=needs,
         fits_on=fits_on,
-        asked=resources.build_job_request(
+        job_request=resources.build_job_request(
             s.cell,
             s.settings,
             cluster,
@@ -286,11 +296,11 @@ def _plan_cell(
             resources.PlannedNeeds(
                 host_mem_mib=needs.host_mib if needs else 0,
                 servers_mem_mib=needs.servers_host_mib if needs else 0,
-                longest_s=longest_time_s(fit),
+                max_time_s=get_longest_time_s(fit),
             ),
         ),
-        least_samples=acceptance.compute_least_samples(
-            checked.networks[Network.of(s.request)].batchnorm,
+        min_samples_per_worker=acceptance.compute_min_samples(
+            checked.checks_by_network[Network.from_request(s.request)].has_batchnorm,
             s.settings.gradient_accumulation_steps,
         ),
     )
@@ -309,11 +319,11 @@ def _predict_fit(
     `measured` is the time of its training by records.
     """
     batch, threads, data_bytes = s.samples_per_step, device.resident_threads, needs.data_bytes
-    fullest = footprint.fullest(batch, threads)
-    peak = fullest.training_peak(batch, threads)
-    needed_bytes = fullest.needed_bytes(batch, threads) + data_bytes
+    fullest = footprint.find_fullest_rank(batch, threads)
+    peak = fullest.compute_training_peak(batch, threads)
+    needed_bytes = fullest.compute_needed_bytes(batch, threads) + data_bytes
     margin = cluster["memory_margin"]
-    room_bytes = device.room_bytes(margin)
+    room_bytes = device.compute_room_bytes(margin)
     steps = [plan_step(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
     by_device = usual_s = None
     if device.flops_per_s is not None:
@@ -335,36 +345,37 @@ def _predict_fit(
             dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data_bytes},
         ),
         stage_peaks_bytes=tuple(
-            f.training_peak(batch, threads).n_bytes + data_bytes for f in footprint.stages
+            f.compute_training_peak(batch, threads).n_bytes + data_bytes
+            for f in footprint.stage_footprints
         ),
         needed_bytes=needed_bytes,
-        verdict=classify_fit(needed_bytes, device, margin),
+        memory_verdict=classify_fit(needed_bytes, device, margin),
         largest_batch=s.steps_per_batch
-        * footprint.largest_batch(room_bytes, threads, partial(data_bytes_of, s)),
+        * footprint.largest_batch(room_bytes, threads, partial(compute_subject_data_bytes, s)),
         room_bytes=room_bytes,
         resident_threads=threads,
         sending_s=(steps[0].sending_s, steps[1].sending_s),
-        by_device=by_device,
+        device_rate_span=by_device,
         usual_s=usual_s,
-        train=train,
-        total=total,
-        cut_off=_classify_time_limit(total, s.time_limit_s),
+        train_span=train,
+        total_span=total,
+        time_limit_verdict=_classify_time_limit(total, s.time_limit_s),
         gpu_hours=gpu_hours,
         cost=gpu_hours and compute_cost(*gpu_hours, cluster, device.is_gpu),
     )
 
 
 def classify_fit(needed_bytes: float, device: Device, margin: float) -> str:
-    """Return FITS, TIGHT or DOES_NOT_FIT.
+    """Return FITS, TIGHT or DOES_NOT_FIT, by a predicted memory and a device's memory.
 
     Args:
         needed_bytes: Predicted need of a worker.
         device: The device.
         margin: Relative error that the prediction may have.
     """
-    if needed_bytes <= device.room_bytes(margin):
+    if needed_bytes <= device.compute_room_bytes(margin):
         return FITS
-    return TIGHT if needed_bytes <= device.tight_bytes(margin) else DOES_NOT_FIT
+    return TIGHT if needed_bytes <= device.compute_tight_bytes(margin) else DOES_NOT_FIT
 
 
 def _classify_time_limit(total: Span | None, limit_s: float | None) -> str:
@@ -404,33 +415,33 @@ def _find_state(
         if found["status"] == "unsupported":
             return "unsupported", found["reason"]
         return "recorded", f"{found['status']}: {found['reason']}"
-    if s.cell in checked.refused:
-        return "unsupported", checked.refused[s.cell]
+    if s.cell in checked.refusal_reasons_by_cell:
+        return "unsupported", checked.refusal_reasons_by_cell[s.cell]
     failed = record.read_failure_reason(s.cell.log_dir(results))
     if failed is not None:
         return "failed", failed
     if fit is None:
-        reason = checked.rehearsals[s.request].unpredicted
+        reason = checked.rehearsals_by_request[s.request].unpredicted_reason
         if s.request.by_command and measured is not None:
             reason = f"{reason}: {' to '.join(map(format_seconds, measured))} by {measured.source}"
         return "to do", f"could not be predicted: {reason}"
     if not fit.may_run:
         return (
             "infeasible",
-            f"needs {format_bytes(fit.needed_bytes)}{_describe_data_share(s, fit)}",
+            f"needs {format_bytes(fit.needed_bytes)}{_describe_data_placement_remedy(s, fit)}",
         )
     return "to do", ""
 
 
-def _describe_data_share(s: Subject, fit: DeviceFit) -> str:
+def _describe_data_placement_remedy(s: Subject, fit: DeviceFit) -> str:
     """Return a text on the setting that moves the data off the device.
 
-    It is empty if the data are less than a tenth of the need.
+    The text is empty if the data are less than a tenth of the need.
     """
     n_bytes = fit.peak.parts_bytes["data"]
     if (
         s.settings.data_placement == "host"
-        or not s.request.on_cuda
+        or not s.request.is_on_cuda
         or n_bytes < fit.needed_bytes / 10
     ):
         return ""
@@ -438,6 +449,6 @@ def _describe_data_share(s: Subject, fit: DeviceFit) -> str:
     return f"{held} (data_placement: host stores them in host memory)"
 
 
-def longest_time_s(fit: DeviceFit | None) -> int | None:
+def get_longest_time_s(fit: DeviceFit | None) -> int | None:
     """Return the maximum expected time of a cell, in whole seconds, or None if unknown."""
-    return None if fit is None or fit.total is None else round(fit.total.high_s)
+    return None if fit is None or fit.total_span is None else round(fit.total_span.high_s)

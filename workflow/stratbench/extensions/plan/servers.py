@@ -1,4 +1,4 @@
-"""Predicts the memory of a parameter-server process, and the bytes between it and its workers."""
+"""Predicts the memory of a parameter server, and the bytes between server and workers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.ps.server_config import ServerConfig
-from stratbench.extensions.servers.strategy import node_of_server
-from stratbench.strategies import strategy_class
+from stratbench.extensions.servers.strategy import find_node_of_server
+from stratbench.strategies import get_strategy_class
 
 #: Number of shard-sized buffers per worker's connection over TCP: a gradient, its reply, and one of them in
 #: the wire's format.
@@ -30,7 +30,7 @@ def predict_server_bytes(
         flat_bytes: Flat weights and buffers of a worker.
         n_nodes: Number of nodes.
     """
-    own, workers = strategy_class(s.strategy).Options(**s.options), s.gpus
+    own, workers = get_strategy_class(s.strategy).Options(**s.options), s.gpus
     moments = 2 if s.optimizer == "adamw" else int(s.momentum > 0)
     part_bytes = -(-flat_bytes["weights"] // s.options["servers"])
     tensors = own.optimizer_buffers(workers) + (moments - 1) * own.momentum_buffers(workers)
@@ -48,13 +48,13 @@ def predict_server_bytes(
     }
 
 
-def worker_traffic_bytes(
+def compute_worker_traffic_bytes(
     s: Settings, flat_bytes: Mapping[str, int], between_nodes: bool = False
 ) -> tuple[int, int]:
     """Return the bytes that a worker sends and receives per batch.
 
-    It sends gradients and buffers (BatchNorm's statistics), and receives weights. On the wire the gradients
-    may have half the size, in shared memory they never do.
+    A worker sends gradients and buffers (BatchNorm's statistics), and receives weights. On the wire the
+    gradients may have half the size, in shared memory they never do.
 
     Args:
         s: Settings of the cell.
@@ -65,11 +65,11 @@ def worker_traffic_bytes(
     over_tcp = between_nodes or s.options["transport"] == "tcp"
     if over_tcp and s.options["wire"] == "bfloat16":
         gradients_bytes //= 2
-    pushes = strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
+    pushes = get_strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
     return pushes * (gradients_bytes + flat_bytes["buffers"]), pushes * flat_bytes["weights"]
 
 
-def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
+def compute_busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
     """Return the one-way bytes per global batch over the busiest link.
 
     A node with w of all W workers may serve a fraction p of the weights P (bytes). Its link then carries w
@@ -84,14 +84,14 @@ def busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int)
     """
     workers, servers = s.gpus, s.options["servers"]
     a_node = -(-workers // n_nodes)
-    sent, received = worker_traffic_bytes(s, flat_bytes, between_nodes=True)
-    pushes = strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
+    sent, received = compute_worker_traffic_bytes(s, flat_bytes, between_nodes=True)
+    pushes = get_strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
     buffers = pushes * flat_bytes["buffers"]
     busiest = 0.0
     for node in range(n_nodes):
         here = min(a_node, workers - node * a_node)
-        served = sum(node_of_server(s, k, n_nodes) == node for k in range(servers)) / servers
-        first = node_of_server(s, 0, n_nodes) == node
+        served = sum(find_node_of_server(s, k, n_nodes) == node for k in range(servers)) / servers
+        first = find_node_of_server(s, 0, n_nodes) == node
         pushed, pulled = sent - buffers, received
         out = here * ((1 - served) * pushed + (not first) * buffers)
         out += (workers - here) * served * pulled

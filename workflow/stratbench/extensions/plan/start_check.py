@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.words import folded
-from stratbench.strategies import strategy_class
+from stratbench.cell.text.words import wrap_lines
+from stratbench.strategies import get_strategy_class
 from stratbench.study.config.config import Study
 
 #: Errors that may not occur on a machine with a GPU, or with other files.
 MAY_BE_MACHINES = re.compile(r"cuda|gpu|nvidia|triton|'CPU' backend|\w*OSError|FileNotFound", re.I)
 
 
-def faults_of_networks(
+def find_network_faults(
     config: Mapping[str, Any], study: Study, cells: Iterable[Cell], elsewhere: bool
 ) -> list[str]:
     """Return why a user's models and tasks cannot be trained, one sentence per fault.
@@ -39,9 +39,9 @@ def faults_of_networks(
         config: The validated config.
         study: The study.
         cells: The cells to train.
-        elsewhere: Whether other machines train them.
+        elsewhere: Whether other machines train the models.
     """
-    by_key = {_network_key(study, cell): cell for cell in cells}
+    by_key = {_make_network_key(study, cell): cell for cell in cells}
     by_key.pop(None, None)
     if not by_key or find_spec("torch") is None:
         return []
@@ -60,7 +60,7 @@ def faults_of_networks(
     for reason, on_gpus in json.loads(done.stdout).items():
         if (elsewhere or on_gpus) and MAY_BE_MACHINES.search(reason):
             print(
-                folded(
+                wrap_lines(
                     [
                         f"cannot be trained here, but is started, since other machines may differ: {reason}"
                     ]
@@ -72,7 +72,7 @@ def faults_of_networks(
     return faults
 
 
-def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
+def _make_network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
     """Return a key that is equal for cells with the same check.
 
     Return None if there is nothing to check.
@@ -80,8 +80,8 @@ def _network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
     settings = study.settings(cell)
     own = settings.own_model or settings.own_task
     # Data sets of users are unknown until a job of this run has prepared them.
-    by_command = strategy_class(settings.strategy).kind == "own"
-    if not own or by_command or not study.dataset(cell.dataset).is_read:
+    by_command = get_strategy_class(settings.strategy).kind == "own"
+    if not own or by_command or not study.get_dataset(cell.dataset).has_known_metadata:
         return None
     return cell.experiment, cell.model
 
@@ -93,16 +93,19 @@ def main() -> int:
     """
     # Imported here, since Snakemake's rules import this file each time that they are read.
     from stratbench.extensions.plan.check import Network, check_networks
-    from stratbench.extensions.plan.needs import subject_of
+    from stratbench.extensions.plan.needs import make_subject
 
     content = json.load(sys.stdin)
     config = content["config"]
     study = Study(config, config["study"])
     with redirect_stdout(sys.stderr):
-        subjects = [subject_of(config, study, Cell(**cell)) for cell in content["cells"]]
+        subjects = [make_subject(config, study, Cell(**cell)) for cell in content["cells"]]
         requests = {s.request: s.settings.device != "cpu" for s in subjects}
         networks = check_networks(requests, Path(config["results"]) / "plan-cache")
-    faults = {networks[Network.of(request)].fault: on_gpus for request, on_gpus in requests.items()}
+    faults = {
+        networks[Network.from_request(request)].fault: on_gpus
+        for request, on_gpus in requests.items()
+    }
     print(json.dumps({fault: on_gpus for fault, on_gpus in faults.items() if fault is not None}))
     return 0
 

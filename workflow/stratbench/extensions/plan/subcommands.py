@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.command import CommandError
-from stratbench.command.in_folder import require
+from stratbench.command.in_folder import check_packages_installed
 from stratbench.command.subcommands import (
     SubcommandAdder,
-    answer_by_rule,
-    answer_with_torch,
     apply_config_pairs,
-    check_no_unknown,
+    check_no_unknown_arguments,
+    print_rule_answer,
+    print_rule_answer_with_torch,
 )
 from stratbench.study.model_question import add_question_options, format_question_options
 
@@ -39,23 +39,27 @@ def add_subcommands(add: SubcommandAdder) -> None:
         help="for a single model or a bundle: folder to write; default: STUDY.plan",
     )
     add_question_options(plan)
-    add("check", answer_with_torch, "check whether each strategy of a study can train each model")
+    add(
+        "check",
+        print_rule_answer_with_torch,
+        "check whether each strategy of a study can train each model",
+    )
 
 
 def run_plan(given: argparse.Namespace, others: list[str]) -> int:
     """Run `stratbench plan`: the rule `plan`, or the plan of a single model."""
-    require("torch")
+    check_packages_installed("torch")
     if given.model is not None:
         return plan_model(given, others)
-    refuse_question(given)
+    check_single_model_options(given)
     if given.out is not None:
         raise CommandError(
             "--out: needs --model; the plan of a study is written to the folder `results` of its config"
         )
-    return answer_by_rule(given, others)
+    return print_rule_answer(given, others)
 
 
-def refuse_question(given: argparse.Namespace) -> None:
+def check_single_model_options(given: argparse.Namespace) -> None:
     """Raise CommandError for an option that applies to a single model only."""
     if given.dataset is not None:
         raise CommandError("--dataset: needs --model NAME; add it")
@@ -71,7 +75,7 @@ def plan_model(given: argparse.Namespace, others: list[str]) -> int:
     from stratbench.study.config.messages import ConfigError
     from stratbench.study.config.yaml_traps import check_duplicate_keys, check_syntax
 
-    check_no_unknown([*others, *(["--study"] if given.study else [])])
+    check_no_unknown_arguments([*others, *(["--study"] if given.study else [])])
     path = Path("config.yaml")
     config: dict[str, Any] = {}
     if path.is_file():

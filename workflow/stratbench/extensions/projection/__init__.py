@@ -7,21 +7,25 @@ from typing import Any
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="step times on numbers of workers that were not measured",
-    needs=("plan", "links"),
-    rules=("projection.smk",),
+    summary="step times on numbers of workers that were not measured",
+    required_extensions=("plan", "links"),
+    rule_files=("projection.smk",),
     commands="stratbench.extensions.projection:add_subcommands",
-    reading="stratbench.extensions.projection.shown.section:READING",
-    plans="stratbench.extensions.projection.planning:ADDITION",
+    report_additions="stratbench.extensions.projection.shown.section:READING",
+    plan_additions="stratbench.extensions.projection.planning:ADDITION",
 )
 
 
 def add_subcommands(add: Any) -> None:
-    """Add `project` to the command line.
+    """Add the subcommand `project` to the command line.
 
     Args:
         add: Adds a subcommand (`SubcommandAdder`).
     """
-    from stratbench.command.subcommands import answer_with_torch
+    from stratbench.command.subcommands import print_rule_answer_with_torch
 
-    add("project", answer_with_torch, "step times on more workers than were measured")
+    add(
+        "project",
+        print_rule_answer_with_torch,
+        "project step times to more workers than were measured",
+    )

@@ -21,7 +21,7 @@ from stratbench.extensions.projection.study import (
     iter_with_progress,
     list_doublings,
     make_cell_subject,
-    make_device,
+    make_subject_device,
     project_strategy,
 )
 from stratbench.extensions.projection.table import (
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     write_csv(out, [row for _, rows, _ in by_evidence for row in rows])
-    if args.most:  # the caller prints it
+    if args.most:  # with `--most`, the caller prints the result
         return 0
     if not by_evidence:
         print(
@@ -94,7 +94,7 @@ def project_inputs(
         evidence: Measurements of the strategy.
         max_workers: Largest worker count, which is projected as well; None for the default limit.
     """
-    base = study.base_strategy(evidence.strategy)[0]
+    base = study.resolve_base_strategy(evidence.strategy)[0]
     if evidence.unfit_reason:
         return make_unfit_rows(evidence, base, [max_workers] if max_workers else []), []
     measured = [p.workers for p in evidence.measured_steps]
@@ -107,7 +107,7 @@ def project_inputs(
     peaks = project_peaks(
         [at[n] for n in workers],
         [(at[n], r) for n, r in zip(measured, evidence.records_by_count, strict=True)],
-        make_device(config, at[measured[-1]]).resident_threads,
+        make_subject_device(config, at[measured[-1]]).resident_threads,
         Path(config["results"]) / "plan-cache",
     )
     target = compute_share_to_target(study.target_scores().get(evidence.experiment), evidence)
@@ -124,7 +124,7 @@ def read_gpu_price(config: Mapping[str, Any]) -> float | None:
 
 
 def describe_strategy(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
-    """Return the sentences on one strategy, as text.
+    """Return a text on one strategy's projection.
 
     Only the first refused count beyond all projected ones has a sentence.
 

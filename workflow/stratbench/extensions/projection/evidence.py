@@ -1,4 +1,4 @@
-"""Gathers what was measured of a strategy, and replays its steps on measured links.
+"""Gathers a strategy's measurements, and replays its steps with measured link times.
 
 The measurements come from the records of a study and from `links.csv`.
 """
@@ -58,7 +58,7 @@ class ProjectionInputs:
 
     @property
     def largest_cell(self) -> Cell:
-        """Cell on the most workers, of which cells on more workers are copies."""
+        """Cell on the largest measured number of workers, the base of cells on more workers."""
         return self.cells[-1]
 
     @property
@@ -74,8 +74,8 @@ class ProjectionInputs:
     def host_issue_s(self) -> float | None:
         """Seconds that the slowest worker's host needs to issue a step, on the largest count.
 
-        It is the median of repeats. It is None if not recorded, or if the host waits within a step because
-        it is slowed or stores model states.
+        The value is the median of repeats. It is None if not recorded, or if the host waits within a step
+        because it is slowed or stores model states.
         """
         host_times = []
         for record in self.records_by_count[-1]:
@@ -89,10 +89,12 @@ class ProjectionInputs:
 
     @property
     def repeat_half_width_ln(self) -> float:
-        """Half-width, in ln of time, around the middle repeat that contains 80 of 100 repeats.
+        """Half-width of the interval around the middle repeat, in ln of time.
 
-        It follows from Student's t and the variance within counts, which are assumed to have equal
-        variance. It is 0 without repeats.
+        The interval contains 80 of 100 repeats.
+
+        The half-width follows from Student's t and the variance within counts, which are assumed to have
+        equal variance. It is 0 without repeats.
         """
         from scipy.special import stdtrit
 
@@ -205,11 +207,11 @@ def _read_gpu_name(record: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LinkReplay:
-    """Replays of a strategy's step on measured links.
+    """Replays of a strategy's step with measured link times.
 
     Attributes:
         replay_step: Returns the seconds of a step for a worker count and seconds of computation.
-        replay_step_slowed: The same, with each link slower by the standard deviation of its fit.
+        replay_step_slowed: As `replay_step`, with each link slower by the standard deviation of its fit.
         measured_levels: Levels of the measured links, "within" and "between" nodes.
         make_server_queue: Returns the queue at the servers for a worker count and seconds of
             computation.
@@ -255,12 +257,13 @@ def make_link_replay(
         return _make_server_replay(at, subject, evidence, path, nodes_of)
     if subject.exchanging_share < 1:
         return None
-    links = read_links(path, "nccl" if subject.request.on_cuda else "gloo")
-    slowest_factor = _make_slowest_factor(evidence.stragglers)
+    links = read_links(path, "nccl" if subject.request.is_on_cuda else "gloo")
+    slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
-    def make_schedule(request: Request, samples: int) -> Schedule:
-        from stratbench.extensions.projection.traced import trace_schedule  # imports PyTorch
+    def trace_step_schedule(request: Request, samples: int) -> Schedule:
+        # This import loads PyTorch.
+        from stratbench.extensions.projection.traced import trace_schedule
 
         return trace_schedule(request, samples, device)
 
@@ -270,12 +273,15 @@ def make_link_replay(
         layout = LinkLayout(workers, nodes_of(workers))
 
         def compute_collective_s(call: CollectiveCall) -> float:
-            log_sd = max((link.log_sd for link in links.levels_of(call.kind).values()), default=0.0)
+            log_sd = max(
+                (link.log_sd for link in links.get_links_by_level(call.collective_name).values()),
+                default=0.0,
+            )
             return links.time_collective(call, layout, samples)[0] * math.exp(spreads * log_sd)
 
         slowest_s = compute_s * slowest_factor(workers, spreads)
         return simulate_step_s(
-            make_schedule(subject_there.request, samples),
+            trace_step_schedule(subject_there.request, samples),
             slowest_s,
             compute_collective_s,
             links.compute_slowdown,
@@ -283,26 +289,26 @@ def make_link_replay(
 
     host_issue_s = evidence.host_issue_s or 0.0
     if host_issue_s:
-        schedule = make_schedule(subject.request, subject.samples_per_step)
+        schedule = trace_step_schedule(subject.request, subject.samples_per_step)
         if not is_host_unblocked(schedule.num_operations, host_issue_s, last.step_s):
             host_issue_s = 0.0
     return LinkReplay(
         replay_step,
         partial(replay_step, spreads=1.0),
-        frozenset(level for kind in links.measured.values() for level in kind),
+        frozenset(level for kind in links.links_by_kind.values() for level in kind),
         # The host issued each measured step, so that it needs at most the shortest step time.
         host_issue_s=min(host_issue_s, *(p.step_s for p in evidence.measured_steps)),
     )
 
 
-def _make_slowest_factor(stragglers: Stragglers | None) -> Callable[[int, float], float]:
-    """Return a function for the time of the slowest worker's computation over the mean.
+def _make_slowest_worker_factor(stragglers: Stragglers | None) -> Callable[[int, float], float]:
+    """Return a function that computes the slowest worker's computation time over the mean.
 
-    It takes a worker count and by how many standard deviations the factor is raised.
+    The function takes a worker count and by how many standard deviations the factor is raised.
     """
     if stragglers is None:
         return lambda workers, spreads: 1.0
-    return cache(stragglers.mean_slowest_factor)
+    return cache(stragglers.compute_mean_slowest_factor)
 
 
 def _make_server_replay(
@@ -312,7 +318,7 @@ def _make_server_replay(
     path: Path,
     nodes_of: Callable[[int], int],
 ) -> LinkReplay | None:
-    """Return the replay by a queue at the parameter servers.
+    """Return a step's replay by a queueing model of the parameter servers.
 
     The servers have equal parts of the weights. Workers access the servers concurrently.
 
@@ -328,8 +334,8 @@ def _make_server_replay(
         return None
     transport = subject.settings.options["transport"]
     links = read_links(path, f"servers-{'shm' if transport == 'auto' else transport}")
-    link = links.levels_of("push_pull")["within"]
-    slowest_factor = _make_slowest_factor(evidence.stragglers)
+    link = links.get_links_by_level("push_pull")["within"]
+    slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
     def compute_service_s(workers: int) -> float:
@@ -338,13 +344,13 @@ def _make_server_replay(
         links.check_size("push_pull", part_bytes)
         return there.steps_per_batch * part_bytes / link.bytes_per_s
 
-    def make_queue(workers: int, compute_s: float, slower: float = 1.0) -> ServerQueue:
+    def make_server_queue(workers: int, compute_s: float, slower: float = 1.0) -> ServerQueue:
         # The links' fit lets all workers wait for the latency at the same time (`served`).
-        latency_s = at(workers).steps_per_batch * link.alpha_s
+        latency_s = at(workers).steps_per_batch * link.latency_s
         return ServerQueue(compute_s + slower * latency_s, (slower * compute_service_s(workers),))
 
     @cache
-    def waits_for_slowest(workers: int) -> bool:
+    def is_waiting_for_slowest(workers: int) -> bool:
         settings = at(workers).settings
         return get_traits(settings.strategy, settings.options, workers).waits_for_slowest
 
@@ -352,14 +358,14 @@ def _make_server_replay(
         if nodes_of(workers) > 1:
             raise Unmeasured("`links` does not measure push and pull between nodes")
         slower = math.exp(spreads * link.log_sd)
-        if waits_for_slowest(workers):
+        if is_waiting_for_slowest(workers):
             each_s = compute_s * slowest_factor(workers, spreads)
-            return compute_synchronous_step_s(make_queue(workers, each_s, slower), workers)
-        return compute_asynchronous_step_s(make_queue(workers, compute_s, slower), workers)
+            return compute_synchronous_step_s(make_server_queue(workers, each_s, slower), workers)
+        return compute_asynchronous_step_s(make_server_queue(workers, compute_s, slower), workers)
 
     return LinkReplay(
         replay_step,
         partial(replay_step, spreads=1.0),
         frozenset({"within"}),
-        make_queue,
+        make_server_queue,
     )

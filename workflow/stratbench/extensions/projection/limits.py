@@ -1,4 +1,4 @@
-"""Defines where a projection is refused: too far, over unmeasured links, or at saturated servers."""
+"""Defines which projections are refused: too many workers, unmeasured links, saturated servers."""
 
 from __future__ import annotations
 
@@ -77,10 +77,12 @@ def projection_refusal_reason(
     return None
 
 
-def two_count_refusal_reason(
+def two_count_fit_refusal_reason(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
-    """Return why a + b/N through two counts allows no projection to `workers`, or None.
+    """Return why a fit of a + b/N through two counts cannot project to `workers`.
+
+    The result is None if the fit can.
 
     Args:
         points: Measured step times.

@@ -14,7 +14,7 @@ from stratbench.extensions.links.collective_cost import (
     Level,
     LinkLayout,
     LinkModel,
-    named_algorithms,
+    get_named_algorithms,
 )
 from stratbench.telemetry.collectives import CollectiveCall
 
@@ -24,7 +24,7 @@ MAX_LARGER, RATE_RULES_BYTES = 8, 64 << 20
 
 
 class Unmeasured(LookupError):
-    """A collective over an unmeasured link, or of an unmeasured size, which the message names."""
+    """A collective's link or size was not measured. The message names the collective."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +33,32 @@ class Links:
 
     Attributes:
         library: nccl or gloo.
-        measured: Latency and bandwidth, by kind of collective and level.
+        links_by_kind: Latency and bandwidth, by kind of collective and level.
         compute_slowdown: Factor by which computation is slower during a collective.
-        largest: Bytes of the largest measured tensor, by kind.
-        algorithms: Algorithm of the fit, by kind.
+        largest_bytes_by_kind: Bytes of the largest measured tensor, by kind.
+        algorithm_by_kind: Algorithm of the fit, by kind.
     """
 
     library: str
-    measured: Mapping[str, Mapping[Level, LinkModel]]
+    links_by_kind: Mapping[str, Mapping[Level, LinkModel]]
     compute_slowdown: float = 1.0
-    largest: Mapping[str, int] = field(default_factory=dict)
-    algorithms: Mapping[str, str] = field(default_factory=dict)
+    largest_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
+    algorithm_by_kind: Mapping[str, str] = field(default_factory=dict)
 
     def check_size(self, kind: str, n_bytes: float) -> None:
-        """Raise Unmeasured if a collective is much larger than all measured ones, which latency dominated."""
-        largest = self.largest.get(kind, RATE_RULES_BYTES)
+        """Raise Unmeasured if a collective is much larger than the largest measured one.
+
+        The error is raised only if latency dominated the measured times.
+        """
+        largest = self.largest_bytes_by_kind.get(kind, RATE_RULES_BYTES)
         if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
             raise Unmeasured(
                 f"{kind} was measured up to {format_bytes(largest)} with {self.library}, and a step sends "
                 f"{format_bytes(n_bytes)} at once: run `links` again with larger tensors"
             )
 
-    def levels_of(self, kind: str) -> Mapping[Level, LinkModel]:
-        return self.measured.get(kind, {})
+    def get_links_by_level(self, kind: str) -> Mapping[Level, LinkModel]:
+        return self.links_by_kind.get(kind, {})
 
     def time_collective(
         self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
@@ -73,17 +76,17 @@ class Links:
             Unmeasured: If the kind was not measured on a level of the layout.
             KeyError: For a kind without an algorithm of the library.
         """
-        n_bytes = call.n_bytes + samples * call.sample_bytes
+        n_bytes = call.n_bytes + samples * call.bytes_per_sample
         layout, together = _lay_out_group(layout, call)
         if layout.workers == 1:
             return 0.0, "none"
-        self.check_size(call.kind, n_bytes)
-        links = self.levels_of(call.kind)
+        self.check_size(call.collective_name, n_bytes)
+        links = self.get_links_by_level(call.collective_name)
         levels: list[Level] = ["within"] if layout.workers_per_node > 1 else []
         levels += ["between"] if layout.nodes > 1 else []
         if missing := [level for level in levels if level not in links]:
             raise Unmeasured(
-                f"{call.kind} {missing[0]} nodes was not measured with {self.library}: "
+                f"{call.collective_name} {missing[0]} nodes was not measured with {self.library}: "
                 f"run `links` on {layout.nodes} nodes with {layout.workers_per_node} workers each"
             )
         # A ring with one rank per node has no steps within a node.
@@ -92,27 +95,27 @@ class Links:
         )
         shared = links["between"].bytes_per_s / together
         links["between"] = replace(links["between"], bytes_per_s=shared)
-        name = self.algorithms.get(call.kind, FASTEST)
+        name = self.algorithm_by_kind.get(call.collective_name, FASTEST)
         return min(
-            (a(call.kind, n_bytes, layout).seconds(links), a.__name__)
-            for a in named_algorithms(name, self.library, call.kind)
+            (a(call.collective_name, n_bytes, layout).compute_seconds(links), a.__name__)
+            for a in get_named_algorithms(name, self.library, call.collective_name)
         )
 
 
 def _lay_out_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
-    """Return a call's group layout, and how many such groups share a node's connection.
+    """Return the layout of a collective's group, and how many groups share a node's link.
 
     A group of neighbours that does not divide a node's ranks spans two nodes, which limits all groups.
     """
-    ranks, workers_per_node = call.ranks, layout.workers_per_node
+    ranks, workers_per_node = call.group_size, layout.workers_per_node
     if ranks is None or ranks == layout.workers:
         return layout, 1
     if layout.nodes == 1:
         return LinkLayout(ranks), 1
-    nodes = -(-ranks // max(1, workers_per_node // call.stride))
-    straddles = call.stride == 1 and nodes == 1 and workers_per_node % ranks > 0
+    nodes = -(-ranks // max(1, workers_per_node // call.rank_stride))
+    straddles = call.rank_stride == 1 and nodes == 1 and workers_per_node % ranks > 0
     return LinkLayout(ranks, 2 if straddles else nodes), min(
-        call.stride, workers_per_node
+        call.rank_stride, workers_per_node
     ) if nodes > 1 else 1
 
 
@@ -138,7 +141,7 @@ def read_links(path: Path, library: str) -> Links:
                 measured.setdefault(row["kind"], {})[row["level"]] = link
                 largest[row["kind"]] = int(row["largest_bytes"])
                 algorithms[row["kind"]] = row["algorithm"]
-                named_algorithms(row["algorithm"], library, row["kind"])
+                get_named_algorithms(row["algorithm"], library, row["kind"])
                 slowed = float(row["kappa"] or "nan")
                 compute_slowdown = slowed if math.isfinite(slowed) else compute_slowdown
     except (KeyError, TypeError, ValueError) as error:

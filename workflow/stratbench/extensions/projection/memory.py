@@ -1,4 +1,4 @@
-"""Projects a worker's peak memory: the planned one, corrected by its error on measured counts."""
+"""Projects a worker's peak memory: the planned peak, corrected by errors on measured counts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from stratbench.extensions.plan.against_records import bytes_before_steps, measured_peak_bytes
+from stratbench.extensions.plan.against_records import (
+    compute_bytes_before_steps,
+    get_measured_peak_bytes,
+)
 from stratbench.extensions.plan.check import rehearse_requests
 from stratbench.extensions.plan.footprint.footprint import MemoryPeak
 from stratbench.extensions.plan.footprint.traffic import PARTS
-from stratbench.extensions.plan.needs import Subject, data_bytes_of
+from stratbench.extensions.plan.needs import Subject, compute_subject_data_bytes
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,20 @@ def project_peaks(
         footprint = rehearsals[s.request].footprint
         if footprint is None:
             return None
-        fullest = footprint.fullest(s.samples_per_step, resident_threads)
-        peak, data = fullest.training_peak(s.samples_per_step, resident_threads), data_bytes_of(s)
+        fullest = footprint.find_fullest_rank(s.samples_per_step, resident_threads)
+        peak, data = (
+            fullest.compute_training_peak(s.samples_per_step, resident_threads),
+            compute_subject_data_bytes(s),
+        )
         parts = dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data}
         whole = MemoryPeak(peak.n_bytes + data, peak.phase, parts)
-        return whole, bytes_before_steps(fullest, whole)
+        return whole, compute_bytes_before_steps(fullest, whole)
 
     off = []
     for s, records in measured:
         if (made := plan_peak(s)) is None:
             continue
-        peaks = [measured_peak_bytes(r["memory"], made[1]) for r in records]
+        peaks = [get_measured_peak_bytes(r["memory"], made[1]) for r in records]
         off += [p / made[0].n_bytes for p in peaks if p]
     predicted: list[ProjectedPeak | None] = []
     for s in wanted:

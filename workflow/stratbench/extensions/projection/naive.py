@@ -1,4 +1,4 @@
-"""Defines naive projection rules, and the skill of a rule over them."""
+"""Defines simple projection rules as baselines, and the skill of a rule relative to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MeasuredStep:
 Rule = Callable[[Sequence[MeasuredStep], Scaling, int], float]
 
 
-def scale_perfectly(point: MeasuredStep, scaling: Scaling, workers: int) -> float:
+def scale_step_time_perfectly(point: MeasuredStep, scaling: Scaling, workers: int) -> float:
     """Return the seconds of a step on `workers` workers with perfect scaling from `point`.
 
     Args:
@@ -52,11 +52,11 @@ def project_perfect_scaling(
         scaling: Weak or strong scaling.
         workers: Number of workers.
     """
-    return scale_perfectly(points[-1], scaling, workers)
+    return scale_step_time_perfectly(points[-1], scaling, workers)
 
 
 def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
-    """Return the step time if each further doubling loses as much as the last.
+    """Return the step time if each further doubling loses as much as the last doubling.
 
     Args:
         points: Measured step times.
@@ -66,12 +66,14 @@ def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, work
     if len(points) < 2:
         return project_perfect_scaling(points, scaling, workers)
     before, last = points[-2:]
-    lost = last.step_s / scale_perfectly(before, scaling, last.workers)
+    lost = last.step_s / scale_step_time_perfectly(before, scaling, last.workers)
     doublings = math.log2(workers / last.workers) / math.log2(last.workers / before.workers)
     return project_perfect_scaling(points, scaling, workers) * lost**doublings
 
 
-def fit_a_plus_b_over_n(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
+def project_by_a_plus_b_over_n(
+    points: Sequence[MeasuredStep], scaling: Scaling, workers: int
+) -> float:
     """Return the seconds of a step by a fit of a + b/N.
 
     The fit is by least squares of relative errors. The fit is exact for two points. In strong scaling it is
@@ -97,7 +99,7 @@ def fit_a_plus_b_over_n(points: Sequence[MeasuredStep], scaling: Scaling, worker
 RULES: dict[str, Rule] = {
     "perfect": project_perfect_scaling,
     "same loss per doubling": project_constant_loss,
-    "a + b/N": fit_a_plus_b_over_n,
+    "a + b/N": project_by_a_plus_b_over_n,
 }
 
 
@@ -155,7 +157,7 @@ class Skill:
 
 
 def measure_skill(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> Skill:
-    """Return the skill of `rule` over the best of RULES, by `compute_forward_errors`.
+    """Return the skill of `rule` relative to the best of the naive RULES.
 
     Args:
         rule: The rule.
@@ -165,15 +167,15 @@ def measure_skill(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) 
     if len(points) < 3:
         return Skill(None, "a + b/N", {})
     errors = {
-        name: _average_absolute(compute_forward_errors(r, points, scaling))
+        name: _average_absolute_errors(compute_forward_errors(r, points, scaling))
         for name, r in RULES.items()
     }
     best = min(errors, key=errors.__getitem__)
-    own = _average_absolute(compute_forward_errors(rule, points, scaling))
+    own = _average_absolute_errors(compute_forward_errors(rule, points, scaling))
     if errors[best] == 0:
         return Skill(0.0 if own == 0 else -math.inf, best, errors)
     return Skill(1 - own / errors[best], best, errors)
 
 
-def _average_absolute(errors: dict[int, float]) -> float:
+def _average_absolute_errors(errors: dict[int, float]) -> float:
     return sum(map(abs, errors.values())) / len(errors)

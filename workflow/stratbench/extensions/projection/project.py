@@ -1,4 +1,4 @@
-"""Projects step times to other worker counts, by links or by a + b/N.
+"""Projects step times to other worker counts, by measured links or a + b/N.
 
 The replay is used where it has skill over naive rules.
 """
@@ -13,7 +13,7 @@ from stratbench.cell.text.words import format_short_time
 from stratbench.extensions.projection import naive
 from stratbench.extensions.projection.limits import (
     projection_refusal_reason,
-    two_count_refusal_reason,
+    two_count_fit_refusal_reason,
 )
 from stratbench.extensions.projection.naive import MeasuredStep, Rule, Scaling, Skill
 from stratbench.extensions.projection.replay import NEAR_HOST
@@ -66,7 +66,7 @@ class Projection:
     host_issue_s: float = 0.0
 
 
-def project(
+def project_step_times(
     points: Sequence[MeasuredStep],
     scaling: Scaling,
     targets: Sequence[tuple[int, int | None]],
@@ -104,7 +104,7 @@ def project(
         A projection for each target, in their order.
     """
     points = sorted(points, key=lambda p: p.workers)
-    name, rule = BY_COUNTS, naive.fit_a_plus_b_over_n
+    name, rule = BY_COUNTS, naive.project_by_a_plus_b_over_n
     skill = naive.measure_skill(rule, points, scaling)
     if replayed is not None:
         by_replay = make_link_rule(replayed, host_s=host_s)
@@ -137,31 +137,31 @@ def project(
 
 
 def _has_informative_interval(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> bool:
-    """Return whether the interval for one doubling of workers is informative."""
+    """Return whether the interval for twice the workers is narrow enough to be informative."""
     return 2 * _compute_half_width_ln(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
 def _count_fit_refusal_reason(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
-    """Return the reason against a projection by a + b/N of the measured counts.
+    """Return why a + b/N of the measured counts allows no projection to `workers`.
 
     The result is None if the projection is possible.
     """
-    if reason := two_count_refusal_reason(points, scaling, workers):
+    if reason := two_count_fit_refusal_reason(points, scaling, workers):
         return reason
-    if not _has_informative_interval(naive.fit_a_plus_b_over_n, points, scaling):
+    if not _has_informative_interval(naive.project_by_a_plus_b_over_n, points, scaling):
         return (
             "a + b/N fits the measured counts so badly that the interval for twice as many workers spans "
             f"more than a factor of {MAX_SPREAD:g}: measure links, or steps on more counts"
         )
-    if naive.fit_a_plus_b_over_n(points, scaling, workers) <= 0:
+    if naive.project_by_a_plus_b_over_n(points, scaling, workers) <= 0:
         return f"a + b/N is below zero at {workers} workers: measure links, or steps on more counts"
     return None
 
 
 def _widen_for_repeats(interval: Interval, reach: float) -> Interval:
-    """Return the interval of a single repeat, from that of the middle one."""
+    """Return the interval for a single repeat, wider than the interval for the middle repeat."""
     if not reach:
         return interval
     low, middle, high = (math.log(t) for t in (interval.low_s, interval.middle_s, interval.high_s))
@@ -173,7 +173,7 @@ def _widen_for_repeats(interval: Interval, reach: float) -> Interval:
 
 
 def _widen_to_contain(interval: Interval, step_s: float) -> Interval:
-    """Return the interval, widened to contain `step_s` if that is above zero."""
+    """Return the interval, widened so that it contains `step_s`. It is unchanged if `step_s` is 0."""
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
@@ -189,7 +189,7 @@ def _compute_log_ratio(
 def make_link_rule(
     replayed: StepReplay, shown: StepReplay | None = None, host_s: float = 0.0
 ) -> Rule:
-    """Return a rule that projects communication by the replay, and computation from the counts.
+    """Return a rule that replays communication, and fits computation to the measured counts.
 
     The computation of each measured step is the one for which the replay gives the measured time. In weak
     scaling it is equal at all counts, in strong scaling it is a + b/N. A step takes at least `host_s`,
@@ -201,11 +201,11 @@ def make_link_rule(
         host_s: Seconds in which the host issues a step.
     """
 
-    def rule(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
+    def project_step_time(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
         compute_s = fit_computation_s(replayed, points, scaling, host_s)(workers)
         return max(host_s, (shown or replayed)(workers, compute_s))
 
-    return rule
+    return project_step_time
 
 
 def fit_computation_s(
@@ -230,7 +230,7 @@ def fit_computation_s(
     if scaling == "weak":
         compute_s = sum(p.step_s for p in computing) / len(computing)
         return lambda workers: compute_s
-    return lambda workers: max(0.0, naive.fit_a_plus_b_over_n(computing, scaling, workers))
+    return lambda workers: max(0.0, naive.project_by_a_plus_b_over_n(computing, scaling, workers))
 
 
 def solve_computation_s(replayed: StepReplay, workers: int, step_s: float) -> float:
@@ -253,7 +253,7 @@ def solve_computation_s(replayed: StepReplay, workers: int, step_s: float) -> fl
 def compute_left_out_errors(
     rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
 ) -> list[tuple[float, float]]:
-    """Return the log error of each count when projected from all others, and its distance.
+    """Return the log error of each count when projected from the others, with the distance.
 
     Args:
         rule: The rule.
@@ -309,7 +309,7 @@ def _compute_half_width_ln(
     return float(stdtrit(len(errors), 0.9)) * sd
 
 
-def describe_basis(projection: Projection, points: Sequence[MeasuredStep]) -> str:
+def describe_projection_basis(projection: Projection, points: Sequence[MeasuredStep]) -> str:
     """Return a text on the basis of a projection: the measured counts and the rule."""
     *some, last = [str(p.workers) for p in points]
     counts = f"{', '.join(some)} and {last}" if some else last
@@ -332,7 +332,7 @@ def _describe_rule(projection: Projection) -> str:
 
 
 def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
-    """Return a sentence on a worker count's projected time, or the reason without one."""
+    """Return a sentence on the projected time on a worker count, or on its absence."""
     if projection.refusal_reason:
         return f"{projection.workers} {unit}: not projected: {projection.refusal_reason}."
     low, middle, high = (

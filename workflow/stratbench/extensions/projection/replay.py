@@ -1,7 +1,7 @@
-"""Simulates a traced step: when each collective starts, its duration, and what waits for it.
+"""Simulates a traced step: each collective's start and duration, and the waits for collectives.
 
-Overlap follows from the schedule, not from a factor. This is the method of dPRO (Hu et al., MLSys 2022),
-but it uses the trace of one rank on fake tensors, since all ranks do the same.
+Overlap follows from the schedule, not from a factor. The method is that of dPRO (Hu et al., MLSys 2022). Here
+a trace of one rank on fake tensors suffices, since all ranks do the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CollectiveStart:
         call: The collective.
         computed_share: Fraction of computation (0 to 1) done before.
         blocks_computation: Whether computation waits for the result; otherwise only the optimizer does.
-        runs_ahead: Whether it may start while the preceding part is still computed.
+        runs_ahead: Whether the collective may start while the preceding part is still computed.
     """
 
     call: CollectiveCall
@@ -38,7 +38,7 @@ class CollectiveStart:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Collectives of a step in their order.
+    """Collectives of a traced step in their order, with their positions in the computation.
 
     Attributes:
         collectives: The collectives with their positions.
@@ -75,28 +75,28 @@ def simulate_step_s(
     # When computation last waited for a collective that ran ahead: then the next one starts.
     gathered = 0.0
 
-    def find_busy_end() -> float:
+    def find_link_busy_end() -> float:
         return max(free.values(), default=0.0)
 
-    def compute_to(share: float) -> None:
+    def compute_until_share(share: float) -> None:
         nonlocal now, done
         now = _finish_computation(
-            now, max(0.0, share - done) * compute_s, find_busy_end(), compute_slowdown
+            now, max(0.0, share - done) * compute_s, find_link_busy_end(), compute_slowdown
         )
         done = max(done, share)
 
     def end_backward() -> None:
         nonlocal now
-        compute_to(schedule.backward_end_share)
-        now = max(now, find_busy_end())
+        compute_until_share(schedule.backward_end_share)
+        now = max(now, find_link_busy_end())
 
     ended = False
     for started in schedule.collectives:
         if started.computed_share > schedule.backward_end_share and not ended:
             end_backward()
             ended = True
-        compute_to(started.computed_share)
-        group = started.call.ranks, started.call.stride
+        compute_until_share(started.computed_share)
+        group = started.call.group_size, started.call.rank_stride
         ready = (
             gathered
             if started.runs_ahead
@@ -113,8 +113,8 @@ def simulate_step_s(
             gathered = now
     if not ended:
         end_backward()
-    compute_to(1.0)
-    return max(now, find_busy_end())
+    compute_until_share(1.0)
+    return max(now, find_link_busy_end())
 
 
 def is_host_unblocked(operations: int, issue_s: float, step_s: float) -> bool:
@@ -136,7 +136,7 @@ def is_host_unblocked(operations: int, issue_s: float, step_s: float) -> bool:
 def _finish_computation(
     now: float, work_s: float, busy_until: float, compute_slowdown: float
 ) -> float:
-    """Return the end time of work that is `compute_slowdown` times slower until `busy_until`."""
+    """Return the end time of work that is slower by `compute_slowdown` until `busy_until`."""
     slow_s = max(0.0, busy_until - now)
     if work_s * compute_slowdown <= slow_s:
         return now + work_s * compute_slowdown
@@ -158,8 +158,8 @@ def build_schedule(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
         for call, reached_s in zip(phase.collectives, phase.collective_reached_s, strict=True):
             apart = on_cuda and not updates and call.waiter == "stream"
             waited = call.waiter != "none" and not apart
-            needed = waited or updates or call.kind in RESULT_NEEDED_KINDS
-            ahead = apart and call.kind == "all_gather"
+            needed = waited or updates or call.collective_name in RESULT_NEEDED_KINDS
+            ahead = apart and call.collective_name == "all_gather"
             events.append(CollectiveStart(call, (began_s + reached_s) / total_s, needed, ahead))
         began_s += phase.seconds
     return Schedule(tuple(events), backward_end_share, sum(p.num_operations for p in phases))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerQueue:
-    """Closed queue of workers: each computes for `think_s`, then each server serves it in turn.
+    """Closed queue of workers: a worker computes for `think_s`, then each server serves the worker.
 
     Attributes:
         think_s: Seconds between two requests of a worker: its computation, and the latency of its
@@ -20,7 +20,10 @@ class ServerQueue:
 
     @property
     def saturation_workers(self) -> float:
-        """Number of workers that saturates the busiest server: (Z + sum D) / max D."""
+        """Number of workers that saturates the busiest server: (Z + sum D) / max D.
+
+        Z is the think time, and D is each server's service time.
+        """
         return (self.think_s + sum(self.service_s_by_server)) / max(self.service_s_by_server)
 
 

@@ -18,20 +18,23 @@ LEVELS, VARYING = 64, 256
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Relative own times of workers (workers x steps, above zero), as `normalise_own_times` returns."""
+    """Step times of workers without delays that all share, shape [workers, steps].
+
+    `normalise_own_times` computes them. All are above zero, with a mean of about 1.
+    """
 
     own_times: NDArray
 
-    def mean_slowest_factor(self, workers: int, spreads: float = 0.0) -> float:
+    def compute_mean_slowest_factor(self, workers: int, spreads: float = 0.0) -> float:
         """Return the mean time of the slowest of `workers` workers, over the mean of all.
 
         Each worker has a step of any measured worker, with equal probability. The duration of slow periods
         does not change the mean step. The factor is raised by `spreads` standard deviations, in ln.
         """
-        more = spreads * self._log_slowest_sd(workers) if spreads else 0.0
-        return math.exp(_log_slowest(self.own_times, workers) + more)
+        more = spreads * self._compute_log_slowest_sd(workers) if spreads else 0.0
+        return math.exp(_compute_log_slowest_factor(self.own_times, workers) + more)
 
-    def _log_slowest_sd(self, workers: int) -> float:
+    def _compute_log_slowest_sd(self, workers: int) -> float:
         """Return the standard deviation of ln of the slowest worker's factor.
 
         A jackknife over workers gives one part. The other part is that the unmeasured workers may have
@@ -41,33 +44,38 @@ class Stragglers:
         from scipy.special import ndtri, stdtrit
 
         n = len(self.own_times)
-        without = [_log_slowest(np.delete(self.own_times, i, axis=0), workers) for i in range(n)]
+        without = [
+            _compute_log_slowest_factor(np.delete(self.own_times, i, axis=0), workers)
+            for i in range(n)
+        ]
         jackknife = math.sqrt((n - 1) * float(np.var(without)))
-        of_levels = self._log_level_contribution(workers) / math.sqrt(n - 1)
+        of_levels = self._compute_log_level_contribution(workers) / math.sqrt(n - 1)
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
 
-    def _log_level_contribution(self, workers: int) -> float:
-        """Return how much log-normal levels of workers add to ln of the slowest one's factor."""
+    def _compute_log_level_contribution(self, workers: int) -> float:
+        """Return how much lasting speed differences of workers add to the slowest worker's ln factor."""
         import numpy as np
         from scipy.special import ndtri
 
         logs = np.log(self.own_times)
         levels = logs.mean(axis=1)
-        varying = np.quantile(logs - levels[:, None], _midpoints(VARYING))
-        drawn = levels.std(ddof=1) * ndtri(_midpoints(LEVELS))
+        varying = np.quantile(logs - levels[:, None], _compute_midpoints(VARYING))
+        drawn = levels.std(ddof=1) * ndtri(_compute_midpoints(LEVELS))
         both = np.exp(varying + drawn[:, None])
-        return _log_slowest(both, workers) - _log_slowest(np.exp(varying), workers)
+        return _compute_log_slowest_factor(both, workers) - _compute_log_slowest_factor(
+            np.exp(varying), workers
+        )
 
 
-def _midpoints(n: int) -> NDArray:
+def _compute_midpoints(n: int) -> NDArray:
     """Return the midpoints of n equal parts of the interval from 0 to 1."""
     import numpy as np
 
     return (np.arange(n) + 0.5) / n
 
 
-def _log_slowest(times: NDArray, workers: int) -> float:
-    """Return ln of the relative mean maximum of `workers` draws from `times`.
+def _compute_log_slowest_factor(times: NDArray, workers: int) -> float:
+    """Return ln of the slowest of `workers` times drawn from `times`, on average.
 
     The maximum is relative to the mean of `times`.
     """
@@ -79,7 +87,9 @@ def _log_slowest(times: NDArray, workers: int) -> float:
 
 
 def normalise_own_times(times: NDArray) -> NDArray:
-    """Return times (workers x steps, above zero) over their mean, without each step's common part.
+    """Return step times, shape [workers, steps], without each step's delay common to all workers.
+
+    The times are above zero, relative to their mean.
 
     A delay that all workers share makes none of them wait. ln of a time is the sum of the worker's level,
     the step's common part and the worker's own part. The covariance of workers is the variance of the
@@ -103,7 +113,7 @@ def normalise_own_times(times: NDArray) -> NDArray:
 
 
 def fit_stragglers(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
-    """Return the stragglers in one count's repeats, or None if the series are too short."""
+    """Return the distribution of workers' times in one count's repeats, or None if too short."""
     import numpy as np
 
     factors = []

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.text.progress import progress_bar
+from stratbench.cell.text.progress import create_progress_bar
 from stratbench.extensions.plan.device_rates import (
     Device,
+    list_configured_gpus,
     make_cpu_device,
     make_gpu_device,
-    named_gpus,
 )
 from stratbench.extensions.plan.duration import ProjectedDuration, Span
-from stratbench.extensions.plan.needs import Subject, subject_of
+from stratbench.extensions.plan.needs import Subject, make_subject
 from stratbench.extensions.projection.evidence import (
     LinkReplay,
     ProjectionInputs,
@@ -31,9 +31,9 @@ from stratbench.extensions.projection.limits import MAX_COUNT_RATIO
 from stratbench.extensions.projection.links import Unmeasured
 from stratbench.extensions.projection.project import (
     Projection,
-    describe_basis,
+    describe_projection_basis,
     fit_computation_s,
-    project,
+    project_step_times,
     solve_computation_s,
 )
 from stratbench.extensions.projection.servers import ServerQueue
@@ -54,29 +54,31 @@ def project_strategy(
     """
 
     @cache
-    def at(workers: int) -> Subject:
+    def make_subject_at(workers: int) -> Subject:
         return make_cell_subject(config, study, evidence, workers)
 
-    last = at(evidence.measured_steps[-1].workers)
+    last = make_subject_at(evidence.measured_steps[-1].workers)
     nodes = {p.workers: p.nodes for p in evidence.measured_steps if p.nodes is not None}
 
-    def nodes_of(workers: int) -> int:
+    def count_nodes_at(workers: int) -> int:
         cell = replace(evidence.largest_cell, gpus=workers)
         return nodes.get(workers) or count_nodes(cell, config["cluster"])
 
-    points = [replace(p, nodes=nodes_of(p.workers)) for p in evidence.measured_steps]
-    places = [(n, nodes_of(n)) for n in counts]
-    device = make_device(config, last)
+    points = [replace(p, nodes=count_nodes_at(p.workers)) for p in evidence.measured_steps]
+    places = [(n, count_nodes_at(n)) for n in counts]
+    device = make_subject_device(config, last)
 
     @cache
     def find_unsuited_reason(workers: int) -> str | None:
         return untrainable_reason(config, study, evidence, workers)
 
-    on, queue, able = _find_link_replay(config, study, evidence, at, device, counts, nodes_of)
+    on, queue, able = _find_link_replay(
+        config, study, evidence, make_subject_at, device, counts, count_nodes_at
+    )
     links = (on.replay_step, on.replay_step_slowed, on.measured_levels, queue) if on else ()
     reach, host_s = evidence.repeat_half_width_ln, on.host_issue_s if on else 0.0
     projected = partial(
-        project,
+        project_step_times,
         points,
         evidence.scaling,
         unsuited=find_unsuited_reason,
@@ -95,9 +97,9 @@ def project_strategy(
 def project_trainings(
     config: Mapping[str, Any], study: Study, records: Mapping[Cell, Mapping[str, Any]]
 ) -> dict[Cell, ProjectedDuration]:
-    """Return the projected durations of trainings, on counts of the study and beyond.
+    """Return the projected durations of trainings, on worker counts of the study and larger ones.
 
-    They are those of first repeats.
+    Each is that of a first repeat.
 
     Args:
         config: The validated config.
@@ -119,9 +121,9 @@ def project_trainings(
         for p in project_strategy(config, study, evidence, counts):
             if p.interval is not None:
                 cell = replace(evidence.largest_cell, gpus=p.workers, repeat=0)
-                subject = subject_of(config, study, cell)
+                subject = make_subject(config, study, cell)
                 low_s, high_s = (s * subject.steps for s in (p.interval.low_s, p.interval.high_s))
-                source = f"projected, 80 %: {describe_basis(p, evidence.measured_steps)}"
+                source = f"projected, 80 %: {describe_projection_basis(p, evidence.measured_steps)}"
                 trainings[cell] = ProjectedDuration(
                     Span(low_s, high_s, source), subject.settings.global_batch
                 )
@@ -130,7 +132,7 @@ def project_trainings(
 
 def iter_with_progress(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
     """Yield each strategy's measurements, and show a progress bar, since a trace takes seconds."""
-    with progress_bar(len(evidences), " strategies", "projected") as bar:
+    with create_progress_bar(len(evidences), " strategies", "projected") as bar:
         for evidence in evidences:
             yield evidence
             bar.update(1)
@@ -147,7 +149,7 @@ def make_cell_subject(
         evidence: Measurements of the strategy.
         workers: Number of workers.
     """
-    return subject_of(config, study, replace(evidence.largest_cell, gpus=workers))
+    return make_subject(config, study, replace(evidence.largest_cell, gpus=workers))
 
 
 def list_doublings(largest: int, max_count: int) -> list[int]:
@@ -155,10 +157,12 @@ def list_doublings(largest: int, max_count: int) -> list[int]:
     return [largest << k for k in range(1, 1 + max(0, int(math.log2(max_count / largest))))]
 
 
-def make_device(config: Mapping[str, Any], subject: Subject) -> Device:
+def make_subject_device(config: Mapping[str, Any], subject: Subject) -> Device:
     cluster = config["cluster"]
-    if subject.request.on_cuda:
-        return make_gpu_device(named_gpus(cluster)[0], subject.settings.precision, cluster)
+    if subject.request.is_on_cuda:
+        return make_gpu_device(
+            list_configured_gpus(cluster)[0], subject.settings.precision, cluster
+        )
     return make_cpu_device(cluster, subject.cell.gpus)
 
 
@@ -178,7 +182,7 @@ def untrainable_reason(
     Returns:
         The reason, or None if the cell can be trained.
     """
-    if reason := study.why_refused(config, replace(evidence.largest_cell, gpus=workers)):
+    if reason := study.refused_cell_reason(config, replace(evidence.largest_cell, gpus=workers)):
         return reason
     cores = read_node_cores(evidence.records_by_count[-1][0]) if evidence.on_cpu else None
     here = min(workers, config["cluster"]["gpus_per_node"])

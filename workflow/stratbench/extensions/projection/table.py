@@ -15,8 +15,8 @@ from typing import Any
 from stratbench.cell.files import write_atomic
 from stratbench.extensions.projection.evidence import ProjectionInputs, compute_step_times_s
 from stratbench.extensions.projection.memory import ProjectedPeak
-from stratbench.extensions.projection.naive import scale_perfectly
-from stratbench.extensions.projection.project import Projection, describe_basis
+from stratbench.extensions.projection.naive import scale_step_time_perfectly
+from stratbench.extensions.projection.project import Projection, describe_projection_basis
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ def make_rows(
                 **common, workers=p.workers, nodes=p.nodes,
                 kind="refused" if p.refusal_reason else "projected", **times,
                 **_make_interval_columns("memory", "_bytes", memory),
-                evidence=describe_basis(p, evidence.measured_steps) if i else "", rule=p.rule if i else "",
+                evidence=describe_projection_basis(p, evidence.measured_steps) if i else "",
+                rule=p.rule if i else "",
                 skill=p.skill.error_reduction, reason=p.refusal_reason or "", perfect_s=naive_s["perfect"],
                 same_loss_s=naive_s["same loss per doubling"], a_plus_b_s=naive_s["a + b/N"],
                 host_s=p.host_issue_s or None,
@@ -166,11 +167,11 @@ def make_rows(
 def _make_time_columns(
     evidence: ProjectionInputs, facts: TrainingFacts, workers: int, *step_s: float
 ) -> dict[str, float | None]:
-    """Return the columns of step, efficiency, training and target.
+    """Return the columns on step time, efficiency, training time and time to the target.
 
-    They follow from the step's low, middle and high time.
+    The values follow from the step's low, middle and high time.
     """
-    ideal_s = scale_perfectly(evidence.measured_steps[0], evidence.scaling, workers)
+    ideal_s = scale_step_time_perfectly(evidence.measured_steps[0], evidence.scaling, workers)
     trained = [t * facts.steps_by_count[workers] for t in step_s]
     # The highest step time gives the lowest efficiency.
     efficiencies = [ideal_s / t for t in reversed(step_s)]
@@ -191,7 +192,7 @@ def _make_time_columns(
 def _make_cost_columns(
     prefix: str, times_s: Sequence[float] | None, workers: int, price: float | None
 ) -> dict[str, float | None]:
-    """Return the columns of GPU-hours and cost of some times on a number of workers.
+    """Return the columns of GPU-hours and cost for low, middle and high training times.
 
     Args:
         prefix: Prefix of the columns' names.
@@ -235,12 +236,12 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     names = [f.name for f in fields(Row)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
-    writer.writerows([_format_field(getattr(row, name)) for name in names] for row in rows)
+    writer.writerows([_format_csv_field(getattr(row, name)) for name in names] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text.getvalue())
 
 
-def _format_field(value: Any) -> Any:
+def _format_csv_field(value: Any) -> Any:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else value

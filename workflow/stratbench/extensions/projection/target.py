@@ -1,4 +1,4 @@
-"""Computes the fraction of a training until the target score, if it is equal on other counts."""
+"""Computes the fraction of a training until the target score, for other worker counts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from stratbench.extensions.projection.evidence import ProjectionInputs
 def compute_share_to_target(
     target: float | None, evidence: ProjectionInputs
 ) -> tuple[tuple[float, float] | None, str]:
-    """Return the range of the fraction of training time until the target score.
+    """Return the fraction of training time until the target score, as a range.
 
-    It applies to other worker counts if updates stay the same: with DDP's arithmetic and one global batch.
+    The range applies to other worker counts if updates stay the same: with DDP's arithmetic and one global
+    batch.
 
     Args:
         target: Target score, or None if the config has none.

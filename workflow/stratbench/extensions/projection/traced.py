@@ -1,4 +1,4 @@
-"""Builds a step's schedule from its trace on fake tensors: collectives, and computation between."""
+"""Builds a step's schedule from a trace on fake tensors: collectives, and computation between them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
     The device's rates only give fractions of the step's computation, whose total is measured.
 
     Args:
-        request: What to trace.
+        request: Request of the cell to trace.
         samples: Samples of the step.
         device: Device whose rates are used.
     """
-    from stratbench.extensions.plan.footprint import fake  # imports PyTorch
+    from stratbench.extensions.plan.footprint import fake  # this import loads PyTorch
 
     trace, _ = fake.trace_steps(request, [samples])
     flops_per_s = device.flops_per_s or 1e12
@@ -39,4 +39,4 @@ def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
         )
         for phase in trace.phases[1:-1]
     ]
-    return build_schedule(phases, request.on_cuda)
+    return build_schedule(phases, request.is_on_cuda)

@@ -1,4 +1,4 @@
-"""Answers `decide.queue`: the time to a result, including the queue, of each way to run a training."""
+"""Answers `decide.queue`: for each way to train, the time to a result including the queue."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOT_MODELLED = (
 )
 
 
-def answer(
+def simulate_and_answer(
     request: QueueRequest,
     gpus_per_node: int,
     margin: float,
@@ -76,10 +76,9 @@ def answer(
             "once; if the cluster has more, set decide.queue.nodes"
         )
     load = request.load
-    if (
-        history is not None
-    ):  # the load is the GPUs in use, and those that the growing wait would need
-        load = (history.mean_gpus + history.growth_gpus) / capacity
+    # The load counts the GPUs in use, and those that the growing queue would need.
+    if history is not None:
+        load = (history.mean_gpus_in_use + history.queue_growth_gpus) / capacity
     known = [] if history is None else list(describe_history(history, nodes, gpus_per_node))
     if reason := _find_refusal_reason(history, load, capacity):
         return {
@@ -119,17 +118,17 @@ def answer(
     worths = sorted({*WORTHS, *(request.sample_efficiency or ())}, reverse=True)
     done = 0
 
-    def tick() -> None:
+    def report_progress() -> None:
         nonlocal done
         done += 1
         progress(done, BLOCKS * MOMENTS)
 
-    times = simulate_modes(queue, work, worths, tick=tick)
+    times = simulate_modes(queue, work, worths, tick=report_progress)
     report = _AnswerText(request, times, margin)
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
         f"{'synthetic' if history is None else 'recorded'} queues of {format_count(nodes, 'node')} of "
-        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} ({times.busy:.0%} of the GPUs in "
+        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} ({times.busy_share:.0%} of the GPUs in "
         "use). At each submission time all modes have the same queue. Intervals are 95 % intervals of "
         "means."
     )
@@ -148,7 +147,7 @@ def answer(
 def _count_min_nodes(history: AccountingHistory, gpus_per_node: int) -> int:
     """Return the smallest number of nodes that can run the history's jobs."""
     widest = max(e.gpus for e in history.entries)
-    return -(-max(history.most_gpus, widest) // gpus_per_node)
+    return -(-max(history.max_gpus_in_use, widest) // gpus_per_node)
 
 
 def _find_refusal_reason(
@@ -159,11 +158,11 @@ def _find_refusal_reason(
             "The history has jobs of a single user, so that the load is unknown: run sacct with -a, or "
             "ask an administrator if PrivateData hides other users' jobs."
         )
-    if history is not None and history.growth_gpus > MAX_GROWTH * capacity:
-        waits_h = history.growth_gpus * history.days * 24
+    if history is not None and history.queue_growth_gpus > MAX_GROWTH * capacity:
+        waits_h = history.queue_growth_gpus * history.window_days * 24
         return (
-            f"The history's queue is not steady: in {history.days:.1f} days the waiting work grew by "
-            f"{waits_h:,.0f} GPU-hours ({history.mean_gpus:.1f} of {capacity} GPUs in use). A growing "
+            f"The history's queue is not steady: in {history.window_days:.1f} days the waiting work grew by "
+            f"{waits_h:,.0f} GPU-hours ({history.mean_gpus_in_use:.1f} of {capacity} GPUs in use). A growing "
             "queue has no mean wait; give the accounting of steadier days."
         )
     if load > MAX_STEADY_LOAD:
@@ -209,9 +208,9 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
     """
     capacity = nodes * gpus_per_node
     lines = [
-        f"The history has {format_count(len(history.entries), 'job')} with GPUs in {history.days:.1f} "
-        f"days. Of {capacity} GPUs, {history.mean_gpus:.1f} were in use on average, and at most "
-        f"{history.most_gpus}."
+        f"The history has {format_count(len(history.entries), 'job')} with GPUs in {history.window_days:.1f} "
+        f"days. Of {capacity} GPUs, {history.mean_gpus_in_use:.1f} were in use on average, and at most "
+        f"{history.max_gpus_in_use}."
     ]
     if history.gpus_by_nodes:
         lines.append(
@@ -223,19 +222,19 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
         lines.append(
             f"A node failed under a job once in {mtbf_days:.0f} node-days (state NODE_FAIL)."
         )
-    return [*lines, *map(_describe_width, history.iter_widths())]
+    return [*lines, *map(_describe_waits_of_width, history.iter_waits_by_width())]
 
 
-def _describe_width(row: WidthRow) -> str:
+def _describe_waits_of_width(row: WidthRow) -> str:
     text = (
-        f"{row.label} GPUs: {format_count(row.jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h on "
-        f"average, {format_hours(row.median_s / 3600)} h in the median, and one in ten over "
+        f"{row.label} GPUs: {format_count(row.num_jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h "
+        f"on average, {format_hours(row.median_s / 3600)} h in the median, and one in ten over "
         f"{format_hours(row.p90_s / 3600)} h"
     )
     if row.used is not None:
         text += f"; they used {row.used:.0%} of their requested wall time"
-    if row.backfilled is not None:
-        text += f"; {row.backfilled:.0%} of them started by backfill"
+    if row.backfilled_share is not None:
+        text += f"; {row.backfilled_share:.0%} of them started by backfill"
     return f"{text}."
 
 
@@ -248,10 +247,13 @@ class _AnswerText:
 
     def compute_break_even(self, rival: str) -> IntervalEstimate:
         """Return the sample efficiency at which asynchronous workers take as long as mode `rival`."""
-        return self.times.break_even(rival)
+        return self.times.compute_break_even(rival)
 
     def get_simulated_mode(self, mode: str) -> str:
-        """Return the name of the simulated mode; asynchronous workers have the lowest sample efficiency."""
+        """Return the name under which `mode` was simulated.
+
+        For asynchronous workers, this is the mode with the lowest sample efficiency.
+        """
         if mode != ASYNCHRONOUS:
             return mode
         return name_asynchronous_mode(min(self.request.sample_efficiency or (1.0,)))
@@ -282,7 +284,7 @@ class _AnswerText:
         )
         if self.choice == GANG:
             return text
-        ratio = self.times.ratio(self.get_simulated_mode(self.choice), GANG)
+        ratio = self.times.compute_ratio(self.get_simulated_mode(self.choice), GANG)
         gang_h = _format_hours(self.times.average_hours(GANG).value)
         text += f" That is {_format_ratio(ratio)} times as long as a gang takes ({gang_h})"
         doubtful = ratio.high is not None and ratio.high > 1
@@ -294,7 +296,7 @@ class _AnswerText:
         for mode in MODES[1:]:
             mean, ratio = (
                 self.times.average_hours(self.get_simulated_mode(mode)),
-                self.times.ratio(self.get_simulated_mode(mode), GANG),
+                self.times.compute_ratio(self.get_simulated_mode(mode), GANG),
             )
             others.append(f"{mode} {_format_hours(mean.value)}, {_format_ratio(ratio)}")
         worth = f"at a sample efficiency of {min(self.request.sample_efficiency or (1.0,)):g}"
@@ -343,7 +345,7 @@ class _AnswerText:
         table = []
         for mode in MODES:
             mean = self.times.average_hours(self.get_simulated_mode(mode))
-            ratio = self.times.ratio(self.get_simulated_mode(mode), GANG)
+            ratio = self.times.compute_ratio(self.get_simulated_mode(mode), GANG)
             names = ("hours", "hours_low", "hours_high", "ratio", "ratio_low", "ratio_high")
             table.append(
                 {"mode": mode, "chosen": mode == self.choice}
@@ -354,7 +356,7 @@ class _AnswerText:
 
 
 def _describe_pause(request: QueueRequest) -> str:
-    """Describe how long synchronous workers pause if one joins or leaves, and how they resume."""
+    """Describe how long synchronous workers pause when a worker joins or leaves, and resume."""
     return f"pause {request.pause_s:g} s, {SOURCES[request.recovery]}"
 
 
@@ -363,7 +365,7 @@ def _format_hours(hours: float | None) -> str:
 
 
 def _format_ratio(ratio: IntervalEstimate) -> str:
-    return ratio.text(lambda r: f"{r:.2f}")
+    return ratio.format_text(lambda r: f"{r:.2f}")
 
 
 def _format_break_even(even: IntervalEstimate) -> str:
@@ -372,4 +374,4 @@ def _format_break_even(even: IntervalEstimate) -> str:
         return f"less than {WORTHS[-1]:g}"
     if math.isinf(even.value):
         return "more than 1"
-    return even.text(lambda w: f"{w:.2f}")
+    return even.format_text(lambda w: f"{w:.2f}")

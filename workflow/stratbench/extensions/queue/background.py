@@ -15,10 +15,10 @@ REQUEST_FACTORS = (1.5, 3.0, 10.0)
 MEDIAN_S, SIGMA, MIN_S, MAX_S = 1800.0, 1.4, 60.0, 86400.0
 
 
-def round_request_s(duration_s: float, factor: float) -> float:
+def compute_requested_time_s(duration_s: float, factor: float) -> float:
     """Return the requested wall time, rounded up to minutes as in SLURM.
 
-    It is `factor` times the duration.
+    The time is `factor` times the duration.
     """
     return max(1, math.ceil(duration_s * factor / 60)) * 60.0
 
@@ -41,7 +41,9 @@ def make_poisson_arrivals(jobs: int, load: float, capacity: int, seed: int) -> l
         gpus = rng.choices(list(usable), list(usable.values()))[0]
         duration_s = rng.lognormvariate(math.log(MEDIAN_S), SIGMA)
         duration_s = min(MAX_S, max(MIN_S, duration_s))
-        bodies.append((gpus, duration_s, round_request_s(duration_s, rng.choice(REQUEST_FACTORS))))
+        bodies.append(
+            (gpus, duration_s, compute_requested_time_s(duration_s, rng.choice(REQUEST_FACTORS)))
+        )
     gaps = [rng.expovariate(1.0) for _ in range(jobs)]
     scale = sum(gpus * s for gpus, s, _ in bodies) / (load * capacity) / sum(gaps)
     arrivals, now_s = [], 0.0

@@ -1,6 +1,6 @@
 """Simulates a training as a gang or as separate worker jobs, in the same queue at the same times.
 
-It also finds the sample efficiency at which asynchronous workers break even with another mode.
+The module also finds the sample efficiency at which asynchronous workers break even with another mode.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class QueuedTraining:
     loss_per_worker: float = 0.02
     pause_s: float = 60.0
     #: Whether a synchronous worker that joins gets its state from another worker, not from a checkpoint.
-    from_peers: bool = False
+    resumes_from_peers: bool = False
     #: Whether workers that are separate jobs may be preempted.
-    preemptible: bool = False
+    is_preemptible: bool = False
 
     @property
     def work_s(self) -> float:
@@ -79,23 +79,29 @@ class QueuedTraining:
         """Return a function per mode that creates the training. `worths` are sample efficiencies."""
         scaling = Scaling(self.loss_per_worker)
 
-        def gang(workers: int) -> Callable[[], Training]:
+        def make_gang(workers: int) -> Callable[[], Training]:
             return partial(Gang, self.work_s, self.compute_request_s(workers), workers, scaling)
 
-        def split(worth: float, **how) -> Callable[[], Training]:
+        def make_split_training(worth: float, **how) -> Callable[[], Training]:
             asked_s, scaled = (
                 self.compute_request_s(self.width, worth),
                 Scaling(self.loss_per_worker, worth),
             )
-            how["preemptible"] = self.preemptible
+            how["is_preemptible"] = self.is_preemptible
             return partial(ElasticTraining, self.work_s, asked_s, self.width, scaled, **how)
 
-        stops = {"from_peers": True, "checkpoints": PEER_CHECKPOINTS} if self.from_peers else {}
+        stops = (
+            {"resumes_from_peers": True, "checkpoints": PEER_CHECKPOINTS}
+            if self.resumes_from_peers
+            else {}
+        )
         return {
-            GANG: gang(self.width),
-            HALF: gang(max(1, self.width // 2)),
-            SYNCHRONOUS: split(1.0, synchronous=True, pause_s=self.pause_s, **stops),
-        } | {name_asynchronous_mode(worth): split(worth) for worth in worths}
+            GANG: make_gang(self.width),
+            HALF: make_gang(max(1, self.width // 2)),
+            SYNCHRONOUS: make_split_training(
+                1.0, is_synchronous=True, pause_s=self.pause_s, **stops
+            ),
+        } | {name_asynchronous_mode(worth): make_split_training(worth) for worth in worths}
 
 
 def name_asynchronous_mode(worth: float) -> str:
@@ -118,47 +124,54 @@ class TrainingQueue:
 class ModeTimes:
     """Hours from submission to result, by mode. Each array has the shape [blocks, submission times]."""
 
-    hours: dict[str, np.ndarray]
+    hours_by_mode: dict[str, np.ndarray]
     #: Mean share of the GPUs that other users' jobs use until the last submission time.
-    busy: float
+    busy_share: float
 
     def average_hours(self, mode: str) -> IntervalEstimate:
         """Return the mean hours of a mode, with a 95 % interval."""
-        return jackknife(lambda kept: float(self.hours[mode][kept].mean()), len(self.hours[mode]))
+        return compute_jackknife_interval(
+            lambda kept: float(self.hours_by_mode[mode][kept].mean()), len(self.hours_by_mode[mode])
+        )
 
-    def ratio(self, mode: str, other: str) -> IntervalEstimate:
+    def compute_ratio(self, mode: str, other: str) -> IntervalEstimate:
         """Return the ratio of two modes' mean times, with a 95 % interval.
 
-        Both means are at equal submission times.
+        The means of both modes are at equal submission times.
         """
 
-        def ratio(kept: np.ndarray) -> float:
-            return float(self.hours[mode][kept].mean() / self.hours[other][kept].mean())
+        def compute_mean_ratio(kept: np.ndarray) -> float:
+            return float(
+                self.hours_by_mode[mode][kept].mean() / self.hours_by_mode[other][kept].mean()
+            )
 
-        return jackknife(ratio, len(self.hours[mode]))
+        return compute_jackknife_interval(compute_mean_ratio, len(self.hours_by_mode[mode]))
 
     def compute_late_hours(self, mode: str) -> float:
         """Return the hours within which nine out of ten trainings are done (90 % quantile)."""
-        return float(np.quantile(self.hours[mode], 0.9))
+        return float(np.quantile(self.hours_by_mode[mode], 0.9))
 
     def list_simulated_worths(self) -> list[float]:
-        """Return the simulated sample efficiencies of asynchronous workers, the highest first."""
+        """Return the simulated sample efficiencies of asynchronous workers, the highest one first."""
         prefix = f"{ASYNCHRONOUS} "
-        efficiencies = [float(a.removeprefix(prefix)) for a in self.hours if a.startswith(prefix)]
+        efficiencies = [
+            float(a.removeprefix(prefix)) for a in self.hours_by_mode if a.startswith(prefix)
+        ]
         return sorted(efficiencies, reverse=True)
 
-    def break_even(self, rival: str) -> IntervalEstimate:
+    def compute_break_even(self, rival: str) -> IntervalEstimate:
         """Return the sample efficiency at which asynchronous workers take as long as another mode.
 
-        It has a 95 % interval. Outside of the simulated range it has none: it is infinite if even the highest
-        efficiency is too slow, and 0 if the lowest is still faster.
+        The result has a 95 % interval, except outside of the simulated range. There it is infinite if even
+        the highest efficiency is too slow, and 0 if the lowest is still faster.
         """
         worths = self.list_simulated_worths()
 
-        def even(kept: np.ndarray) -> float:
-            target = self.hours[rival][kept].mean()
+        def find_break_even_efficiency(kept: np.ndarray) -> float:
+            target = self.hours_by_mode[rival][kept].mean()
             mine = [
-                float(self.hours[name_asynchronous_mode(worth)][kept].mean()) for worth in worths
+                float(self.hours_by_mode[name_asynchronous_mode(worth)][kept].mean())
+                for worth in worths
             ]
             if target < mine[0]:
                 return math.inf
@@ -166,10 +179,14 @@ class ModeTimes:
                 return 0.0
             return 1 / float(np.interp(target, mine, [1 / worth for worth in worths]))
 
-        return jackknife(even, len(self.hours[rival]))
+        return compute_jackknife_interval(
+            find_break_even_efficiency, len(self.hours_by_mode[rival])
+        )
 
 
-def jackknife(value: Callable[[np.ndarray], float], blocks: int) -> IntervalEstimate:
+def compute_jackknife_interval(
+    value: Callable[[np.ndarray], float], blocks: int
+) -> IntervalEstimate:
     """Compute a positive value over all blocks, with a 95 % jackknife interval.
 
     The interval is by Student's t on logarithms (Tukey 1958; Miller 1974). There is none if a value is 0 or
@@ -217,18 +234,18 @@ def simulate_modes(
         for moment_s in moments:
             base.run_until(moment_s)
             for name, make in made.items():
-                sim, training = base.branch(), make()
-                training.begin(sim)
+                sim, training = base.copy_cluster(), make()
+                training.submit_training(sim)
                 end_s = sim.now_s + MAX_S
-                sim.run_until(end_s, done=lambda training=training: training.finished)
-                took_s = training.time_to_result_s if training.finished else MAX_S
+                sim.run_until(end_s, done=lambda training=training: training.is_finished)
+                took_s = training.time_to_result_s if training.is_finished else MAX_S
                 hours[name][-1].append(took_s / 3600)
             tick()
         busy.append(base.busy_gpu_s / base.now_s / base.capacity)
     return ModeTimes({name: np.array(rows) for name, rows in hours.items()}, float(np.mean(busy)))
 
 
-def iter_moments(
+def iter_submission_times(
     last_s: float, count: int, first: float = 0.25, end: float = 0.85
 ) -> Iterator[float]:
     """Yield evenly spaced submission times in the middle of a stream of jobs.
@@ -236,7 +253,7 @@ def iter_moments(
     Args:
         last_s: End of the stream.
         count: Number of submission times.
-        first: Fraction of the stream before the first of them.
+        first: Fraction of the stream before the first submission time.
         end: Fraction of the stream before the end of the last interval.
     """
     for i in range(count):
@@ -272,7 +289,7 @@ def make_poisson_queue(
     for seed in range(blocks):
         arrivals = make_poisson_arrivals(jobs, load, capacity, seed)
         end_s = arrivals[with_moments - 1].submit_s
-        drawn.append((arrivals, list(iter_moments(end_s, moments))))
+        drawn.append((arrivals, list(iter_submission_times(end_s, moments))))
     return TrainingQueue(nodes, gpus_per_node, rules, drawn)
 
 
@@ -288,8 +305,8 @@ def make_recorded_queue(
 ) -> TrainingQueue:
     """Make a queue from one recorded stream of jobs.
 
-    Its submission times are divided into blocks. The end of the stream has no submission times, so that
-    trainings can end in it.
+    The stream's submission times are divided into blocks. The end of the stream has no submission times, so
+    that trainings can end in it.
 
     Args:
         nodes: Number of nodes.
@@ -313,6 +330,6 @@ def make_recorded_queue(
             f"{hours:.3g} h; give the accounting of {6 * hours:.3g} h or more"
         )
     first = max(0.2, settled_s / last_s)
-    every = list(iter_moments(last_s, blocks * moments, first=first, end=end_s / last_s))
+    every = list(iter_submission_times(last_s, blocks * moments, first=first, end=end_s / last_s))
     cut = [every[i * moments : (i + 1) * moments] for i in range(blocks)]
     return TrainingQueue(nodes, gpus_per_node, rules, [(arrivals, each) for each in cut])

@@ -9,20 +9,20 @@ from typing import Any
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
 from stratbench.analysis.records.reading import Reading
-from stratbench.extensions.queue.answer import answer
+from stratbench.extensions.queue.answer import simulate_and_answer
 from stratbench.extensions.queue.request import QueueRequest
 from stratbench.extensions.queue.section import make_queue_sections
 from stratbench.study.config.messages import ConfigError
 
 
 class QueueEvidence(Evidence):
-    """Evidence from a simulation of the queue."""
+    """Evidence for a decision from a simulation of the queue."""
 
     def __init__(self, constraints: Constraints) -> None:
-        """Keep the constraints of the decision, which include `decide.queue`."""
+        """Store the decision's constraints, which include `decide.queue`."""
         self.constraints = constraints
 
-    def answer(self) -> Mapping[str, Any] | None:
+    def build_separate_answer(self) -> Mapping[str, Any] | None:
         """Simulate the queue, and return the answer, or None without `decide.queue`. Progress goes to stderr.
 
         Raises:
@@ -34,7 +34,7 @@ class QueueEvidence(Evidence):
         request = QueueRequest(**block["queue"])
         margin = self.constraints.equivalence_margin
         try:
-            return answer(request, block["gpus_per_node"], margin, show_progress)
+            return simulate_and_answer(request, block["gpus_per_node"], margin, show_progress)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -46,5 +46,6 @@ def show_progress(done: int, of: int) -> None:
 
 
 READING = Reading(
-    sections=make_queue_sections, evidence=lambda path, constraints: QueueEvidence(constraints)
+    list_sections=make_queue_sections,
+    read_evidence=lambda path, constraints: QueueEvidence(constraints),
 )

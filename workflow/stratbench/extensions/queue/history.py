@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stratbench.cell.text.words import printable
+from stratbench.cell.text.words import replace_control_characters
 from stratbench.extensions.queue.simulator import Arrival
 
 FIELDS = (
@@ -50,12 +50,12 @@ class AccountingEntry:
     state: str
     limit_s: float | None
     gpus: int
-    backfilled: bool | None
+    is_backfilled: bool | None
     user: str = ""
 
     @property
     def queued_s(self) -> float:
-        """Time from which on the job waited in the queue and was eligible to run."""
+        """Time at which the job began to wait and could run, in seconds since 1970."""
         return max(self.submit_s, self.eligible_s or 0.0)
 
     @property
@@ -76,12 +76,12 @@ class WidthRow:
     """Waits in seconds of all jobs with a similar number of GPUs. Values are None if unknown."""
 
     label: str
-    jobs: int
+    num_jobs: int
     mean_s: float
     median_s: float
     p90_s: float
     #: Share of jobs that started by backfill.
-    backfilled: float | None
+    backfilled_share: float | None
     #: Mean share of the requested wall time that jobs used.
     used: float | None
 
@@ -110,13 +110,13 @@ class AccountingHistory:
         return min(ends), max(times)
 
     @property
-    def days(self) -> float:
-        """Length of the window in days."""
+    def window_days(self) -> float:
+        """Length of the time window in days."""
         begin_s, end_s = self.window_s
         return (end_s - begin_s) / 86400
 
     def _compute_use(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return times in the window, and the number of GPUs in use from each."""
+        """Return times in the window, and the number of GPUs in use after each time."""
         begin_s, end_s = self.window_s
         changes: list[tuple[float, int]] = [(begin_s, 0), (end_s, 0)]
         for e in self.entries:
@@ -131,19 +131,19 @@ class AccountingHistory:
         return times, np.cumsum(by_time)
 
     @property
-    def most_gpus(self) -> int:
+    def max_gpus_in_use(self) -> int:
         """Largest number of GPUs that were in use at the same time."""
         return int(self._compute_use()[1].max())
 
     @property
-    def mean_gpus(self) -> float:
+    def mean_gpus_in_use(self) -> float:
         """Mean number of GPUs in use over the window."""
         times, used = self._compute_use()
         return float((used[:-1] * np.diff(times)).sum() / (times[-1] - times[0]))
 
     @cached_property
-    def growth_gpus(self) -> float:
-        """Growth of the waiting work over the window, as a number of GPUs.
+    def queue_growth_gpus(self) -> float:
+        """Growth of the waiting jobs' work over the window, as a number of GPUs.
 
         The growth would keep this number of GPUs busy. It is at least 0.
 
@@ -155,9 +155,9 @@ class AccountingHistory:
         usual_s = statistics.median(known) if known else 0.0
 
         def waiting(at_s: float) -> float:
-            """Return the GPU-seconds of the jobs that waited at a time."""
+            """Return the GPU-seconds of all jobs that were waiting at a time."""
             return sum(
-                e.gpus * (e.ran_s or (e.limit_s / self._factor if e.limit_s else usual_s))
+                e.gpus * (e.ran_s or (e.limit_s / self._request_factor if e.limit_s else usual_s))
                 for e in self.entries
                 if e.queued_s <= at_s < (e.start_s or e.end_s or math.inf)
             )
@@ -176,7 +176,7 @@ class AccountingHistory:
         return [e.limit_s / e.ran_s for e in done]
 
     @cached_property
-    def _factor(self) -> float:
+    def _request_factor(self) -> float:
         """Assumed ratio of requested to used wall time."""
         factors = self.request_factors
         return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
@@ -188,9 +188,9 @@ class AccountingHistory:
         the mean is an upper bound.
         """
         failures = sum(e.state == "NODE_FAIL" for e in self.entries)
-        return nodes * self.days / failures if failures else None
+        return nodes * self.window_days / failures if failures else None
 
-    def iter_widths(self) -> Iterator[WidthRow]:
+    def iter_waits_by_width(self) -> Iterator[WidthRow]:
         """Yield the waits of jobs by their number of GPUs."""
         for low, high in WIDTH_BINS:
             mine = [e for e in self.entries if low <= e.gpus <= high]
@@ -200,23 +200,23 @@ class AccountingHistory:
             used = [
                 min(1.0, e.ran_s / e.limit_s) for e in mine if e.ran_s is not None and e.limit_s
             ]
-            backfilled = [e.backfilled for e in mine if e.backfilled is not None]
+            backfilled = [e.is_backfilled for e in mine if e.is_backfilled is not None]
             median_s, p90_s = (float(q) for q in np.percentile(waits, [50, 90]))
             yield WidthRow(
                 label=str(low) if low == high else f"{low}+" if high == 10**9 else f"{low}-{high}",
-                jobs=len(mine),
+                num_jobs=len(mine),
                 mean_s=statistics.fmean(waits),
                 median_s=median_s,
                 p90_s=p90_s,
-                backfilled=statistics.fmean(backfilled) if backfilled else None,
+                backfilled_share=statistics.fmean(backfilled) if backfilled else None,
                 used=statistics.fmean(used) if used else None,
             )
 
     def compute_queue_time_s(self, entry: AccountingEntry) -> float:
         """Return when a started job enters the simulated queue.
 
-        A job that started before the window enters at its start, and a job that waited at the begin of the
-        window enters at that time, because most of the jobs that it waited for are not in the file.
+        A job that started before the window enters at its start. A job that waited at the window's begin
+        enters at that time, because the file lacks most jobs that it waited for.
         """
         begin_s, _ = self.window_s
         return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)
@@ -227,7 +227,10 @@ class AccountingHistory:
 
     @property
     def settled_s(self) -> float:
-        """Begin of the window on the simulation's clock: from then on `make_arrivals` has all jobs."""
+        """Begin of the window on the simulation's clock, in seconds.
+
+        From then on, `make_arrivals` has all jobs.
+        """
         return self.window_s[0] - self._first_s
 
     def make_arrivals(self) -> list[Arrival]:
@@ -242,7 +245,7 @@ class AccountingHistory:
                     self.compute_queue_time_s(e) - self._first_s,
                     e.gpus,
                     ran_s,
-                    max(e.limit_s or ran_s * self._factor, ran_s),
+                    max(e.limit_s or ran_s * self._request_factor, ran_s),
                 )
             )
         return sorted(jobs, key=lambda a: a.submit_s)
@@ -251,7 +254,7 @@ class AccountingHistory:
 def read_history(
     path: str | Path, gpus_per_node: int, partition: str | None = None
 ) -> AccountingHistory:
-    """Read a file of SLURM's accounting.
+    """Read jobs from a file of SLURM's accounting (sacct).
 
     Args:
         path: The file.
@@ -272,7 +275,7 @@ def read_history(
             names = sorted({r.get("Partition", "") for r in rows})
             raise HistoryError(
                 f"decide.queue.partition = {partition!r}: no job in {path} has this partition; give one of "
-                f"{printable(', '.join(names))}"
+                f"{replace_control_characters(', '.join(names))}"
             )
         rows = in_partition
     counted = any("gres/gpu" in r["AllocTRES"] + r.get("ReqTRES", "") for r in rows)
@@ -286,7 +289,7 @@ def read_history(
 
 
 def _iter_rows(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Yield each line's values by name of the column."""
+    """Yield the values of each line, by column name."""
     names: Sequence[str] = FIELDS
     for number, values in enumerate(lines, 1):
         if not values or values == [""]:
@@ -324,9 +327,8 @@ def _make_entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> Ac
     if counted:
         gpus = parse_gpu_count(row["AllocTRES"]) or parse_gpu_count(row.get("ReqTRES", ""))
     start_s, end_s = _parse_time(row["Start"]), _parse_time(row["End"])
-    if not row[
-        "AllocTRES"
-    ]:  # a job cancelled in the queue has a start time in older versions of SLURM
+    # A job cancelled in the queue has a start time in older versions of SLURM.
+    if not row["AllocTRES"]:
         start_s = None
     flags = row.get("Flags")
     return AccountingEntry(
@@ -338,7 +340,7 @@ def _make_entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> Ac
         # The limit is in minutes, or a word such as Partition_Limit or UNLIMITED.
         limit_s=int(limit) * 60.0 if limit.isdigit() and int(limit) else None,
         gpus=gpus,
-        backfilled="SchedBackfill" in flags if flags else None,
+        is_backfilled="SchedBackfill" in flags if flags else None,
         user=row.get("User", ""),
     )
 

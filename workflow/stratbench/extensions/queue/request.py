@@ -61,7 +61,7 @@ class QueueRequest:
     # fmt: on
 
     def faults(self, gpus_per_node: int) -> Iterator[str]:
-        """Yield a message for each contradiction between values."""
+        """Yield a message for each contradiction between values of the request."""
         if (self.load is None) == (self.history is None):
             yield (
                 f".queue: has load = {self.load} and history = {self.history!r}; give exactly one of the two"
@@ -92,12 +92,14 @@ class DecideQueue(Keys):
     # fmt: on
 
     @classmethod
-    def complete(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    def complete_values(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
         """Add the number of GPUs per node to the values, if the config has `decide.queue`."""
         return own and own | {"gpus_per_node": whole["cluster"]["gpus_per_node"]}
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield a message for each contradiction in `decide.queue`, or between it and `cluster`."""
         if block["queue"] is not None:
             yield from QueueRequest(**block["queue"]).faults(config["cluster"]["gpus_per_node"])

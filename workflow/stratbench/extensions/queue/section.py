@@ -12,5 +12,5 @@ TEMPLATE = Path(__file__).parent / "templates" / "queue.html.j2"
 
 def make_queue_sections(inputs: ReportInput) -> Iterator[Section]:
     """Make the section on the queue, if the config has `decide.queue`."""
-    if queue := inputs.decided["further"].get("queue"):
-        yield Section("queue", render_section(TEMPLATE, queue=queue), answers=True)
+    if queue := inputs.answers_json["further"].get("queue"):
+        yield Section("queue", render_section(TEMPLATE, queue=queue), is_beside_answers=True)

@@ -33,13 +33,13 @@ class Arrival:
 
 
 class JobOwner(Protocol):
-    """An object that submits simulated jobs, and whose methods are called on their events."""
+    """An object that submits simulated jobs. The simulator calls its methods on events."""
 
     def handle_start(self, sim: Cluster, job: SimulatedJob) -> None:
-        """Handle the start of a job."""
+        """Handle the start of one of the owner's jobs."""
 
     def handle_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
-        """Handle the end of a job.
+        """Handle the end of one of the owner's jobs.
 
         Args:
             sim: The cluster.
@@ -48,7 +48,7 @@ class JobOwner(Protocol):
         """
 
     def handle_wake(self, sim: Cluster, note: object) -> None:
-        """Handle a call that `Cluster.wake` planned, with its `note`."""
+        """Handle a call that `Cluster.schedule_wake` planned, with its `note`."""
 
 
 @dataclass(eq=False)
@@ -59,16 +59,17 @@ class SimulatedJob:
     duration_s: float
     request_s: float
     owner: JobOwner | None = None
-    preemptible: bool = False
+    is_preemptible: bool = False
     submit_s: float = 0.0
     start_s: float = math.nan
     end_s: float = math.nan
-    gpus_by_node: dict[int, int] = field(default_factory=dict)  # the GPUs that a running job has
+    # Number of the job's GPUs on each node, while it runs.
+    gpus_by_node: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How the simulated cluster schedules jobs, delays them, and fails."""
+    """Rules by which the simulated cluster schedules, delays and fails jobs."""
 
     #: Number of waiting jobs that get a reservation: 1 (EASY backfill), ALL (SLURM's default), 0 (any job
     #: that fits may start), or None (no backfill).
@@ -89,7 +90,7 @@ class Rules:
 
 
 class Cluster:
-    """A simulated cluster at time `now_s`. `run_until` advances the time, and `branch` makes a copy."""
+    """A simulated cluster at time `now_s`. `run_until` advances the time, and `copy_cluster` makes a copy."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Cluster:
         rules: Rules,
         seed: int = 0,
     ) -> None:
-        """Start with an empty cluster.
+        """Start with an empty cluster of idle GPUs.
 
         Args:
             nodes: Number of nodes.
@@ -139,7 +140,7 @@ class Cluster:
         """Number of GPUs of the cluster."""
         return len(self._free) * self.per_node
 
-    def branch(self) -> Cluster:
+    def copy_cluster(self) -> Cluster:
         """Return an independent copy of the cluster. All copies have the same arrivals and failures.
 
         Raises:
@@ -172,10 +173,10 @@ class Cluster:
         if job in self.queue:
             self.queue.remove(job)
         elif job in self.running:
-            self._stop(job, "cancelled")
+            self._stop_job(job, "cancelled")
 
-    def wake(self, owner: JobOwner, at_s: float, note: object) -> None:
-        """Call `owner.handle_wake(sim, note)` at a time.
+    def schedule_wake(self, owner: JobOwner, at_s: float, note: object) -> None:
+        """Plan a call of `owner.handle_wake(sim, note)` at a simulated time.
 
         Args:
             owner: The owner.
@@ -185,7 +186,7 @@ class Cluster:
         self._add_event(at_s, "wake", (owner, note))
 
     def set_duration(self, job: SimulatedJob, duration_s: float) -> None:
-        """Set how long a running job takes. It ends earlier if its wall time is shorter."""
+        """Set how long a running job takes. The job ends earlier if its wall time is shorter."""
         job.duration_s = duration_s
         self._schedule_end(job)
 
@@ -195,7 +196,7 @@ class Cluster:
         """Run until a time, until `done` returns True, or until no event is left."""
         rules = self.rules
         if self._changed:
-            self._schedule(not rules.backfill_s)
+            self._schedule_jobs(not rules.backfill_s)
         while not done():
             arrival = event = backfill = math.inf
             if self._next_arrival < len(self._arrivals):
@@ -212,9 +213,9 @@ class Cluster:
             then = min(arrival, event, backfill)
             if then > at_s or math.isinf(then):
                 if math.isfinite(at_s):
-                    self._pass_time(max(self.now_s, at_s))
+                    self._advance_time(max(self.now_s, at_s))
                 return
-            self._pass_time(then)
+            self._advance_time(then)
             if arrival == then:
                 next_job = self._arrivals[self._next_arrival]
                 self._next_arrival += 1
@@ -223,9 +224,9 @@ class Cluster:
                 _, _, kind, what = heapq.heappop(self._events)
                 getattr(self, f"_on_{kind}")(what)
             due = then not in (arrival, event)
-            self._schedule(due or not rules.backfill_s)
+            self._schedule_jobs(due or not rules.backfill_s)
 
-    def _pass_time(self, until_s: float) -> None:
+    def _advance_time(self, until_s: float) -> None:
         used = sum(sum(job.gpus_by_node.values()) for job in self.running)
         self.busy_gpu_s += (until_s - self.now_s) * used
         self.now_s = until_s
@@ -235,8 +236,9 @@ class Cluster:
         heapq.heappush(self._events, (at_s, self._count, kind, what))
 
     def _on_end(self, job: SimulatedJob) -> None:
-        if job in self.running and job.end_s <= self.now_s:  # its end may have been changed since
-            self._stop(job, "done" if job.duration_s <= job.request_s else "limit")
+        # The end of the job may have changed since this event was planned.
+        if job in self.running and job.end_s <= self.now_s:
+            self._stop_job(job, "done" if job.duration_s <= job.request_s else "limit")
 
     def _on_wake(self, what: tuple[JobOwner, object]) -> None:
         what[0].handle_wake(self, what[1])
@@ -244,7 +246,7 @@ class Cluster:
     def _on_fail(self, node: int) -> None:
         self._up[node] = False
         for job in [j for j in self.running if node in j.gpus_by_node]:
-            self._stop(job, "lost")
+            self._stop_job(job, "lost")
         self._add_event(self.now_s + self.rules.repair_s, "repair", node)
 
     def _on_repair(self, node: int) -> None:
@@ -259,7 +261,7 @@ class Cluster:
         if math.isfinite(job.end_s):
             self._add_event(job.end_s, "end", job)
 
-    def _start(self, job: SimulatedJob, at: dict[int, int]) -> None:
+    def _start_job(self, job: SimulatedJob, at: dict[int, int]) -> None:
         self.queue.remove(job)
         job.gpus_by_node, job.start_s = at, self.now_s + self.rules.start_delay_s
         for node, gpus in at.items():
@@ -271,42 +273,42 @@ class Cluster:
         else:
             job.owner.handle_start(self, job)
 
-    def _stop(self, job: SimulatedJob, reason: str) -> None:
+    def _stop_job(self, job: SimulatedJob, reason: str) -> None:
         self.running.remove(job)
         for node, gpus in job.gpus_by_node.items():
             self._free[node] += gpus
         self._changed = True
         if job.owner is not None:
             job.owner.handle_end(self, job, reason)
-        elif (
-            reason == "lost"
-        ):  # other users' jobs continue from where they were, at the end of the queue
+        # Other users' jobs continue from where they were, at the end of the queue.
+        elif reason == "lost":
             self.submit(SimulatedJob(job.gpus, max(1.0, job.end_s - self.now_s), job.request_s))
 
     # --- scheduling ------------------------------------------------------------------------------
 
-    def _schedule(self, backfill: bool) -> None:
+    def _schedule_jobs(self, backfill: bool) -> None:
         waiting = iter(self.queue[:])
         for job in waiting:
-            at = self._find_room(
+            at = self._find_free_gpus(
                 np.where(self._up, self._free, 0), job
             ) or self._make_room_by_preemption(job)
             if at is None:
                 if backfill and self.rules.num_reservations is not None:
                     self._next_backfill_s = self.now_s + self.rules.backfill_s
                     self._changed = False
-                    self._backfill([job, *waiting][: self.rules.backfill_depth])
+                    self._backfill_jobs([job, *waiting][: self.rules.backfill_depth])
                 return
-            self._start(job, at)
+            self._start_job(job, at)
 
-    def _find_room(self, free: np.ndarray, job: SimulatedJob) -> dict[int, int] | None:
+    def _find_free_gpus(self, free: np.ndarray, job: SimulatedJob) -> dict[int, int] | None:
         """Return GPUs by node on which a job fits, or None. `free` has the free GPUs of each node."""
         gpus = job.gpus
         if gpus > free.sum():
             return None
         if gpus <= self.per_node:
             fits = np.flatnonzero(free >= gpus)
-            return {int(fits[np.argmin(free[fits])]): gpus} if fits.size else None  # fullest node
+            # The job gets the fullest node that has room.
+            return {int(fits[np.argmin(free[fits])]): gpus} if fits.size else None
         nodes = -(-gpus // self.per_node)
         each = -(-gpus // nodes)
         fits = np.flatnonzero(free >= each)[:nodes]
@@ -317,30 +319,32 @@ class Cluster:
 
         The result is the GPUs of that job by node, or None.
         """
-        if job.preemptible or not any(j.preemptible for j in self.running):
+        if job.is_preemptible or not any(j.is_preemptible for j in self.running):
             return None
-        at = self._find_room(np.where(self._up, self._count_free_without_preemptible(), 0), job)
+        at = self._find_free_gpus(
+            np.where(self._up, self._count_free_without_preemptible(), 0), job
+        )
         if at is not None:
-            self._preempt(at)
+            self._preempt_jobs(at)
         return at
 
     def _count_free_without_preemptible(self) -> np.ndarray:
         free = self._free.copy()
         for job in self.running:
-            if job.preemptible:
+            if job.is_preemptible:
                 for node, gpus in job.gpus_by_node.items():
                     free[node] += gpus
         return free
 
-    def _preempt(self, at: dict[int, int]) -> None:
-        """Stop preemptible jobs, the latest started first, until these GPUs are free."""
-        for victim in [j for j in reversed(self.running) if j.preemptible]:
+    def _preempt_jobs(self, at: dict[int, int]) -> None:
+        """Stop preemptible jobs, the latest started first, until some GPUs are free."""
+        for victim in [j for j in reversed(self.running) if j.is_preemptible]:
             if any(
                 self._free[node] < gpus and node in victim.gpus_by_node for node, gpus in at.items()
             ):
-                self._stop(victim, "preempted")
+                self._stop_job(victim, "preempted")
 
-    def _backfill(self, waiting: list[SimulatedJob]) -> None:
+    def _backfill_jobs(self, waiting: list[SimulatedJob]) -> None:
         plan = _FreeGpuPlan(
             self.now_s, self._count_free_without_preemptible(), self._iter_expected_ends(), self._up
         )
@@ -349,20 +353,20 @@ class Cluster:
             if job not in self.queue:
                 continue
             free = plan.compute_least_free(self.now_s, job.request_s)
-            if job.preemptible:  # a preemptible job starts on free GPUs, and gets no reservation
-                at = self._find_room(np.minimum(free, self._free), job)
+            if job.is_preemptible:  # a preemptible job starts on free GPUs, and gets no reservation
+                at = self._find_free_gpus(np.minimum(free, self._free), job)
                 if at is not None:
-                    self._start(job, at)
+                    self._start_job(job, at)
                 continue
-            begin_s, at = self.now_s, self._find_room(free, job)
+            begin_s, at = self.now_s, self._find_free_gpus(free, job)
             if at is not None:
-                self._preempt(at)
-                self._start(job, at)
+                self._preempt_jobs(at)
+                self._start_job(job, at)
             elif reserved < self.rules.num_reservations:
                 reserved += 1
                 begin_s, at = self._find_earliest_start(plan, job)
             if at is not None:
-                plan.book(begin_s, job.request_s, at)
+                plan.reserve_gpus(begin_s, job.request_s, at)
 
     def _iter_expected_ends(self) -> Iterator[tuple[float, dict[int, int]]]:
         """Yield the expected end of each running job, and its GPUs by node.
@@ -370,14 +374,14 @@ class Cluster:
         The job's requested wall time determines its end.
         """
         for job in self.running:
-            if not job.preemptible:
+            if not job.is_preemptible:
                 yield max(job.start_s + job.request_s, self.now_s + 1e-6), job.gpus_by_node
 
     def _find_earliest_start(
         self, plan: _FreeGpuPlan, job: SimulatedJob
     ) -> tuple[float, dict[int, int] | None]:
         for i in np.flatnonzero(self._find_fitting_times(plan.free, job)):
-            at = self._find_room(plan.compute_least_free(plan.times[i], job.request_s), job)
+            at = self._find_free_gpus(plan.compute_least_free(plan.times[i], job.request_s), job)
             if at is not None:
                 return plan.times[i], at
         return math.inf, None
@@ -391,7 +395,7 @@ class Cluster:
 
 
 class _FreeGpuPlan:
-    """The free GPUs of each node from each planned time on, as an array of shape [times, nodes]."""
+    """Plan of the nodes' free GPUs over time, as an array of shape [times, nodes]."""
 
     def __init__(
         self,
@@ -415,8 +419,8 @@ class _FreeGpuPlan:
         begin = bisect_left(self.times, begin_s)
         return self.free[begin : max(bisect_left(self.times, begin_s + seconds), begin + 1)].min(0)
 
-    def book(self, begin_s: float, seconds: float, at: dict[int, int]) -> None:
-        """Reserve GPUs for an interval.
+    def reserve_gpus(self, begin_s: float, seconds: float, at: dict[int, int]) -> None:
+        """Reserve GPUs of some nodes for a time interval.
 
         Args:
             begin_s: Begin of the interval.

@@ -56,7 +56,7 @@ class Training:
     """A simulated training, from its submission until it is done. Work is in GPU-seconds."""
 
     work_s: float
-    #: Wall time that each of its jobs requests.
+    #: Wall time that each job of the training requests.
     request_s: float
     workers: int
     scaling: Scaling = Scaling()
@@ -67,7 +67,7 @@ class Training:
     remaining_work_s: float = 0.0
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the training is done."""
         return not math.isnan(self.done_s)
 
@@ -76,13 +76,13 @@ class Training:
         """Seconds from submission to the end, including the queue, or NaN before the end."""
         return self.done_s - self.submit_s
 
-    def begin(self, sim: Cluster) -> None:
+    def submit_training(self, sim: Cluster) -> None:
         """Submit the training at the present time of the simulation."""
         self.submit_s, self.remaining_work_s = sim.now_s, self.work_s
-        self.enqueue(sim)
+        self.submit_jobs(sim)
 
-    def enqueue(self, sim: Cluster) -> None:
-        """Submit the jobs of the training."""
+    def submit_jobs(self, sim: Cluster) -> None:
+        """Submit the jobs of the training to the simulated queue."""
         raise NotImplementedError
 
     def handle_wake(self, sim: Cluster, note: object) -> None:
@@ -97,7 +97,7 @@ class Gang(Training):
     checkpoint.
     """
 
-    def enqueue(self, sim: Cluster) -> None:
+    def submit_jobs(self, sim: Cluster) -> None:
         sim.submit(SimulatedJob(self.workers, math.inf, self.request_s, self))
 
     def _compute_rate(self, sim: Cluster, job: SimulatedJob) -> float:
@@ -114,53 +114,52 @@ class Gang(Training):
             self.done_s = sim.now_s
             return
         kept_s = max(0.0, sim.now_s - job.start_s - self.startup_s)
-        if reason != "limit":  # before the end of its wall time, it saves a checkpoint
+        if reason != "limit":  # a job saves a checkpoint before the end of its wall time
             kept_s = kept_s // self.checkpoints.interval_s * self.checkpoints.interval_s
         self.remaining_work_s -= kept_s * self._compute_rate(sim, job)
-        self.enqueue(sim)
+        self.submit_jobs(sim)
 
 
 @dataclass
 class ElasticTraining(Training):
     """A training in which each worker is a job of one GPU, which is submitted again when it ends.
 
-    The speeds of asynchronous workers add up. `synchronous` workers have the speed of the slowest, and pause
-    for `pause_s` when one joins or leaves. They resume from the last checkpoint when one is lost or
-    preempted. With `from_peers` they resume from the checkpoint only when one is lost: a preempted worker
-    leaves after a step, and the last worker saves the state before.
+    The speeds of asynchronous workers add up. Synchronous workers have the speed of the slowest, and pause
+    for `pause_s` when one joins or leaves. The workers resume from the last checkpoint when one is lost or
+    preempted. With `resumes_from_peers` they do so only when a worker is lost. A preempted worker then leaves
+    after a step, and the last worker saves the state before.
     """
 
-    synchronous: bool = False
+    is_synchronous: bool = False
     pause_s: float = 60.0
-    from_peers: bool = False
-    preemptible: bool = False
+    resumes_from_peers: bool = False
+    is_preemptible: bool = False
     jobs: list[SimulatedJob] = field(default_factory=list)
     _first_step_s: float = math.nan
-    _speeds: dict[int, float] = field(
-        default_factory=dict
-    )  # speed of each training worker, by id of its job
+    # Speed of each training worker, by id of its job.
+    _speeds: dict[int, float] = field(default_factory=dict)
     _counted_until_s: float = 0.0  # time until which work is counted; in the future during a pause
-    _saved_work_s: float = 0.0  # remaining work at the last checkpoint
+    _saved_work_s: float = 0.0  # work that remained at the last checkpoint
     _saved_at_s: float = 0.0
     _plan_number: int = 0  # number of the last planned end; earlier ones no longer count
 
-    def enqueue(self, sim: Cluster) -> None:
+    def submit_jobs(self, sim: Cluster) -> None:
         self._saved_work_s = self.remaining_work_s
         for _ in range(self.workers):
-            self._submit(sim)
+            self._submit_worker_job(sim)
 
-    def _submit(self, sim: Cluster) -> None:
-        job = SimulatedJob(1, math.inf, self.request_s, self, preemptible=self.preemptible)
+    def _submit_worker_job(self, sim: Cluster) -> None:
+        job = SimulatedJob(1, math.inf, self.request_s, self, is_preemptible=self.is_preemptible)
         self.jobs.append(job)
         sim.submit(job)
 
     @property
-    def _rate(self) -> float:
+    def _work_rate(self) -> float:
         if not self._speeds:
             return 0.0
         n, speeds = len(self._speeds), self._speeds.values()
         each = self.scaling.compute_efficiency(n)
-        if self.synchronous:
+        if self.is_synchronous:
             return n * min(speeds) * each / self.checkpoints.time_factor
         return sum(speeds) * each
 
@@ -168,32 +167,34 @@ class ElasticTraining(Training):
         """Subtract the work that was done until now."""
         if sim.now_s <= self._counted_until_s:
             return
-        self.remaining_work_s -= (sim.now_s - self._counted_until_s) * self._rate
+        self.remaining_work_s -= (sim.now_s - self._counted_until_s) * self._work_rate
         self._counted_until_s = sim.now_s
         every_s = self.checkpoints.interval_s
-        if self.synchronous and sim.now_s >= self._saved_at_s + every_s:
+        if self.is_synchronous and sim.now_s >= self._saved_at_s + every_s:
             self._saved_at_s += (sim.now_s - self._saved_at_s) // every_s * every_s
-            self._saved_work_s = self.remaining_work_s + (sim.now_s - self._saved_at_s) * self._rate
+            self._saved_work_s = (
+                self.remaining_work_s + (sim.now_s - self._saved_at_s) * self._work_rate
+            )
 
     def _pause_training(self, sim: Cluster) -> None:
         """Pause the training because a worker has joined or left."""
         self._counted_until_s = max(self._counted_until_s, sim.now_s + self.pause_s)
-        if not self.from_peers:
+        if not self.resumes_from_peers:
             self._saved_work_s, self._saved_at_s = self.remaining_work_s, sim.now_s
 
     def _plan_end(self, sim: Cluster) -> None:
         self._plan_number += 1
-        if self._rate:
+        if self._work_rate:
             begin_s = max(sim.now_s, self._counted_until_s)
-            sim.wake(
-                self, begin_s + max(0.0, self.remaining_work_s) / self._rate, self._plan_number
+            sim.schedule_wake(
+                self, begin_s + max(0.0, self.remaining_work_s) / self._work_rate, self._plan_number
             )
 
     def handle_start(self, sim: Cluster, job: SimulatedJob) -> None:
-        sim.wake(self, job.start_s + self.startup_s, job)
+        sim.schedule_wake(self, job.start_s + self.startup_s, job)
 
     def handle_wake(self, sim: Cluster, note: object) -> None:
-        if self.finished:
+        if self.is_finished:
             return
         if isinstance(note, SimulatedJob):
             if note in sim.running:  # the job may have ended during its startup
@@ -208,10 +209,9 @@ class ElasticTraining(Training):
         self._subtract_done_work(sim)
         if math.isnan(self._first_step_s):
             self._first_step_s = self._counted_until_s = self._saved_at_s = sim.now_s
-        elif self.synchronous:
-            if (
-                sim.now_s > self._first_step_s
-            ):  # workers that are present at the start cause no pause
+        elif self.is_synchronous:
+            # Workers that are present at the start cause no pause.
+            if sim.now_s > self._first_step_s:
                 self._pause_training(sim)
         elif not self._speeds:
             self._counted_until_s = sim.now_s
@@ -220,13 +220,13 @@ class ElasticTraining(Training):
 
     def handle_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
         self.jobs.remove(job)
-        if self.finished:
+        if self.is_finished:
             return
         self._subtract_done_work(sim)
         if self._speeds.pop(id(job), None) is not None:
-            if self.synchronous:
-                if reason == "lost" or (reason == "preempted" and not self.from_peers):
+            if self.is_synchronous:
+                if reason == "lost" or (reason == "preempted" and not self.resumes_from_peers):
                     self.remaining_work_s = self._saved_work_s
                 self._pause_training(sim)
             self._plan_end(sim)
-        self._submit(sim)
+        self._submit_worker_job(sim)

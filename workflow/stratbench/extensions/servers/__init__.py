@@ -6,9 +6,11 @@ from stratbench.cell.extensions import Extension
 from stratbench.extensions.servers.policies.policies import POLICIES
 
 EXTENSION = Extension(
-    says="parameter servers and their policies",
-    strategies=dict.fromkeys(POLICIES, "stratbench.extensions.servers.strategy:class_of_policy"),
-    runner="stratbench.extensions.servers.runner:ServedRunner",
-    reading="stratbench.extensions.servers.section:READING",
+    summary="parameter servers and their policies",
+    strategies=dict.fromkeys(
+        POLICIES, "stratbench.extensions.servers.strategy:get_strategy_of_policy"
+    ),
+    runner_class="stratbench.extensions.servers.runner:ServedRunner",
+    report_additions="stratbench.extensions.servers.section:READING",
     columns="stratbench.extensions.servers.columns:COLUMNS",
 )

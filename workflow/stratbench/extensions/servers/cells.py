@@ -1,17 +1,17 @@
-"""Facts about a cell's parameter servers: how many, where, and what they wrote."""
+"""Facts about a cell's parameter servers: their number, their nodes, and their statistics."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stratbench.cell.settings import Settings
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.train.job import Job
 
 
 def has_servers(s: Settings) -> bool:
     """Return whether a cell with these settings has parameter servers."""
-    return strategy_class(s.strategy).kind == "server"
+    return get_strategy_class(s.strategy).kind == "server"
 
 
 def count_servers(s: Settings) -> int:
@@ -21,4 +21,4 @@ def count_servers(s: Settings) -> int:
 
 def read_servers(job: Job) -> list[dict[str, Any]]:
     """Return the statistics of the servers that reached their end, by number."""
-    return job.folder.read_servers(count_servers(job.settings))
+    return job.folder.read_all_server_statistics(count_servers(job.settings))

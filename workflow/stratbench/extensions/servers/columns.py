@@ -10,13 +10,13 @@ from stratbench.cell.record import Record
 
 
 def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
-    """Yield the entries of the workers in the entries of all servers."""
+    """Yield each worker's entry in the statistics of each server."""
     for server in list_servers(record):
         yield from server.get("workers") or ()
 
 
 def count_servers(record: Record) -> int | None:
-    """Return the number of parameter servers."""
+    """Return the number of parameter servers of a cell."""
     return len(list_servers(record)) or None
 
 
@@ -27,7 +27,7 @@ def sum_server_bytes(record: Record) -> int | None:
     return sum(link["bytes_in"] + link["bytes_out"] for link in iter_server_worker_entries(record))
 
 
-def server_wait_s(record: Record) -> float | None:
+def sum_server_wait_s(record: Record) -> float | None:
     """Return the time in s that workers waited for servers, summed over servers and workers."""
     if not list_servers(record):
         return None
@@ -47,7 +47,7 @@ COLUMNS = (
     ("servers", "number", "", count_servers, "Number of parameter servers."),
     ("server_bytes", "number", "bytes", sum_server_bytes,
      "Bytes that all parameter servers received and sent."),
-    ("server_wait_s", "number", "s", server_wait_s,
+    ("server_wait_s", "number", "s", sum_server_wait_s,
      "Time that servers made workers wait for other workers, summed over servers and workers."),
     ("server_lost", "number", "", count_lost_workers,
      "Number of workers that disconnected from a server before they finished."),

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratbench.extensions.servers.cells import read_servers
-from stratbench.extensions.servers.endings import own_reason
-from stratbench.extensions.servers.strategy import node_of_server
+from stratbench.extensions.servers.endings import find_own_loss_reason
+from stratbench.extensions.servers.strategy import find_node_of_server
 from stratbench.train.job import Job
 
 
-def server_entry(job: Job) -> dict[str, Any] | None:
+def make_server_entry(job: Job) -> dict[str, Any] | None:
     """Return the record's `server`: the servers' statistics, without single step times.
 
     Each lost worker has its own report. None where no server left statistics.
@@ -20,8 +20,8 @@ def server_entry(job: Job) -> dict[str, Any] | None:
     servers = read_servers(job)
     if not servers:
         return None
-    workers = job.folder.read_workers(job.world_size)
-    reasons = {rank: own_reason(worker) for rank, worker in workers.items()}
+    workers = job.folder.read_worker_results(job.world_size)
+    reasons = {rank: find_own_loss_reason(worker) for rank, worker in workers.items()}
     entries = []
     for server in servers:
         lost = [entry | {"own_reason": reasons.get(entry["worker"])} for entry in server["lost"]]
@@ -30,16 +30,16 @@ def server_entry(job: Job) -> dict[str, Any] | None:
     return {"servers": entries}
 
 
-def traffic_of_servers(
+def compute_server_traffic(
     job: Job,
     workers: list[dict[str, Any]],
     servers: list[dict[str, Any]],
     run: dict[str, Any],
 ) -> dict[str, float]:
-    """Return the bytes per second of the busiest server, and those of links between nodes.
+    """Return the bytes per second of the busiest server, and of the links between nodes.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         workers: Results of the workers.
         servers: Statistics of the servers.
         run: Totals of the run.
@@ -48,10 +48,10 @@ def traffic_of_servers(
     if train_time_s := run.get("train_time_s"):
         moved = [sum(w["bytes_in"] + w["bytes_out"] for w in s["workers"]) for s in servers]
         figures["busiest_server_bytes_per_s"] = max(moved) / train_time_s
-    return figures | links_of_nodes(job, workers)
+    return figures | compute_node_link_traffic(job, workers)
 
 
-def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
+def compute_node_link_traffic(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
     """Return the bytes within nodes and over the busiest link between nodes.
 
     Workers count them. Lost workers, of which nothing is known, are left out.
@@ -62,9 +62,9 @@ def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
         if not w.get("communication"):
             continue
         steps += w["steps"]
-        own = job.node_of(w["rank"])
+        own = job.compute_node(w["rank"])
         for k, (out, back) in enumerate(w["communication"]["by_server_bytes"]):
-            node = node_of_server(job.settings, k, job.n_nodes)
+            node = find_node_of_server(job.settings, k, job.n_nodes)
             if node == own:
                 local += out + back
                 continue
@@ -79,7 +79,7 @@ def links_of_nodes(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def served_run(
+def sum_served_run(
     workers: list[dict[str, Any]],
     servers: list[dict[str, Any]],
     samples_per_step: int,
@@ -98,12 +98,12 @@ def served_run(
         per_epoch: Evaluation of each epoch; its training loss is added.
     """
     first = servers[0]
-    pushes = applied_pushes(servers)
+    pushes = count_applied_pushes(servers)
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
     tickets = first["tickets_settled"]
     for entry in per_epoch:
         losses = [w["losses"].get(str(entry["epoch"] - 1), {}) for w in workers]
-        entry["train_loss"] = mean_loss(losses)
+        entry["train_loss"] = compute_mean_loss(losses)
     return {
         "train_time_s": max(server["train_time_s"] for server in servers),
         "samples_seen": tickets * samples_per_step,
@@ -114,10 +114,11 @@ def served_run(
     }
 
 
-def mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
+def compute_mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
     """Return the mean training loss of an epoch, from each worker's report (`loop.Result.losses`).
 
-    None if a loss was not finite, or if the workers that took the steps were lost before reporting.
+    The result is None if a loss was not finite, or if the workers that took the steps were lost before
+    reporting.
     """
     steps: dict[str, list[tuple[float | None, float]]] = {}
     for each in losses:
@@ -132,7 +133,7 @@ def mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> flo
     return statistics.fmean(means)
 
 
-def applied_pushes(servers: list[dict[str, Any]]) -> float:
+def count_applied_pushes(servers: list[dict[str, Any]]) -> float:
     """Return the mean number of pushes applied to a shard's weights, over all shards."""
     shards = [sum(counts) for server in servers for counts in server["staleness"]]
     return sum(shards) / len(shards)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stratbench.cell.files import finite
+from stratbench.cell.files import finite_or_none
 from stratbench.cell.settings import Settings
 from stratbench.strategies.base import Worker
 from stratbench.strategies.mesh import Mesh
@@ -21,16 +21,16 @@ from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.loop import (
     Progress,
     Result,
+    build_epoch_entry,
+    collect_and_freeze_garbage,
     describe_score,
-    epoch_entry,
-    evaluate,
-    settle_garbage,
+    evaluate_test_set,
     warm_up,
 )
 from stratbench.workload.data.device_data import DeviceData, EpochTables
 
 
-def train(
+def train_on_tickets(
     strategy: Any,
     data: DeviceData,
     worker: Worker,
@@ -58,69 +58,69 @@ def train(
     """
     s = worker.settings
 
-    def evaluate_now(epoch: int) -> dict[str, float | None]:
-        if clock.running:
+    def evaluate_epoch_now(epoch: int) -> dict[str, float | None]:
+        if clock.is_running:
             clock.end()
         with phases("eval"):
-            return evaluate_epoch(strategy, data, worker, epoch)
+            return evaluate_epoch_snapshot(strategy, data, worker, epoch)
 
     with phases("warmup"):
         warm_up(strategy, data, worker)
-    passes = s.passes(data.train_samples)
-    tables = drawn_tables(data, s, passes)
+    passes = s.count_passes(data.train_samples)
+    tables = make_epoch_table_copier(data, s, passes)
     memory.start()
     clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
-    worker.mark = clock.mark
+    worker.mark_phase_end = clock.mark_phase_end
     losses: dict[int, dict[int, list[torch.Tensor]]] = {}
     samples = taken = 0
     reports = ThreadPoolExecutor(1)  # prints in a thread, so that a slow disk does not delay a step
     tables(0)
-    settle_garbage()
-    for epoch, where in strategy.tickets(evaluate_now):
+    collect_and_freeze_garbage()
+    for epoch, where in strategy.iter_tickets(evaluate_epoch_now):
         if not samples:
-            reports.submit(log.write, "train", "start", at_s=time.monotonic())
-        if not clock.running:
-            clock.begin()
+            reports.submit(log.write_phase_event, "train", "start", at_s=time.monotonic())
+        if not clock.is_running:
+            clock.begin_epoch()
         if epoch not in losses:
             # Each worker prints it, since workers begin an epoch at different times.
             reports.submit(print, f"epoch {epoch + 1}/{passes} begun", flush=True)
         order, augmentation = tables(epoch)
-        x, y = data.batch(order[where], augmentation)
-        if data.fetches_ahead and (likely := strategy.likely_ticket(data.train_samples)):
+        x, y = data.make_training_batch(order[where], augmentation)
+        if data.fetches_ahead and (likely := strategy.predict_next_ticket(data.train_samples)):
             order, augmentation = tables(likely[0])
             data.prefetch(order[likely[1]], augmentation)
-        clock.mark("data")
-        step = where.start // s.global_batch if worker.weighs else 0
+        clock.mark_phase_end("data")
+        step = where.start // s.global_batch if worker.has_weighted_loss else 0
         losses.setdefault(epoch, {}).setdefault(step, []).append(strategy.step(x, y))
-        clock.tick()
+        clock.mark_step_end()
         samples += len(y)
         taken += 1
-    if clock.running:
+    if clock.is_running:
         clock.end()
     reports.shutdown()
     if samples:
-        log.write("train", "end")
+        log.write_phase_event("train", "end")
     used = memory.read()
-    sums = {e: {n: summed(v) for n, v in steps.items()} for e, steps in losses.items()}
+    sums = {e: {n: sum_losses(v) for n, v in steps.items()} for e, steps in losses.items()}
     diverged = [
         f"training loss of epoch {e + 1}"
         for e, steps in sums.items()
         if not isfinite(sum(x for x, _ in steps.values()))
     ]
     finite_losses = {
-        e: {n: (finite(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()
+        e: {n: (finite_or_none(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()
     }
     if strategy.is_evaluator and not s.steps:
         with phases("eval"):
-            diverged += evaluate_epochs(strategy, data, worker, progress)
+            diverged += evaluate_all_snapshots(strategy, data, worker, progress)
     reason = f"the {diverged[0]} is not a finite number" if diverged else None
     return Result(
         "diverged" if reason else "ok", reason, clock, progress, taken, samples, used, finite_losses,
     )  # fmt: skip
 
 
-def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
-    """Return the sum of batch losses, and their number or the sum of their weights.
+def sum_losses(losses: list[torch.Tensor]) -> tuple[float, float]:
+    """Return the sum of batch losses, and the number of batches or sum of weights.
 
     Args:
         losses: Scalars, or pairs [2] of a sum and its weight.
@@ -132,8 +132,10 @@ def summed(losses: list[torch.Tensor]) -> tuple[float, float]:
     return total, weight
 
 
-def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], EpochTables]:
-    """Return a function that copies one epoch's order and augmentation to the device.
+def make_epoch_table_copier(
+    data: DeviceData, s: Settings, epochs: int
+) -> Callable[[int], EpochTables]:
+    """Return a function that copies one epoch's sample order and augmentation to the device.
 
     The tables of all epochs are drawn in advance, because training with servers has no pause between two
     epochs.
@@ -143,19 +145,21 @@ def drawn_tables(data: DeviceData, s: Settings, epochs: int) -> Callable[[int], 
         s: Settings of the cell.
         epochs: Number of epochs.
     """
-    drawn = [data.tables(s.seed, epoch, s.augment).packed() for epoch in range(epochs)]
+    drawn = [
+        data.draw_epoch_tables(s.seed, epoch, s.augment).pack_tables() for epoch in range(epochs)
+    ]
 
     @lru_cache(maxsize=2)  # a ticket of a lost worker may belong to the previous epoch
-    def tables(epoch: int) -> EpochTables:
-        return drawn[epoch].on(data.index_device)
+    def copy_epoch_tables(epoch: int) -> EpochTables:
+        return drawn[epoch].to_device(data.index_device)
 
-    return tables
+    return copy_epoch_tables
 
 
-def evaluate_epoch(
+def evaluate_epoch_snapshot(
     strategy: Any, data: DeviceData, worker: Worker, epoch: int
 ) -> dict[str, float | None]:
-    """Evaluate the servers' snapshot of one epoch, and return loss, score and its error.
+    """Evaluate the servers' snapshot of one epoch, and return loss, score and standard error.
 
     Args:
         strategy: Strategy of the cell.
@@ -163,12 +167,12 @@ def evaluate_epoch(
         worker: This worker.
         epoch: Number of the epoch, from 0.
     """
-    with strategy.holding_epoch(epoch) as train_time_s:
-        entry = served_entry(strategy, data, worker, epoch, train_time_s)
+    with strategy.hold_snapshot(epoch) as train_time_s:
+        entry = make_epoch_entry(strategy, data, worker, epoch, train_time_s)
     return {key: entry[key] for key in ("test_loss", "score", "score_error")}
 
 
-def evaluate_epochs(
+def evaluate_all_snapshots(
     strategy: Any, data: DeviceData, worker: Worker, progress: Progress
 ) -> list[str]:
     """Evaluate the servers' snapshots of all epochs.
@@ -183,15 +187,15 @@ def evaluate_epochs(
     """
     diverged = []
     for epoch in range(worker.settings.epochs):
-        entry = served_entry(strategy, data, worker, epoch, strategy.load_epoch(epoch))
-        strategy.drop_epoch(epoch)
+        entry = make_epoch_entry(strategy, data, worker, epoch, strategy.load_snapshot(epoch))
+        strategy.delete_snapshot(epoch)
         if entry["test_loss"] is None:
             diverged.append(f"test loss after epoch {epoch + 1}")
-        progress.add(entry)
+        progress.append_epoch(entry)
     return diverged
 
 
-def served_entry(
+def make_epoch_entry(
     strategy: Any, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
     """Evaluate a snapshot that the model has loaded, and return the results of its epoch.
@@ -205,8 +209,8 @@ def served_entry(
         epoch: Number of the epoch, from 0.
         train_time_s: Training time in seconds until the end of the epoch.
     """
-    evaluation = evaluate(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
-    entry = epoch_entry(epoch, train_time_s, None, evaluation)
+    evaluation = evaluate_test_set(strategy, data, worker.task, 0, Mesh(1), worker.heartbeat)
+    entry = build_epoch_entry(epoch, train_time_s, None, evaluation)
     print(
         f"epoch {epoch + 1}/{worker.settings.epochs} as the servers had it after "
         f"{train_time_s:.2f} s: {describe_score(worker.task, entry['score'])}",

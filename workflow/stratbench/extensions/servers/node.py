@@ -12,9 +12,9 @@ from pathlib import Path
 
 from stratbench.cell.run_folder import RunFolder, format_server_name, format_worker_name, parse_rank
 from stratbench.extensions.servers.ps.server_config import ServerConfig
-from stratbench.extensions.servers.strategy import node_of_server, server_configs
+from stratbench.extensions.servers.strategy import find_node_of_server, make_server_configs
 from stratbench.telemetry.timeline import read_phases
-from stratbench.train.agent import NodeProcesses, forking, workers_of
+from stratbench.train.agent import NodeProcesses, create_workers, start_fork_server
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
 
@@ -23,48 +23,49 @@ SERVER = "stratbench.extensions.servers.process:serve_parameters"
 
 
 @contextmanager
-def processes_of(job: Job, node: int) -> Iterator[NodeProcesses]:
+def make_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
     """Yield the servers and workers of this node, not yet started."""
-    with forking(job) as path:
-        servers = server_processes(path, job.folder, servers_of(job, node))
-        yield ServedProcesses(job, workers_of(job, node, path), servers)
+    with start_fork_server(job) as path:
+        servers = make_server_processes(path, job.folder, list_servers_of_node(job, node))
+        yield ServedProcesses(job, create_workers(job, node, path), servers)
 
 
 class ServedProcesses(NodeProcesses):
-    """Servers and workers of a node: the workers go on without one another while the servers run.
+    """Servers and workers of a node. Workers continue after the loss of others while the servers run.
 
     A worker that the servers have given up is killed: it may be stopped for good.
     """
 
     poll_s = 0.5
 
-    def tolerates(self, name: str) -> bool:
+    def tolerates_failure(self, name: str) -> bool:
         """Return whether the process is a worker that had joined the servers."""
         rank = parse_rank(name)
         return rank is not None and has_joined(self.job, rank)
 
-    def stuck(self, ended: Mapping[str, int]) -> bool:
-        """Return whether the servers have nobody left, or wait for a worker that cannot come."""
-        # The servers may still have the workers of other nodes.
-        return super().stuck(ended) or (
+    def cannot_succeed(self, ended: Mapping[str, int]) -> bool:
+        """Return whether no worker is left, or the servers wait for an ended worker."""
+        # On several nodes, the servers may still have workers of other nodes, so that this is checked on one
+        # node only.
+        return super().cannot_succeed(ended) or (
             self.job.n_nodes == 1 and all(p.name in ended for p in self.workers)
         )
 
-    def hangs(self, awake_since_s: float) -> bool:
+    def are_workers_hung(self, awake_since_s: float) -> bool:
         """Return whether no worker of the cell makes progress."""
-        # Workers on other nodes may get on.
-        return self.job.n_nodes == 1 and super().hangs(awake_since_s)
+        # On several nodes, workers of other nodes may make progress while those of this node do not.
+        return self.job.n_nodes == 1 and super().are_workers_hung(awake_since_s)
 
-    def abandoned(self) -> set[str]:
-        """Return the names of the workers that the servers gave up.
+    def list_lost_processes(self) -> set[str]:
+        """Return the names of the workers that the servers have declared lost.
 
         The set is empty before server 0 has ended.
         """
-        server = self.job.folder.read_server(0)
+        server = self.job.folder.read_server_statistics(0)
         return {format_worker_name(w["worker"]) for w in server["lost"]} if server else set()
 
 
-def server_processes(
+def make_server_processes(
     fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig], entry: str = SERVER
 ) -> list[Process]:
     """Return the processes of parameter servers, not yet started.
@@ -83,14 +84,17 @@ def server_processes(
     ]
 
 
-def servers_of(job: Job, node: int) -> list[ServerConfig]:
+def list_servers_of_node(job: Job, node: int) -> list[ServerConfig]:
     """Return the configs of the parameter servers on a node."""
     host = socket.gethostname() if job.n_nodes > 1 else None
-    configs = server_configs(job.settings, job.train_samples, job.folder, host)
-    return [c for c in configs if node_of_server(job.settings, c.server, job.n_nodes) == node]
+    configs = make_server_configs(job.settings, job.train_samples, job.folder, host)
+    return [c for c in configs if find_node_of_server(job.settings, c.server, job.n_nodes) == node]
 
 
 def has_joined(job: Job, rank: int) -> bool:
-    """Return whether worker `rank` had joined its servers. They wait for one that ended before it did."""
-    phases = read_phases([job.folder.phases(rank)])
+    """Return whether worker `rank` had joined the servers before the worker ended.
+
+    The servers wait for a worker that ended before it joined.
+    """
+    phases = read_phases([job.folder.get_phase_log_path(rank)])
     return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)

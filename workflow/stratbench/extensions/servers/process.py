@@ -10,22 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.run_folder import RunFolder, format_server_name
-from stratbench.extensions.servers.ps.server import serve
+from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.wire.handshake import load_secret
-from stratbench.train.locks import hold_as_worker
-from stratbench.train.worker import EXIT_ERROR, leave, log_to, tell_stacks
+from stratbench.train.locks import lock_cell_as_worker
+from stratbench.train.worker import (
+    EXIT_ERROR,
+    exit_immediately,
+    redirect_output,
+    write_stacks_on_signal,
+)
 
 
 def serve_parameters(config_json: str, run_dir: str) -> None:
     """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
-    serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, serve)
+    serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, run_server)
 
 
 def serve_as_process(
     config: ServerConfig, run_dir: str, serve: Callable[[Any, bytes], dict[str, Any]]
 ) -> None:
-    """Run one server in this process, which ends with it.
+    """Run one server in this process, then end the process.
 
     Args:
         config: Config of the server.
@@ -33,13 +38,13 @@ def serve_as_process(
         serve: Runs the server, given its config and the secret.
     """
     folder = RunFolder(Path(run_dir))
-    log_to(folder.log(format_server_name(config.server)))
-    tell_stacks(folder.stack(format_server_name(config.server)))
-    hold_as_worker(folder.logs)
+    redirect_output(folder.get_log_path(format_server_name(config.server)))
+    write_stacks_on_signal(folder.get_stack_path(format_server_name(config.server)))
+    lock_cell_as_worker(folder.logs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        status = serve(config, load_secret(folder.secret))["status"]
+        status = serve(config, load_secret(folder.secret_path))["status"]
     except Exception:
         traceback.print_exc()
-        leave(EXIT_ERROR)
-    leave(0 if status == "ok" else EXIT_ERROR)
+        exit_immediately(EXIT_ERROR)
+    exit_immediately(0 if status == "ok" else EXIT_ERROR)

@@ -1,4 +1,4 @@
-"""Runs a cell with parameter servers: as a gang whose servers decide whether a lost worker matters."""
+"""Runs a cell with parameter servers. The servers decide whether a lost worker matters."""
 
 from __future__ import annotations
 
@@ -8,84 +8,88 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.cells import has_servers, read_servers
-from stratbench.extensions.servers.endings import classify_served
-from stratbench.extensions.servers.figures import served_run, server_entry, traffic_of_servers
-from stratbench.extensions.servers.wire.handshake import new_secret, write_secret
-from stratbench.strategies import strategy_class
+from stratbench.extensions.servers.endings import classify_served_ending
+from stratbench.extensions.servers.figures import (
+    compute_server_traffic,
+    make_server_entry,
+    sum_served_run,
+)
+from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
+from stratbench.strategies import get_strategy_class
 from stratbench.train.agent import Exits
-from stratbench.train.ending import Ending, classify
+from stratbench.train.ending import Ending, classify_ending
 from stratbench.train.job import Job
 from stratbench.train.running.runner import Runner
 
 
 class ServedRunner(Runner):
-    """Runs servers and workers, and counts by what the servers saw."""
+    """Runner of servers and workers. Its totals come from the servers' statistics."""
 
-    processes = "stratbench.extensions.servers.node:processes_of"
+    processes = "stratbench.extensions.servers.node:make_node_processes"
     profile_note = "the servers had ended: the exchange with them is not in it"
 
     @classmethod
-    def takes(cls, s: Settings) -> bool:
+    def runs_cells_with(cls, s: Settings) -> bool:
         """Return whether a cell with these settings has parameter servers."""
         return has_servers(s)
 
-    def launch(self, job: Job, cpus_per_node: int) -> tuple[Exits, Ending]:
-        """Run the job's processes, whose connections begin with a secret of this cell."""
-        write_secret(job.folder.secret, new_secret())
+    def launch_processes(self, job: Job, cpus_per_node: int) -> tuple[Exits, Ending]:
+        """Run the cell's processes. A new secret authenticates their connections."""
+        write_secret(job.folder.secret_path, make_secret())
         try:
-            return super().launch(job, cpus_per_node)
+            return super().launch_processes(job, cpus_per_node)
         finally:
-            job.folder.secret.unlink(missing_ok=True)
-            # Of a cell that was not evaluated.
-            shutil.rmtree(job.folder.snapshots(job.n_nodes > 1), ignore_errors=True)
+            job.folder.secret_path.unlink(missing_ok=True)
+            # Snapshots are left if the cell was not evaluated.
+            shutil.rmtree(job.folder.get_snapshot_dir(job.n_nodes > 1), ignore_errors=True)
 
     def classify(self, job: Job, exits: Exits, kills_before: int | None) -> Ending:
         """Return how the cell ended: the servers decide whether a lost worker matters.
 
         Args:
-            job: The cell's.
-            exits: How its processes exited.
+            job: Job of the cell.
+            exits: Exits of the cell's processes, with reasons.
             kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
-        return classify(job, exits, kills_before, classify_served)
+        return classify_ending(job, exits, kills_before, classify_served_ending)
 
-    def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return time, samples and epochs as the servers saw them."""
+    def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the run's seconds, samples and epochs by the servers' statistics."""
         servers, s = read_servers(job), job.settings
         if not servers:
-            return super().totals(job, workers)
+            return super().compute_totals(job, workers)
         each = (w["per_epoch"] for w in workers if w["per_epoch"])
         per_epoch: list[dict[str, Any]] = next(each, [])
-        samples = strategy_class(s.strategy).samples_per_step(s)
-        return served_run(workers, servers, samples, per_epoch)
+        samples = get_strategy_class(s.strategy).samples_per_step(s)
+        return sum_served_run(workers, servers, samples, per_epoch)
 
     def communication(
         self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Make the record's `communication`, with the servers' and the links' part.
+        """Make the record's section `communication`, with the traffic of servers and links.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             workers: Results of the workers.
             run: Totals of the run.
         """
         figures, servers = super().communication(job, workers, run), read_servers(job)
         if figures is None or not servers:
             return figures
-        return figures | traffic_of_servers(job, workers, servers, run)
+        return figures | compute_server_traffic(job, workers, servers, run)
 
-    def lost_workers(self, job: Job) -> list[dict[str, Any]]:
-        """Read the workers that servers lost."""
+    def list_lost_workers(self, job: Job) -> list[dict[str, Any]]:
+        """Read which workers the servers lost."""
         return [w for server in read_servers(job) for w in server.get("lost", ())]
 
-    def step_times_s(self, job: Job) -> list[list[float]]:
-        """Read when each server had taken as many pushes as a global batch has.
+    def read_step_times_s(self, job: Job) -> list[list[float]]:
+        """Read the seconds per global batch of pushes, for each server.
 
         A single worker's step does not show the joint rate.
         """
         ends = [[0.0, *server["step_ends_s"]] for server in read_servers(job)]
         return [[after - before for before, after in pairwise(e)] for e in ends]
 
-    def server_entry(self, job: Job) -> dict[str, Any] | None:
-        """Make the record's `server`."""
-        return server_entry(job)
+    def build_server_entry(self, job: Job) -> dict[str, Any] | None:
+        """Make the record's section `server` from the servers' statistics."""
+        return make_server_entry(job)

@@ -15,7 +15,7 @@ from stratbench.cell.text.words import MIB
 TEMPLATE = Path(__file__).parent / "templates" / "servers.html.j2"
 
 
-def make_sections(inputs: ReportInput) -> Iterator[Section]:
+def make_server_sections(inputs: ReportInput) -> Iterator[Section]:
     """Yield the section if cells of the study have parameter servers."""
     if lines := list_server_rows(inputs.cells):
         yield Section("servers", render_section(TEMPLATE, servers=lines), "Servers")
@@ -55,4 +55,4 @@ def format_integer(value: float) -> str:
     return "" if pd.isna(value) else f"{value:.0f}"
 
 
-READING = Reading(sections=make_sections)
+READING = Reading(list_sections=make_server_sections)

@@ -1,7 +1,7 @@
 """Workers that push gradients to parameter servers, which update the weights by a policy.
 
-Each policy in `policies/policies.py` makes one strategy of the same name (`class_of_policy`). Workers take
-batches as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep
+Each policy in `policies/policies.py` makes one strategy of the same name (`get_strategy_of_policy`). Workers
+take batches as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep
 the optimizer's state.
 """
 
@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.cell.text.words import format_names
 from stratbench.extensions.servers.policies.options import EveryPushOptions
-from stratbench.extensions.servers.policies.policies import list_policies_for, policy_class
+from stratbench.extensions.servers.policies.policies import get_policy_class, list_policies_for
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
-from stratbench.strategies import base, strategy_class
-from stratbench.workload.network.precision import PURE_BF16, autocast, effective_dtypes
-from stratbench.workload.tasks import divide_or_zero, loss_and_weight
+from stratbench.strategies import base, get_strategy_class
+from stratbench.workload.network.precision import (
+    PURE_BF16,
+    create_autocast_context,
+    get_effective_dtypes,
+)
+from stratbench.workload.tasks import compute_loss_and_weight, divide_or_zero
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerOptions(base.Options):
-    """Options of every strategy with parameter servers, in addition to its policy's own."""
+    """Options of all strategies with parameter servers, besides the options of the policy."""
 
     servers: int = option(1, "server processes, each with a part", least=1)
     transport: Literal["auto", "shm", "tcp"] = option(
@@ -52,13 +56,13 @@ class ServerOptions(base.Options):
 
 
 @cache
-def class_of_policy(policy: str) -> type[ParameterServer]:
+def get_strategy_of_policy(policy: str) -> type[ParameterServer]:
     """Return the strategy whose servers follow the policy registered as `policy`."""
-    rules = policy_class(policy)
+    rules = get_policy_class(policy)
 
     @dataclass(frozen=True)
     class Options(ServerOptions, rules.Options):
-        """The policy's options, with what follows from them, and those of the servers."""
+        """Options of the policy and of the servers, and properties that follow from the policy's."""
 
     facts = {
         "policy": policy,
@@ -77,7 +81,7 @@ def class_of_policy(policy: str) -> type[ParameterServer]:
 HYPER = ("lr", "momentum", "weight_decay", "nesterov", "optimizer", "betas", "eps")
 
 
-def server_configs(
+def make_server_configs(
     s: Settings,
     train_samples: int,
     folder: RunFolder,
@@ -92,17 +96,17 @@ def server_configs(
         host: Name by which other nodes reach this one. None if there are no others; the servers then
             listen on loopback only.
     """
-    strategy = strategy_class(s.strategy)
+    strategy = get_strategy_class(s.strategy)
     options = strategy.Options(**s.options)
-    own = [spec.name for spec in fields(policy_class(strategy.policy).Options)]
+    own = [spec.name for spec in fields(get_policy_class(strategy.policy).Options)]
     return [
         ServerConfig(
-            rendezvous=str(folder.rendezvous),
+            rendezvous=str(folder.rendezvous_path),
             workers=s.gpus,
-            epochs=s.passes(train_samples),
+            epochs=s.count_passes(train_samples),
             steps=s.steps,
             steps_per_epoch=train_samples // s.global_batch,
-            slices=s.gpus * options.pushes_per_ticket,
+            slices_per_step=s.gpus * options.pushes_per_ticket,
             policy=strategy.policy,
             hyper={name: getattr(s, name) for name in HYPER},
             policy_options={name: getattr(options, name) for name in own},
@@ -111,20 +115,20 @@ def server_configs(
                 "warmup": s.lr_warmup_steps,
                 "final": s.final_lr / s.lr,
             }
-            if s.changes_lr
+            if s.has_changing_lr
             else None,
             server=k,
             n_servers=options.servers,
-            bind="127.0.0.1" if host is None else "0.0.0.0",
-            advertise=host,
-            snapshot_dir=None if s.steps else str(folder.snapshots(host is not None)),
-            stats_path=str(folder.server_statistics(k)),
+            bind_address="127.0.0.1" if host is None else "0.0.0.0",
+            advertised_address=host,
+            snapshot_dir=None if s.steps else str(folder.get_snapshot_dir(host is not None)),
+            stats_path=str(folder.get_server_statistics_path(k)),
         )
         for k in range(options.servers)
     ]
 
 
-def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
+def find_node_of_server(s: Settings, server: int, n_nodes: int) -> int:
     """Return the number of the node on which a server of a cell runs.
 
     Args:
@@ -132,11 +136,11 @@ def node_of_server(s: Settings, server: int, n_nodes: int) -> int:
         server: Number of the server.
         n_nodes: Number of nodes.
     """
-    server_placement = strategy_class(s.strategy).Options(**s.options).server_placement
-    return node_by_placement(server_placement, server, s.gpus, n_nodes)
+    server_placement = get_strategy_class(s.strategy).Options(**s.options).server_placement
+    return choose_node_by_placement(server_placement, server, s.gpus, n_nodes)
 
 
-def node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
+def choose_node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
     """Return the node of a server, by the placement of a cell's servers.
 
     Args:
@@ -145,15 +149,15 @@ def node_by_placement(server_placement: str, server: int, workers: int, n_nodes:
         workers: Number of workers.
         n_nodes: Number of nodes.
     """
-    # As workers are: each node full but the last (`Job.ranks_of`).
+    # Servers are divided as workers are: each node has equally many, except the last (`Job.list_ranks`).
     return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
 
 
 class ParameterServer(base.Strategy):
-    """A worker of parameter servers; `class_of_policy` makes a subclass for each policy."""
+    """A worker of parameter servers; `get_strategy_of_policy` makes a subclass for each policy."""
 
     kind = "server"
-    loop = "stratbench.extensions.servers.loop:train"
+    loop = "stratbench.extensions.servers.loop:train_on_tickets"
     needs_group = False
     updates_by_zeros = True
     buffers_note = "each worker keeps its own, and the mean of the float ones is evaluated"
@@ -199,7 +203,9 @@ class ParameterServer(base.Strategy):
             )
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         optimizer = values["optimizer"]
         if reason := cls.Options.refusal(optimizer):
             others = ", ".join(list_policies_for(optimizer))
@@ -225,7 +231,7 @@ class ParameterServer(base.Strategy):
                 "gradient, so that the norm of the whole is unknown"
             )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         dtypes = base.list_dtype_names(p for p in model.parameters() if p.requires_grad)
         if len(dtypes) > 1:
             yield (
@@ -233,17 +239,19 @@ class ParameterServer(base.Strategy):
                 "flat tensor; use one dtype"
             )
         trial, trained = worker.trial, {n for n, p in model.named_parameters() if p.requires_grad}
-        if changed := [name for name in trial.overwritten if name in trained]:
+        if changed := [name for name in trial.overwritten_parameters if name in trained]:
             yield base.lost_changes_reason(changed)
-        if trial.kept_aside:
+        if trial.unsaved_evaluation_state:
             yield (
-                f"forward changes {format_names(trial.kept_aside)}, and evaluation depends on it, but the "
+                f"forward changes {format_names(trial.unsaved_evaluation_state)}, and evaluation "
+                "depends on it, but the "
                 "servers keep weights and buffers of real numbers alone; make it a float buffer "
                 "(register_buffer) that is written in place"
             )
-        elif trial.counts:
+        elif trial.changing_training_state:
             yield (
-                f"forward changes {format_names(trial.counts)}, and training depends on it, but servers "
+                f"forward changes {format_names(trial.changing_training_state)}, and training depends "
+                "on it, but servers "
                 "hand a batch to whichever worker is free, so that no worker knows how many there were; "
                 "use ddp"
             )
@@ -261,19 +269,20 @@ class ParameterServer(base.Strategy):
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect()
         self.ticket: Ticket | Evaluation | None = None
-        self._exchange: Callable[[], None] | None = self.channel.rehearse  # None: the run is over
+        # None once the run is over.
+        self._exchange: Callable[[], None] | None = self.channel.rehearse_exchange
         self._before: tuple[float, ...] = (0.0,)
         self.reset()
 
     def flatten(self) -> FlatSpace:
-        """Return the model's tensors as views of flat ones."""
+        """Return the model's tensors as views of flat tensors."""
         from stratbench.extensions.servers.ps.flat import FlatSpace
 
         return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
 
     def connect(self) -> Channel:
         """Return the connections to the cell's servers."""
-        by = self.worker.channel_by
+        by = self.worker.make_server_channel
         return by(self._connect) if by else self._connect(None, 300.0)
 
     def _connect(self, incarnation: int | None, deadline_s: float) -> Channel:
@@ -284,17 +293,17 @@ class ParameterServer(base.Strategy):
         worker, options = self.worker, self.worker.settings.options
         try:
             return Channel.connect(
-                worker.folder.rendezvous,
+                worker.folder.rendezvous_path,
                 worker.rank,
                 self.flat,
-                load_secret(worker.folder.secret),
+                load_secret(worker.folder.secret_path),
                 transport=options["transport"],
                 wire=options["wire"],
                 deadline_s=deadline_s,
                 scale=self.scale,
                 n_servers=options["servers"],
                 incarnation=incarnation,
-                start=worker.start,
+                start=worker.initial_weights_hash,
             )
         except JoinRefused as refused:
             if OTHER_START in str(refused):
@@ -304,7 +313,7 @@ class ParameterServer(base.Strategy):
     def weights_and_buffers(self) -> list[Tensor]:
         return [self.flat.weights, *self.model.buffers()]
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         return {"gradients": [self.flat.grads]}
 
     def reset(self) -> None:
@@ -313,7 +322,7 @@ class ParameterServer(base.Strategy):
         if self.scale is not None:
             self.scale.reset()
 
-    def tickets(
+    def iter_tickets(
         self, evaluate: Callable[[int], dict[str, float | None]] | None = None
     ) -> Iterator[tuple[int, slice]]:
         """Yield this worker's batches: the epoch, and the slice of its shuffled samples.
@@ -321,46 +330,48 @@ class ParameterServer(base.Strategy):
         The first waits until all workers are ready. `step` must be called for each. In an elastic cell the
         servers also request evaluations: `evaluate(epoch)` returns the values that `Channel.score` takes.
         """
-        self.ticket = self._next(self.channel.first)
+        self.ticket = self._get_next_ticket(self.channel.wait_for_first_ticket)
         self._before = self._exchange_counts()
         self._exchange = self._take_ticket
         while self.ticket is not None:
             t = self.ticket
             if isinstance(t, Evaluation):
-                self.ticket = self._next(partial(self.channel.score, evaluate(t.epoch)))
+                self.ticket = self._get_next_ticket(
+                    partial(self.channel.send_evaluation, evaluate(t.epoch))
+                )
                 continue
-            yield t.epoch, self._samples_of(t.step, t.slice)
+            yield t.epoch, self._get_sample_slice(t.step, t.slice)
         self._exchange = None
 
-    def likely_ticket(self, train_samples: int) -> tuple[int, slice] | None:
-        """Return the batch that this worker is probably handed next, as `tickets` gives it.
+    def predict_next_ticket(self, train_samples: int) -> tuple[int, slice] | None:
+        """Return the batch that this worker will probably get next, as epoch and slice.
 
-        Return None at the end.
-
-        Its slice of the next step, which the server keeps for it while it keeps pace. Which one it really is,
-        is known after the push only.
+        The server reserves the worker's slice of the next step while the worker keeps pace. The actual batch
+        is only known after the push. The result is None at the end of the training.
         """
         s, t = self.worker.settings, self.ticket
-        assert isinstance(t, Ticket)  # it trains, and evaluates nothing
+        assert isinstance(t, Ticket)  # a worker that steps has a ticket and no evaluation
         steps = train_samples // s.global_batch
         following = t.epoch * steps + t.step + 1
         if following >= self.worker.total_steps:
             return None
-        return following // steps, self._samples_of(following % steps, t.slice)
+        return following // steps, self._get_sample_slice(following % steps, t.slice)
 
-    def _samples_of(self, step: int, part: int) -> slice:
+    def _get_sample_slice(self, step: int, part: int) -> slice:
         samples = self.samples_per_step(self.worker.settings)
         start = step * self.worker.settings.global_batch + part * samples
         return slice(start, start + samples)
 
     def _take_ticket(self) -> None:
-        self.ticket = self._next(self.channel.push_pull)
+        self.ticket = self._get_next_ticket(self.channel.push_pull)
         self.steps += 1
 
-    def _next(self, work: Callable[[], Ticket | Evaluation | None]) -> Ticket | Evaluation | None:
+    def _get_next_ticket(
+        self, work: Callable[[], Ticket | Evaluation | None]
+    ) -> Ticket | Evaluation | None:
         """Return the next ticket or request, or None at the end.
 
-        None also if this worker must leave.
+        The result is also None if this worker must leave.
         """
         from stratbench.extensions.servers.wire.link import Left
 
@@ -374,29 +385,29 @@ class ParameterServer(base.Strategy):
         return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One training step, as in other strategies.
+        """Compute a batch's gradients, push them, and return the loss.
 
-        Of a task that weighs it returns sum and weight [2].
-
-        The weight of the global batch no worker knows.
+        If the task weights its samples, the result has the sum of losses and that of weights, shape [2]. No
+        worker knows the weight of the global batch.
         """
         import torch
 
-        mark = self.worker.mark
-        with autocast(self.worker.settings.precision, self.worker.device):
-            loss, weight = loss_and_weight(self.worker.task, self.compiled(x), y)
+        mark = self.worker.mark_phase_end
+        with create_autocast_context(self.worker.settings.precision, self.worker.device):
+            loss, weight = compute_loss_and_weight(self.worker.task, self.compiled(x), y)
         detached = loss.detach()
-        if weight is not None:  # a push is a mean, too; a mean of several goes by their weights
+        # A push is a mean over its samples; a mean of pushes needs their weights.
+        if weight is not None:
             detached = torch.stack([detached.double(), weight])
             loss = loss * divide_or_zero(1.0, weight).to(loss.dtype)
-            self.channel.weigh(weight / y.numel())
+            self.channel.set_push_weight(weight / y.numel())
         mark("forward")
         if self.worker.settings.slowdown:
-            self.worker.delay()
+            self.worker.delay_step()
             mark("slowdown")
         self.flat.zero_grads()
-        if self._exchange is not None and not self.adds_again:
-            self.channel.arm()
+        if self._exchange is not None and not self.accumulates_repeatedly:
+            self.channel.send_during_backward()
         (loss if self.scale is None else loss * self.scale.value).backward()
         mark("backward")
         if self._exchange is not None:
@@ -412,10 +423,10 @@ class ParameterServer(base.Strategy):
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this worker evaluates for all, known after the last ticket."""
+        """Whether this worker evaluates for all workers. Known only after the last ticket."""
         return self.channel.evaluator == self.worker.rank
 
-    def load_epoch(self, epoch: int) -> float:
+    def load_snapshot(self, epoch: int) -> float:
         """Load the servers' state after `epoch` (from 0) into the model.
 
         Return the seconds from the first ticket to the end of that epoch.
@@ -423,22 +434,22 @@ class ParameterServer(base.Strategy):
         from stratbench.extensions.servers.ps.snapshots import load_snapshot
 
         seconds, weights, buffers = load_snapshot(self.channel.snapshot_dir, epoch, wait_s=120.0)
-        self.flat.load(weights, self.flat.buffers if buffers is None else buffers)
+        self.flat.load_tensors(weights, self.flat.buffers if buffers is None else buffers)
         return seconds
 
     @contextmanager
-    def holding_epoch(self, epoch: int) -> Iterator[float]:
-        """Load the servers' state after `epoch` into the model for a block.
+    def hold_snapshot(self, epoch: int) -> Iterator[float]:
+        """Context in which the model has the servers' state after `epoch`.
 
-        Yield as `load_epoch` returns.
+        The context yields the result of `load_snapshot`.
 
-        Its own running statistics return with the block's end, its weights with the next ticket.
+        The model's running statistics return with the block's end, its weights with the next ticket.
         """
         own = self.flat.buffers.clone()
-        yield self.load_epoch(epoch)
+        yield self.load_snapshot(epoch)
         self.flat.buffers.copy_(own)
 
-    def drop_epoch(self, epoch: int) -> None:
+    def delete_snapshot(self, epoch: int) -> None:
         """Delete the servers' state after `epoch`, once it has been evaluated."""
         from stratbench.extensions.servers.ps.snapshots import delete_snapshot
 
@@ -453,9 +464,9 @@ class ParameterServer(base.Strategy):
                 "push_lr": s.lr * self.options.lr_factor(s.gpus),
                 "optimizer_dtype": self.flat.layout.dtype if s.momentum or s.betas else None,
             }
-            | effective_dtypes(s.precision, self.worker.device),
+            | get_effective_dtypes(s.precision, self.worker.device),
             "evaluated_on": self.evaluated_on,
-            "updates_applied": None,  # the servers count them
+            "updates_applied": None,  # the servers count the updates
         }
 
     def communication(self) -> dict[str, Any] | None:

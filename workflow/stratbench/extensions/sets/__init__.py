@@ -5,13 +5,13 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="result sets: one file per study, compared and exported",
-    needs=("audit", "explore", "paper", "plan"),
+    summary="result sets: one file per study, compared and exported",
+    required_extensions=("audit", "explore", "paper", "plan"),
     keys={
         "top": "stratbench.extensions.sets.keys:Sets",
         "compare": "stratbench.extensions.sets.keys:Compare",
         "bundle": "stratbench.extensions.sets.keys:Bundle",
     },
-    rules=("sets.smk",),
+    rule_files=("sets.smk",),
     commands="stratbench.extensions.sets.subcommands:add_subcommands",
 )

@@ -32,7 +32,7 @@ def bundle_study(args: argparse.Namespace) -> int:
     return 0
 
 
-def export_to_formats(args: argparse.Namespace) -> int:
+def export_named_set(args: argparse.Namespace) -> int:
     """Write a result set in the formats of other tools."""
     result_set = read_set(args.set, expected=collect.read_expectations(args))
     for folder in export_set(result_set, dict.fromkeys(args.to), args.out):
@@ -59,7 +59,7 @@ def compare_named_sets(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
-    It is 2, with one sentence on stderr, if a set or a file cannot be used.
+    The exit code is 2, with one sentence on stderr, if a set or a file cannot be used.
     """
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.extensions.sets", description=__doc__
@@ -88,14 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="folder below which to write a folder per comparison",
     )
     one.set_defaults(run=compare_named_sets)
-    one = commands.add_parser("export", help=export_to_formats.__doc__)
+    one = commands.add_parser("export", help=export_named_set.__doc__)
     one.add_argument("set", help="a bundle, or a folder results/<study>")
     one.add_argument("--to", nargs="+", choices=list(EXPORTS), default=["parquet"])
     one.add_argument(
         "--out", type=Path, required=True, help="folder below which to write a folder per format"
     )
-    collect.add_options(one)
-    one.set_defaults(run=export_to_formats)
+    collect.add_expectation_options(one)
+    one.set_defaults(run=export_named_set)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

@@ -1,7 +1,7 @@
 """Writes and reads bundles: zip files of a study's results with a manifest of hashes.
 
-A bundle may come from anybody, so that nothing in it is trusted: only the names that a bundle has are
-accepted, sizes are limited while reading, and every fault raises a `SetError` of one sentence.
+A bundle may come from anybody, so that nothing in it is trusted. Only the names that a bundle has are
+accepted, and sizes are limited while reading. Every fault raises a `SetError` of one sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench import __version__
-from stratbench.cell.files import parse_json, replacing
+from stratbench.cell.files import parse_json, replace_file_atomically
 
 SCHEMA_VERSION = 1
 #: Ending of a bundle's file name: `<study>.stratbench.zip`.
@@ -47,7 +47,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class SetError(ValueError):
-    """A result set cannot be used; the message says why in one sentence."""
+    """A result set cannot be used. The message gives the reason in one sentence."""
 
 
 # ---------------------------------------------------------------- writing
@@ -82,13 +82,12 @@ def write_archive(
     manifest["sha256"] = hash_manifest(manifest)
     packed = {MANIFEST: (json.dumps(manifest, indent=1) + "\n").encode()} | packed
     with (
-        replacing(out) as unfinished,
+        replace_file_atomically(out) as unfinished,
         zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
     ):
         for name, content in packed.items():
-            member = zipfile.ZipInfo(
-                name
-            )  # has the date 1980, so that bytes do not depend on the clock
+            # The date is 1980 by default, so that bytes do not depend on the clock.
+            member = zipfile.ZipInfo(name)
             member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = 3
             member.external_attr = (stat.S_IFREG | 0o644) << 16
@@ -97,9 +96,9 @@ def write_archive(
 
 
 def hash_manifest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest.
+    """Return the SHA-256 of a bundle's manifest.
 
-    It covers all files that the manifest lists with their hashes.
+    The hash covers all files that the manifest lists with their hashes.
     """
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(
@@ -170,14 +169,13 @@ def _check_ends(path: Path) -> None:
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Raise SetError if a member has a name, kind or size that no bundle has."""
+    """Raise SetError if a zip member's name, kind or size is invalid in a bundle."""
     seen: set[str] = set()
     if len(members) > MAX_MEMBERS:
         raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
     for member in members:
-        name = (
-            member.orig_filename
-        )  # the name in the file, which zipfile may have changed in `filename`
+        # This is the name in the file, which zipfile may have changed in `filename`.
+        name = member.orig_filename
         shown = quote_untrusted(name)
         kind = stat.S_IFMT(member.external_attr >> 16)
         if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name):
@@ -295,7 +293,7 @@ def _extract_member(
         raise SetError(
             f"{path}: {member.filename} was changed: its content does not fit its hash in the manifest"
         )
-    out = folder / member.filename  # safe, because _MEMBER matched the name
+    out = folder / member.filename  # the path is safe, because _MEMBER matched the name
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(content)
 

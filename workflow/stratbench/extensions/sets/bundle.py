@@ -12,7 +12,7 @@ from typing import Any
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
-from stratbench.cell.files import read_json, read_regular
+from stratbench.cell.files import read_json, read_regular_file
 from stratbench.cell.record import Record
 from stratbench.extensions.sets.archive import MAX_MEMBER_BYTES, SUFFIX, SetError, write_archive
 from stratbench.extensions.sets.private import Replacements, collect_replacements, remove_secrets
@@ -111,13 +111,13 @@ def list_timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[
 def read_timeline(path: Path) -> str:
     """Read the text of a timeline. Raises SetError if it is no text or too large."""
     try:
-        return read_regular(path, MAX_MEMBER_BYTES).decode()
+        return read_regular_file(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
         raise SetError(f"{path} cannot be read as a timeline: {e}") from e
 
 
 def list_cell_coordinates(study_dir: Path, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Return the coordinates in cells.json, or without this file those of all records."""
+    """Return all cells' coordinates from cells.json, or from the records without this file."""
     path = study_dir / "cells.json"
     return (
         _read_json_file(path) if path.exists() else [record["cell"] for record in records.values()]

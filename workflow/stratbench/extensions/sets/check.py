@@ -1,4 +1,4 @@
-"""Describes a result set: its origin, its content, the audit's findings, and what it is comparable with."""
+"""Describes a result set: origin, content, audit findings, and which sets are comparable with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pandas as pd
 
 from stratbench.analysis.records.findings import SEVERITIES, format_tally
 from stratbench.analysis.report.report import STATUS_WORDS, format_distinct_values
-from stratbench.cell.text.words import format_count, pluralize, worker_noun
+from stratbench.cell.text.words import choose_noun_for_workers, format_count, pluralize
 from stratbench.extensions.sets.reading import ResultSet
 
 #: Exit codes of `stratbench check`: valid; valid, but with values that the audit calls unusable; invalid.
@@ -24,7 +24,7 @@ SHARED = {
 }
 
 
-def compute_exit_code(result_set: ResultSet) -> int:
+def choose_exit_code(result_set: ResultSet) -> int:
     """Return UNUSABLE if the audit calls values of the set unusable, else FINE."""
     return UNUSABLE if (result_set.findings["severity"] == "unusable").any() else FINE
 
@@ -46,7 +46,7 @@ def describe_workers(cells: pd.DataFrame) -> str:
     """Describe the workers: their devices, their numbers per cell, and the version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
     counts = sorted(map(int, cells["gpus"].unique()))
-    noun = worker_noun(known["device_kind"])
+    noun = choose_noun_for_workers(known["device_kind"])
     return (
         f"{format_distinct_values(known, 'device_name')}; cells on "
         f"{' or '.join(map(str, counts))} {pluralize(noun) if counts[-1] > 1 else noun}; "

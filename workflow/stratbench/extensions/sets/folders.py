@@ -1,10 +1,10 @@
-"""Folders of results at places that users choose."""
+"""Claims the folders that users choose for results, so that no foreign file is overwritten."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from stratbench.cell.files import MAX_JSON_BYTES, read_regular, write_atomic
+from stratbench.cell.files import MAX_JSON_BYTES, read_regular_file, write_atomic
 
 #: The file that marks a folder as written by stratbench.
 MARK = ".stratbench"
@@ -29,6 +29,6 @@ def claim_folder(folder: Path, about: str = "") -> str:
         raise FileExistsError(
             f"{folder} was not written by stratbench; name a folder that does not exist yet"
         )
-    before = read_regular(mark, MAX_JSON_BYTES).decode(errors="replace") if ours else ""
+    before = read_regular_file(mark, MAX_JSON_BYTES).decode(errors="replace") if ours else ""
     write_atomic(mark, about)
     return before

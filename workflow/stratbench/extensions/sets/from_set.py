@@ -10,26 +10,30 @@ from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import make_decisions, read_evidence, write_decisions
-from stratbench.cell.text.words import folded, printable
+from stratbench.cell.text.words import replace_control_characters, wrap_lines
 from stratbench.command import CommandError
 from stratbench.command.subcommands import apply_config_pairs
 from stratbench.extensions.sets.archive import SetError, extract_bundle
-from stratbench.extensions.sets.check import INVALID, compute_exit_code, describe_set
+from stratbench.extensions.sets.check import INVALID, choose_exit_code, describe_set
 from stratbench.extensions.sets.export import export_set
 from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import ResultSet, read_set
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.schema import check_block, check_keys, collect_constraints
-from stratbench.workload.data.own_data import is_own
+from stratbench.study.config.schema import (
+    check_config_block,
+    check_extension_keys,
+    collect_constraints,
+)
+from stratbench.workload.data.own_data import is_own_data_set
 from stratbench.workload.tasks import TASKS
 
 
-def read_or_fail(text: str) -> ResultSet:
-    """Read the set at the source `text`.
+def read_set_or_fail(text: str) -> ResultSet:
+    """Read the result set that the text `text` names, or raise CommandError.
 
     Raises:
-        CommandError: If it cannot be read.
+        CommandError: If the set cannot be read.
     """
     try:
         return read_set(text)
@@ -37,7 +41,7 @@ def read_or_fail(text: str) -> ResultSet:
         raise CommandError(str(error)) from None
 
 
-def check(text: str) -> int:
+def check_set_source(text: str) -> int:
     """Check a set, and print its content and the audit's findings.
 
     Returns:
@@ -48,11 +52,11 @@ def check(text: str) -> int:
     except SetError as error:
         print(f"stratbench check: {error}")
         return INVALID
-    print(printable(folded(describe_set(result_set))))
-    return compute_exit_code(result_set)
+    print(replace_control_characters(wrap_lines(describe_set(result_set))))
+    return choose_exit_code(result_set)
 
 
-def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
+def decide_from_set(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """Decide from a set's records, print the decisions, and write them to a folder.
 
     Args:
@@ -60,12 +64,14 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
         pairs: Constraints, as KEY=VALUE.
         out: Folder to write, if any.
     """
-    result_set = read_or_fail(text)
+    result_set = read_set_or_fail(text)
     folder = out or Path(f"{result_set.study}.decision")
     config = apply_config_pairs(result_set.config or {}, pairs)
     try:
-        blocks = {key: check_block(key, config.get(key, {})) for key in ("decide", "cluster")}
-        check_keys("decide", blocks["decide"], blocks)
+        blocks = {
+            key: check_config_block(key, config.get(key, {})) for key in ("decide", "cluster")
+        }
+        check_extension_keys("decide", blocks["decide"], blocks)
     except ConfigError as error:
         raise CommandError(str(error)) from None
     claim_folder(folder)
@@ -76,14 +82,14 @@ def decide(text: str, pairs: Sequence[str], out: Path | None) -> int:
         tables = (result_set.cells, result_set.findings)
         made = make_decisions(*tables, constraints, list(evidence.values()))
         answers = write_decisions(made, tables[1], constraints, *written, evidence)
-    except ValueError as error:  # ConfigError is one
+    except ValueError as error:  # a ConfigError is a ValueError
         raise CommandError(str(error)) from None
-    print(printable(answers))
+    print(replace_control_characters(answers))
     print(f"Written: {', '.join(map(str, written))}")
     return 0
 
 
-def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
+def compare_set_sources(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
     """Compare sets, and return 1 if one of them is slower by more than `compare.fail_above`.
 
     Args:
@@ -101,9 +107,9 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
         )
     try:
         keys = ("compare", "decide", "cluster")
-        blocks = {key: check_block(key, config.get(key, {})) for key in keys}
-        blocks["sets"] = check_block("sets", named)
-        check_keys("top", blocks, blocks)
+        blocks = {key: check_config_block(key, config.get(key, {})) for key in keys}
+        blocks["sets"] = check_config_block("sets", named)
+        check_extension_keys("top", blocks, blocks)
         return compare_sets(
             list_existing_sets(blocks),
             out or Path("compare"),
@@ -115,7 +121,7 @@ def compare(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> i
         raise CommandError(str(error)) from None
 
 
-def export(text: str, formats: Sequence[str], out: Path | None) -> int:
+def export_set_source(text: str, formats: Sequence[str], out: Path | None) -> int:
     """Export a set to the formats of other tools.
 
     Args:
@@ -123,7 +129,7 @@ def export(text: str, formats: Sequence[str], out: Path | None) -> int:
         formats: Names of the formats.
         out: Folder to write, if any.
     """
-    result_set = read_or_fail(text)
+    result_set = read_set_or_fail(text)
     try:
         folders = export_set(result_set, formats, out or Path(f"{result_set.study}.export"))
     except SetError as error:
@@ -132,7 +138,7 @@ def export(text: str, formats: Sequence[str], out: Path | None) -> int:
     return 0
 
 
-def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
+def plan_from_bundle(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """Plan the study of a bundle from its config and its records.
 
     Args:
@@ -142,7 +148,7 @@ def plan(text: str, pairs: Sequence[str], out: Path | None) -> int:
     """
     from stratbench.extensions.plan.__main__ import main as make_plan
 
-    result_set = read_or_fail(text)
+    result_set = read_set_or_fail(text)
     if result_set.config is None:
         raise CommandError(
             f"{text} has no config to plan; name a bundle, or run `stratbench plan` in the study's folder"
@@ -180,7 +186,7 @@ def check_no_foreign_code(text: str, config: Mapping[str, Any]) -> None:
     own += [
         f"datasets.{name}"
         for name, spec in datasets.items()
-        if isinstance(spec, dict) and is_own(spec)
+        if isinstance(spec, dict) and is_own_data_set(spec)
     ]
     for name in studies:
         for block in get_experiments(config, name).values():

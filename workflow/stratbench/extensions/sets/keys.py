@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from stratbench.cell.settings import Keys, setting
 from stratbench.cell.text.words import format_wrong_value
-from stratbench.study.config.messages import ConfigError, wrong_value_message
+from stratbench.study.config.messages import ConfigError, format_wrong_value_message
 
 #: Prefix of the name of a version of the paper's tables, and the versions.
 PAPER, VERSIONS = "paper:", ("v1", "v2")
@@ -37,14 +37,16 @@ class Sets(Keys):
     # fmt: on
 
     @classmethod
-    def faults(cls, block: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    def iter_contradictions(
+        cls, block: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Iterator[str]:
         """Yield messages on faults of the sets and of their prices.
 
-        Such sets cannot be compared, and such prices do not match the sets.
+        Faulty sets cannot be compared, and faulty prices do not match the sets.
         """
 
         def make_wrong_value_message(*of: Any) -> str:
-            return wrong_value_message(*of).removeprefix("config: ")
+            return format_wrong_value_message(*of).removeprefix("config: ")
 
         sets, prices = block["sets"], config["compare"]["prices"]
         if len(sets) == 1:
@@ -93,7 +95,7 @@ class Compare(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle(Keys):
-    """Whether `stratbench bundle` writes the names of hosts and users."""
+    """Treatment of the names of hosts and users by `stratbench bundle`."""
 
     # fmt: off
     hosts: Literal["named", "replaced"] = setting("named",

@@ -75,9 +75,9 @@ def _remove_secrets(
 
 
 def _has_user_keys(path: tuple[str, ...]) -> bool:
-    """Return whether a user chose the keys below this path, such as model names.
+    """Return whether users chose the keys below a path, such as model names.
 
-    The path is in a config or a plan.
+    The path has the keys above, in a config or a plan.
     """
     if len(path) == 3:
         return path[0] == "studies" and path[2] in ("experiments", "variants")
@@ -118,7 +118,7 @@ class Replacements:
         return _GPU.sub(lambda found: self._gpus.get(found[0], "GPU"), text)
 
     def _get_node_name(self, match: re.Match[str]) -> str:
-        """Return the word that replaces a matched host name."""
+        """Return the substitute of a host name that `match` matched."""
         return self._hosts[match[0].partition(".")[0].lower()]
 
     def replace_names_in_message(self, text: str) -> str:

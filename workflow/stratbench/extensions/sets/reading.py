@@ -17,9 +17,9 @@ from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.analysis.records.samples import Timeline
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
-from stratbench.cell.files import read_json, read_regular
+from stratbench.cell.files import read_json, read_regular_file
 from stratbench.cell.record import Record, RecordError
-from stratbench.extensions.audit.audit import audit, read_records, read_timelines
+from stratbench.extensions.audit.audit import audit_cells, read_records, read_timelines
 from stratbench.extensions.audit.rule import Key
 from stratbench.extensions.paper import published
 from stratbench.extensions.sets.archive import (
@@ -56,12 +56,14 @@ class ResultSet:
     #: The manifest of the bundle, or None if the set is no bundle.
     manifest: dict[str, Any] | None = None
     #: Accuracy that any working training reaches, by data set; only published tables need it.
-    floors: dict[str, float] = field(default_factory=dict)
+    accuracy_floors: dict[str, float] = field(default_factory=dict)
 
     @functools.cached_property
     def findings(self) -> pd.DataFrame:
         """Findings of the audit, as a table like audit.csv."""
-        audited = audit(self.cells, self.records, self.floors, timelines=self.timelines)
+        audited = audit_cells(
+            self.cells, self.records, self.accuracy_floors, timelines=self.timelines
+        )
         frame = pd.DataFrame(audited, columns=list(AUDIT_COLUMNS))
         return frame.astype({"gpus": "Int64", "repeat": "Int64"})
 
@@ -71,8 +73,8 @@ class ResultSet:
         return self.source.startswith(PAPER)
 
     @property
-    def hosts_replaced(self) -> bool:
-        """Whether host names were replaced.
+    def has_replaced_hosts(self) -> bool:
+        """Whether host names were replaced in the bundle of this set.
 
         Replaced names do not show whether two sets share a host.
         """
@@ -113,7 +115,12 @@ def read_set(text: str, name: str | None = None, expected: Expectations | None =
         epochs = pd.DataFrame(columns=list(EPOCH_COLUMNS))
         study = f"paper-{version}"
         return ResultSet(
-            name or study, text, study, cells, epochs, floors=published.read_accuracy_floors()
+            name or study,
+            text,
+            study,
+            cells,
+            epochs,
+            accuracy_floors=published.read_accuracy_floors(),
         )
     path = Path(text).expanduser()
     if path.is_dir():
@@ -224,7 +231,7 @@ def _parse_cell(coordinates: Any) -> Cell:
     """Make a cell from untrusted coordinates.
 
     Raises:
-        ValueError: If they are not coordinates of a cell.
+        ValueError: If the values are not coordinates of a cell.
     """
     if not isinstance(coordinates, dict) or coordinates.keys() != Cell.__dataclass_fields__.keys():
         raise ValueError("a cell needs exactly seven coordinates")
@@ -264,7 +271,7 @@ def _check_timeline(path: Path, make_error: Any) -> None:
     A timeline is a table with the column `kind`.
     """
     try:
-        text = read_regular(path, MAX_MEMBER_BYTES).decode()
+        text = read_regular_file(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
         raise make_error(f"{path} cannot be read as text: {e}") from e
     if "kind" not in text.partition("\n")[0].split(",") or "\0" in text:

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from stratbench.command import CommandError
-from stratbench.command.in_folder import require
+from stratbench.command.in_folder import check_packages_installed
 from stratbench.command.subcommands import (
     Run,
     SubcommandAdder,
-    answer_by_rule,
-    check_no_unknown,
-    pairs,
+    check_no_unknown_arguments,
+    list_config_pairs,
+    print_rule_answer,
 )
 
 SET = "a bundle, a folder results/STUDY, or paper:v2"
@@ -22,16 +22,16 @@ SET = "a bundle, a folder results/STUDY, or paper:v2"
 
 def add_subcommands(add: SubcommandAdder) -> None:
     """Add the subcommands on result sets, and the argument SET of other subcommands."""
-    add_set_argument(add.find("decide"), decide_set, SET, "decision")
-    add_set_argument(add.find("plan"), plan_set, "a bundle")
-    check = add.find("check")
+    add_set_argument(add.find_subcommand("decide"), decide_set, SET, "decision")
+    add_set_argument(add.find_subcommand("plan"), plan_set, "a bundle")
+    check = add.find_subcommand("check")
     check.description = (
         "check whether each strategy of a study can train each network, or whether a result set is "
         "valid"
     )
     add_set_argument(check, check_set, SET)
     add_compare(add)
-    export = add("export", run_export, "the records for other tools")
+    export = add("export", run_export, "write the records for other tools")
     export.add_argument(
         "--to",
         nargs="+",
@@ -40,7 +40,7 @@ def add_subcommands(add: SubcommandAdder) -> None:
         help="formats to write; default: parquet",
     )
     add_set_argument(export, export_set, SET, "export")
-    bundle = add("bundle", run_bundle, "the results of a study as one file")
+    bundle = add("bundle", run_bundle, "write the results of a study as one file")
     bundle.add_argument(
         "--replace-hosts",
         action="store_true",
@@ -54,7 +54,7 @@ def add_set_argument(
     sets: str,
     written: str | None = None,
 ) -> None:
-    """Add the argument SET to a subcommand, and with `written` the option --out.
+    """Add the argument SET to a subcommand. If `written` is set, add the option --out too.
 
     Args:
         command: The subcommand's parser.
@@ -75,7 +75,7 @@ def add_set_argument(
 
 def add_compare(add: SubcommandAdder) -> None:
     """Add the subcommand `compare`, for named sets or those of the config."""
-    compare = add("compare", run_compare, "two result sets or more, side by side")
+    compare = add("compare", run_compare, "compare two or more result sets, side by side")
     compare.add_argument(
         "set",
         nargs="*",
@@ -103,7 +103,7 @@ def run_on_set(
 ) -> int:
     """Run `of_set` if the user named a set, else `of_study`."""
     if given.set:
-        if others:  # the value of an option of Snakemake would be taken for a set
+        if others:  # a value of one of Snakemake's options would be taken for a set
             raise CommandError(
                 f"{' '.join(others)}: is no option for a set; write the value of an option of Snakemake "
                 "with =, as in --jobs=4"
@@ -121,27 +121,27 @@ def decide_set(given: argparse.Namespace) -> int:
     """Run `stratbench decide SET`."""
     from stratbench.extensions.sets import from_set
 
-    return from_set.decide(given.set, pairs(given), given.out)
+    return from_set.decide_from_set(given.set, list_config_pairs(given), given.out)
 
 
 def plan_set(given: argparse.Namespace) -> int:
     """Run `stratbench plan BUNDLE`."""
-    require("torch")
-    from stratbench.extensions.plan.subcommands import refuse_question
+    check_packages_installed("torch")
+    from stratbench.extensions.plan.subcommands import check_single_model_options
     from stratbench.extensions.sets import from_set
 
     if given.model is not None:
-        check_no_unknown([given.set])
-    refuse_question(given)
-    return from_set.plan(given.set, pairs(given), given.out)
+        check_no_unknown_arguments([given.set])
+    check_single_model_options(given)
+    return from_set.plan_from_bundle(given.set, list_config_pairs(given), given.out)
 
 
 def check_set(given: argparse.Namespace) -> int:
     """Run `stratbench check SET`."""
     from stratbench.extensions.sets import from_set
 
-    check_no_unknown(pairs(given))
-    return from_set.check(given.set)
+    check_no_unknown_arguments(list_config_pairs(given))
+    return from_set.check_set_source(given.set)
 
 
 def run_compare(given: argparse.Namespace, others: list[str]) -> int:
@@ -152,9 +152,11 @@ def run_compare(given: argparse.Namespace, others: list[str]) -> int:
     def compare_named(given: argparse.Namespace) -> int:
         from stratbench.extensions.sets import from_set
 
-        return from_set.compare(given.set, [*pairs(given), *limit], given.out)
+        return from_set.compare_set_sources(
+            given.set, [*list_config_pairs(given), *limit], given.out
+        )
 
-    return run_on_set(compare_named, partial(answer_by_rule, config=limit), True, given, others)
+    return run_on_set(compare_named, partial(print_rule_answer, config=limit), True, given, others)
 
 
 def check_formats(given: argparse.Namespace) -> list[str]:
@@ -170,16 +172,16 @@ def export_set(given: argparse.Namespace) -> int:
     """Run `stratbench export SET`."""
     from stratbench.extensions.sets import from_set
 
-    check_no_unknown(pairs(given))
-    return from_set.export(given.set, check_formats(given), given.out)
+    check_no_unknown_arguments(list_config_pairs(given))
+    return from_set.export_set_source(given.set, check_formats(given), given.out)
 
 
 def run_export(given: argparse.Namespace, others: list[str]) -> int:
     """Run `stratbench export`, which runs the rule `export`."""
-    return answer_by_rule(given, others, [f"export=[{', '.join(check_formats(given))}]"])
+    return print_rule_answer(given, others, [f"export=[{', '.join(check_formats(given))}]"])
 
 
 def run_bundle(given: argparse.Namespace, others: list[str]) -> int:
     """Run `stratbench bundle`, which runs the rule `bundle`."""
     hosts = ["bundle={hosts: replaced}"] if given.replace_hosts else []
-    return answer_by_rule(given, others, hosts)
+    return print_rule_answer(given, others, hosts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="tensor and pipeline parallelism",
+    summary="tensor and pipeline parallelism",
     strategies={
         "tensor": "stratbench.extensions.splitting.tensor:TensorParallel",
         "pipeline": "stratbench.extensions.splitting.pipeline:Pipeline",

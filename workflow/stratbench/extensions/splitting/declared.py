@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
-    """Return a model's declaration for a key, such as `tensor_plan`, or None.
+    """Return what a model declares for `key`, such as `tensor_plan`, or None without a declaration.
 
     A user may give it as `module:NAME`, the name of a declaration or of a function of the model.
     """
     model = get_metadata(network)
-    if model.own is None:
+    if model.own_model is None:
         path = getattr(FAMILIES[model.family], key)
         return path and import_attribute(path)
-    declared = getattr(model.own, key)
+    declared = getattr(model.own_model, key)
     if isinstance(declared, str):
-        declared = users_code.import_name(model.own, declared)
+        declared = users_code.import_user_object(model.own_model, declared)
     return declared(built) if callable(declared) else declared
 
 
 def _has_declaration(network: str | Model, key: str) -> bool:
     """Return whether a model has a declaration for a key, without importing anything."""
     model = get_metadata(network)
-    return getattr(model.own or FAMILIES[model.family], key) is not None
+    return getattr(model.own_model or FAMILIES[model.family], key) is not None
 
 
 def has_tensor_plan(network: str | Model) -> bool:
@@ -54,7 +54,7 @@ def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
     return _get_declaration(network, "tensor_plan", model)
 
 
-def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
+def get_number_of_heads(network: str | Model, built: nn.Module | None = None) -> int:
     """Return the number of attention heads that workers must divide, or 0 without attention.
 
     Args:
@@ -62,7 +62,7 @@ def heads_of(network: str | Model, built: nn.Module | None = None) -> int:
         built: The built model, which may have an attribute with this number. None: not built.
     """
     model = get_metadata(network)
-    declared = model.own.num_heads if model.own else model.num_heads
+    declared = model.own_model.num_heads if model.own_model else model.num_heads
     return declared or getattr(built, "num_heads", 0)
 
 
@@ -71,7 +71,7 @@ def has_pieces(network: str | Model) -> bool:
     return _has_declaration(network, "pipeline_modules")
 
 
-def pieces_of(network: str | Model, model: nn.Module) -> list[Piece]:
+def make_declared_pieces(network: str | Model, model: nn.Module) -> list[Piece]:
     """Return a model's forward as a chain of pieces. Raise ValueError if a declared piece is missing."""
     from stratbench.extensions.splitting import pieces
 

@@ -27,17 +27,17 @@ class Piece:
 
     name: str
     call: Callable[[nn.Module, Tensor], Tensor]
-    paths: tuple[str, ...]
+    module_paths: tuple[str, ...]
 
-    def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """Yield the parameters of a model that the piece reads, as often as read."""
-        for path in self.paths:
+    def iter_parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
+        """Yield the parameters that the piece reads, repeated if the piece reads them repeatedly."""
+        for path in self.module_paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)
 
-    def holds(self, model: nn.Module, module: nn.Module) -> bool:
-        """Return whether the piece calls a module, or one that contains it."""
-        each = (attrgetter(path)(model) for path in self.paths)
+    def contains_module(self, model: nn.Module, module: nn.Module) -> bool:
+        """Return whether the piece calls a module, directly or within another module."""
+        each = (attrgetter(path)(model) for path in self.module_paths)
         return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
 
 
@@ -69,7 +69,7 @@ def make_pieces(model: nn.Module, plan: Plan) -> list[Piece]:
 
 def iter_unread_parameters(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
     """Yield a message if a user's pieces do not read all parameters of a model."""
-    read = {p for piece in pieces for p in piece.parameters(model)}
+    read = {p for piece in pieces for p in piece.iter_parameters(model)}
     if left := [name for name, p in model.named_parameters() if p not in read]:
         yield (
             f"its pieces do not read {format_names(left)}; add the modules that do, in the order of "
@@ -84,7 +84,7 @@ def _make_module_call(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
 def list_units(
     model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
 ) -> list[list[Piece]]:
-    """Return the units of a model's cuts, each a list of consecutive pieces.
+    """Return the units into which a model may be cut, as lists of consecutive pieces.
 
     A unit begins with the first module of a shard group. The part after the last group is a unit, too, if it
     has parameters.
@@ -95,12 +95,12 @@ def list_units(
         groups: Shard groups of the model.
     """
     at = [
-        [i for i, p in enumerate(pieces) if any(p.holds(model, m) for m in modules)]
+        [i for i, p in enumerate(pieces) if any(p.contains_module(model, m) for m in modules)]
         for _, modules in groups
     ]
     starts = {0} | {places[0] for places in at if places}
     after = 1 + max((places[-1] for places in at if places), default=-1)
-    if any(True for piece in pieces[after:] for _ in piece.parameters(model)):
+    if any(True for piece in pieces[after:] for _ in piece.iter_parameters(model)):
         starts.add(after)
     ordered = [*sorted(starts), len(pieces)]
     return [pieces[i:j] for i, j in pairwise(ordered)]

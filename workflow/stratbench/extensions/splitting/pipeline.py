@@ -1,4 +1,4 @@
-"""The strategy `pipeline`: each worker has some layers, and sends activations to the next one."""
+"""Strategy `pipeline`: workers compute consecutive layers and pass activations on (pipeline parallelism)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from stratbench.cell.options import option
 from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
 from stratbench.strategies import base
-from stratbench.strategies.mesh import Mesh, MeshCoordinate, refuse_uneven
+from stratbench.strategies.mesh import Mesh, MeshCoordinate, check_equal_groups
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import autocast, batch_format
+from stratbench.workload.network.precision import create_autocast_context, get_batch_memory_format
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ STAGES_PER_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 class Pipeline(ModelSplit):
-    """torch.distributed.pipelining: a network is cut into stages, and a batch into micro-batches.
+    """Pipeline parallelism by torch.distributed.pipelining, with micro-batches.
 
     Schedule `gpipe` computes all forwards, then all backwards (Huang et al., GPipe, 2019). `1f1b` computes a
     backward as soon as possible, so that a worker holds activations of at most as many micro-batches as there
@@ -87,11 +87,11 @@ class Pipeline(ModelSplit):
     def mesh(self, gpus: int) -> Mesh:
         chosen = self.options.pipeline_parallel_size
         workers = gpus if chosen == "all" else min(chosen, gpus)
-        refuse_uneven(f"pipeline_parallel_size = {workers}", workers, gpus)
+        check_equal_groups(f"pipeline_parallel_size = {workers}", workers, gpus)
         return Mesh(gpus // workers, stages=workers)
 
     @property
-    def parts(self) -> int:
+    def num_batch_parts(self) -> int:
         return self.options.microbatches
 
     def bubble_share(self, gpus: int) -> float | None:
@@ -136,14 +136,16 @@ class Pipeline(ModelSplit):
         return None
 
     def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
-        stages, max_stages = self.count_stages(gpus), models.get_metadata(network).most_stages
+        stages, max_stages = self.count_stages(gpus), models.get_metadata(network).max_stages
         if max_stages is not None and stages > max_stages:
             return f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
         return None
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        yield from super().refusals(options, values)
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
+        yield from super().iter_refused_values(options, values)
         if values.get("slowdown"):
             yield (
                 ".slowdown: how long a step takes is known of the whole network, and a worker has a part "
@@ -162,14 +164,19 @@ class Pipeline(ModelSplit):
                 replicas = strategy.mesh(n).replicas
                 weak, parts = values.get("per_worker_batch"), values["gradient_accumulation_steps"]
                 batch = (weak * n if weak else values["global_batch"]) // replicas
-                if parts > 1 and not batch % strategy.parts and batch % (parts * strategy.parts):
+                if (
+                    parts > 1
+                    and not batch % strategy.num_batch_parts
+                    and batch % (parts * strategy.num_batch_parts)
+                ):
                     yield (
                         f".gradient_accumulation_steps = {parts}: a part of a replica's batch of {batch} "
-                        f"cannot be divided into {strategy.parts} micro-batches; change it, microbatches or "
+                        f"cannot be divided into {strategy.num_batch_parts} micro-batches; change it, "
+                        "microbatches or "
                         "the batch"
                     )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         from stratbench.extensions.splitting import pieces
 
         network = models.get_model(worker.settings)
@@ -178,11 +185,11 @@ class Pipeline(ModelSplit):
             return
         if worker.settings.own_model is None:
             return
-        yield from super().refusals_of_model(model, worker)
+        yield from super().iter_model_refusals(model, worker)
         if models.has_batchnorm(model):
             yield BATCHNORM
         try:
-            chain = declared.pieces_of(network, model)
+            chain = declared.make_declared_pieces(network, model)
         except ValueError as e:
             yield str(e)
             return
@@ -197,7 +204,7 @@ class Pipeline(ModelSplit):
         return self.mesh(gpus).stages * STAGES_PER_WORKER[self.options.schedule]
 
     def count_pending_microbatches(self, stages: int) -> list[int]:
-        """Return for each stage the largest number of micro-batches whose activations it holds at once."""
+        """Return the largest number of micro-batches whose activations each stage holds at once."""
         most = self.options.microbatches
         if self.options.schedule == "gpipe":
             return [most] * stages
@@ -222,8 +229,8 @@ class Pipeline(ModelSplit):
         self._work = [sum(u.flops for u in units) for _, units in cut]
         self._shapes = [units[-1].shape for _, units in cut]
         self._dtype = next(model.parameters()).dtype
-        layout = batch_format(worker.settings.precision, worker.device.type)
-        precision = partial(autocast, worker.settings.precision, worker.device)
+        layout = get_batch_memory_format(worker.settings.precision, worker.device.type)
+        precision = partial(create_autocast_context, worker.settings.precision, worker.device)
         shared = self._find_shared_parameters(model)
         self._drop_parameters_of_others(
             model, [i for i in range(n) if i % workers == coordinate.stage]
@@ -259,7 +266,7 @@ class Pipeline(ModelSplit):
         from stratbench.extensions.splitting.pieces import list_units
         from stratbench.extensions.splitting.stages import balance_stages
 
-        pieces = declared.pieces_of(models.get_model(worker.settings), model)
+        pieces = declared.make_declared_pieces(models.get_model(worker.settings), model)
         units = list_units(model, pieces, worker.wrap_groups)
         measured = self.measure_model_units(model, units)
         waiting = self.count_pending_microbatches(self.count_stages(worker.world_size))
@@ -267,7 +274,7 @@ class Pipeline(ModelSplit):
         return [(list(chain(*units[i:j])), measured[i:j]) for i, j in pairwise(ends)]
 
     def _open_connections(self) -> None:
-        """Send a value over each boundary of stages.
+        """Open the connections between stages by sending a value over each boundary.
 
         NCCL connects two workers at the first send.
         """
@@ -318,7 +325,7 @@ class Pipeline(ModelSplit):
         mesh, rank = self.worker.mesh, self.worker.rank
         users: dict[nn.Parameter, list[int]] = {}
         for i, pieces in enumerate(self._cut):
-            for p in dict.fromkeys(p for piece in pieces for p in piece.parameters(model)):
+            for p in dict.fromkeys(p for piece in pieces for p in piece.iter_parameters(model)):
                 users.setdefault(p, []).append(i)
         several = {p: stages for p, stages in users.items() if len(stages) > 1}
         #: Process group of the workers of this pipeline that share a parameter, by parameter.
@@ -331,7 +338,7 @@ class Pipeline(ModelSplit):
             if len(workers) == 1:
                 continue
             for replica in range(mesh.replicas):
-                ranks = tuple(mesh.rank(MeshCoordinate(replica, w, 0)) for w in workers)
+                ranks = tuple(mesh.get_rank(MeshCoordinate(replica, w, 0)) for w in workers)
                 if ranks not in groups:
                     groups[ranks] = dist.new_group(list(ranks))
                 if rank in ranks:
@@ -341,17 +348,14 @@ class Pipeline(ModelSplit):
         return set(several)
 
     def _drop_parameters_of_others(self, model: nn.Module, own: list[int]) -> None:
-        """Set parameters to None that no stage of this worker uses.
-
-        Their memory is thereby freed.
-        """
-        used = {p for i in own for piece in self._cut[i] for p in piece.parameters(model)}
+        """Remove all parameters that no stage of this worker uses, to free their memory."""
+        used = {p for i in own for piece in self._cut[i] for p in piece.iter_parameters(model)}
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if p not in used:
                     setattr(module, name, None)
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         from stratbench.workload.torch_internals import list_receive_buffers
 
         return {"received": list_receive_buffers(self._stages)}
@@ -369,7 +373,7 @@ class Pipeline(ModelSplit):
         return self._schedule
 
     def forget_batch(self) -> None:
-        """Free the schedule and its buffers."""
+        """Free the pipeline's schedule and buffers, which depend on the batch size."""
         self._schedule, self._stages, self._batch = None, [], 0
 
     def make_schedule(self, samples: int) -> Any:
@@ -378,7 +382,7 @@ class Pipeline(ModelSplit):
         The receive buffers are allocated in the first step.
         """
         from stratbench.extensions.splitting.stages import SCHEDULES
-        from stratbench.workload.torch_internals import skip_votes
+        from stratbench.workload.torch_internals import disable_pipeline_shape_vote
 
         o = self.options
         self._stages = [self._make_stage(i, samples // o.microbatches) for i in self._parts]
@@ -386,7 +390,7 @@ class Pipeline(ModelSplit):
         stages = self._stages if STAGES_PER_WORKER[o.schedule] > 1 else self._stages[0]
         # Gradients are not scaled, because the loss is divided by the number of micro-batches.
         schedule = kind(stages, o.microbatches, loss_fn=self._compute_loss, scale_grads=False)
-        skip_votes(schedule)
+        disable_pipeline_shape_vote(schedule)
         return schedule
 
     def _make_stage(self, i: int, samples: int) -> Stage:
@@ -397,7 +401,7 @@ class Pipeline(ModelSplit):
             input_args=self._make_example(i - 1, samples), output_args=self._make_example(i, samples),
             group=self._pipe,
         )  # fmt: skip
-        stage.mark, stage.last = self._mark, partial(self._note_last_backward, i)
+        stage.mark, stage.last = self._mark_phase, partial(self._note_last_backward, i)
         return stage
 
     def _make_example(self, i: int, samples: int) -> Tensor:
@@ -417,23 +421,23 @@ class Pipeline(ModelSplit):
         shape = (samples, *self._shapes[i])
         return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
 
-    def _mark(self, phase: str) -> None:
-        self.worker.mark(phase)
+    def _mark_phase(self, phase: str) -> None:
+        self.worker.mark_phase_end(phase)
 
     def _note_last_backward(self, stage: int, last: bool) -> None:
         self._ending = stage if last and self._is_last else None
 
     def _compute_loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        self._mark("bubble")
-        with autocast(self.worker.settings.precision, self.worker.device):
-            loss = self.loss_of(scores, y) / self._divisor
+        self._mark_phase("bubble")
+        with create_autocast_context(self.worker.settings.precision, self.worker.device):
+            loss = self.compute_part_loss(scores, y) / self._divisor
         self._losses.append(loss.detach())
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._mark("forward")
+        self._mark_phase("forward")
         return loss
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         self._is_last = last
         return nullcontext()
 
@@ -469,7 +473,7 @@ class Pipeline(ModelSplit):
                 p.grad = torch.empty_like(p).copy_(p.grad)
 
     def _start_averaging(self, parameter: nn.Parameter) -> None:
-        """Start to average a gradient over the replicas if it is complete. This is a hook."""
+        """Hook that starts to average a gradient over the replicas when the gradient is complete."""
         if self._by_stage.get(parameter) == self._ending is not None:
             self._average_gradient(parameter)
 
@@ -498,9 +502,9 @@ class Pipeline(ModelSplit):
                 work.wait()
             self._pending_reductions.clear()
             self._sent.clear()
-        self._mark("bubble")
+        self._mark_phase("bubble")
 
-    def normed_tensors(self) -> list[Tensor]:
+    def list_normed_tensors(self) -> list[Tensor]:
         return [p for p in self.parameters if p not in self._counted_elsewhere]
 
     def gradient_norm(self) -> Tensor:
@@ -509,12 +513,12 @@ class Pipeline(ModelSplit):
     # --- evaluation and the record -----------------------------------------------------------------
 
     @contextmanager
-    def evaluating(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        with super().evaluating():
+    def open_evaluation_model(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        with super().open_evaluation_model():
             yield self._compute_scores
 
     def _compute_scores(self, x: Tensor) -> Tensor:
-        """Return the scores of a batch.
+        """Return the model's output (scores) for a batch.
 
         The worker of the last stage gets the scores, and other workers get zeros. All workers must call it.
         """
@@ -526,7 +530,7 @@ class Pipeline(ModelSplit):
             if i and (i - 1) not in self._parts:
                 x = torch.empty_like(self._make_example(i - 1, samples), requires_grad=False)
                 dist.recv(x, dist.get_global_rank(self._pipe, (i - 1) % workers), group=self._pipe)
-            x = part.compute(x)
+            x = part.compute_modules(x)
             if i != last and (i + 1) not in self._parts:
                 dist.send(x, dist.get_global_rank(self._pipe, (i + 1) % workers), group=self._pipe)
         if last in self._parts:

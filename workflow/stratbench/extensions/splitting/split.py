@@ -46,7 +46,9 @@ class ModelSplit(Counted):
         raise NotImplementedError
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         if values["compile"]:
             yield f".compile = true: compiled code is not tested with {cls.parts_name}; set it to false"
         if (chunks := values["loss_chunks"]) > 1:
@@ -64,21 +66,21 @@ class ModelSplit(Counted):
                     if reason := strategy.find_divisibility_reason(network, gpus):
                         yield f".gpus = {values['gpus']}: {name}: {reason}"
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        yield from super().refusals_of_model(model, worker)
-        yield from base.iter_sharding_refusals(worker.trial)
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().iter_model_refusals(model, worker)
+        yield from base.iter_unshardable_model_reasons(worker.trial)
 
-    def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
+    def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
         """Return undivided parameters whose gradient is incomplete on a worker. All workers must call it."""
         return []
 
-    def divides(self, gpus: int) -> bool:
+    def is_model_divided(self, gpus: int) -> bool:
         """Return whether each of `gpus` workers has only a part of the model states."""
         mesh = self.mesh(gpus)
         return mesh.tensor * mesh.stages > 1
 
     def traits(self, gpus: int) -> base.Traits:
-        divides = self.divides(gpus)
+        divides = self.is_model_divided(gpus)
         # The number of parts is None, because norms are on all workers and stages are unequal.
         parts = None if divides else 1
         return base.Traits(
@@ -92,6 +94,6 @@ class ModelSplit(Counted):
 
 
 def describe_divisible_models(able: Callable[[str], bool]) -> str:
-    """Return the end of a sentence that lists the models for which `able` is True."""
+    """Return the end of a sentence that lists the models accepted by `able`."""
     names = ", ".join(filter(able, models.MODELS))
     return f"these models do: {names}; a model of your own can as well (docs/split-your-model.md)"

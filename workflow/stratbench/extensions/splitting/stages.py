@@ -38,8 +38,8 @@ STATES = 4
 class MeasuredUnit(NamedTuple):
     """Cost of one unit of a model per sample.
 
-    It has the operations of forward, the bytes of its parameters, the shape of its output, and the bytes that
-    forward saves for backward.
+    The cost has the operations of forward, the bytes of its parameters, the shape of its output, and the
+    bytes that forward saves for backward.
     """
 
     flops: int
@@ -64,18 +64,20 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
     like = deepcopy(model, memo)
     figures = []
     for unit in units:
-        own = {p for piece in unit for p in piece.parameters(like)}
+        own = {p for piece in unit for p in piece.iter_parameters(like)}
         weights = {get_storage_key(p.untyped_storage()) for p in own}
         kept: dict[int, int] = {}
 
-        def keep(t: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights) -> Tensor:
+        def record_kept_tensor(
+            t: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights
+        ) -> Tensor:
             storage = t.untyped_storage()
             if (key := get_storage_key(storage)) not in weights:
                 kept[key] = storage.nbytes()
             return t
 
         with (
-            saved_tensors_hooks(keep, lambda t: t),
+            saved_tensors_hooks(record_kept_tensor, lambda t: t),
             FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter,
         ):
             for piece in unit:
@@ -109,17 +111,17 @@ def balance_stages(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> lis
     )
     held = [0, *accumulate(STATES * u.parameter_bytes for u in units)]
 
-    def work(_stage: int, start: int, end: int) -> float:
+    def compute_stage_work(_stage: int, start: int, end: int) -> float:
         return flops[end] - flops[start]
 
-    most, _ = _minimize_max_cost(work, len(units), stages)
+    most, _ = _minimize_max_cost(compute_stage_work, len(units), stages)
 
-    def memory(stage: int, start: int, end: int) -> float:
-        if work(stage, start, end) > most:
+    def compute_stage_memory(stage: int, start: int, end: int) -> float:
+        if compute_stage_work(stage, start, end) > most:
             return math.inf
         return held[end] - held[start] + waiting[stage] * (saved_bytes[end] - saved_bytes[start])
 
-    _, ends = _minimize_max_cost(memory, len(units), stages)
+    _, ends = _minimize_max_cost(compute_stage_memory, len(units), stages)
     return [end - start for start, end in pairwise((0, *ends))]
 
 
@@ -153,8 +155,8 @@ def _minimize_max_cost(
 class StageModule(nn.Module):
     """The modules of one stage of the pipeline.
 
-    Its output is contiguous and has the dtype of the weights. `precision` makes a context of mixed precision
-    for training, and `layout` is the memory format of images.
+    The module's output is contiguous and has the dtype of the weights. `precision` makes a context of mixed
+    precision for training, and `layout` is the memory format of images.
     """
 
     def __init__(
@@ -170,11 +172,11 @@ class StageModule(nn.Module):
         self.pieces, self._is_last, self._dtype = list(pieces), is_last, dtype
         self._layout, self._precision = layout, precision
         # Schedules read the parameters of a stage here; the model itself has the names of all parameters.
-        own = dict.fromkeys(p for piece in self.pieces for p in piece.parameters(model))
+        own = dict.fromkeys(p for piece in self.pieces for p in piece.iter_parameters(model))
         self.held = nn.ParameterList(own)
         self._model = (model,)
 
-    def compute(self, x: Tensor) -> Tensor:
+    def compute_modules(self, x: Tensor) -> Tensor:
         """Compute the modules in sequence, without mixed precision."""
         (model,) = self._model
         if x.dim() == 4:
@@ -189,14 +191,14 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with self._precision():
-            return self.compute(x)
+            return self.compute_modules(x)
 
 
 class Stage(PipelineStage):
     """A pipeline stage that reports when it computes, and when its gradients are complete.
 
-    `mark` is called with the name of the phase that has ended, and `last` with whether the next backward is
-    the last one of the step.
+    `mark` is called with the name of the phase that has ended. `last` is called with whether the next
+    backward is the last of the step.
     """
 
     mark: Callable[[str], None]

@@ -15,7 +15,7 @@ from stratbench.cell.text.words import format_names
 from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
 from stratbench.strategies import base
-from stratbench.strategies.mesh import Mesh, refuse_uneven
+from stratbench.strategies.mesh import Mesh, check_equal_groups
 from stratbench.strategies.sharding.sharded import Sharded
 from stratbench.workload.network import models
 from stratbench.workload.users_code import Refused
@@ -40,7 +40,7 @@ UNLIKE = 1e-2
 
 
 class TensorParallel(ModelSplit, Sharded):
-    """torch.distributed.tensor.parallel.parallelize_module, by the tensor plan of a model.
+    """Tensor parallelism by torch.distributed.tensor.parallel, along a model's tensor plan.
 
     Each of `tensor_parallel_size` workers has some heads of every attention, some columns of the first matrix
     of every perceptron with the same rows of the second, and a part of the vocabulary (Shoeybi et al.,
@@ -87,7 +87,7 @@ class TensorParallel(ModelSplit, Sharded):
     def mesh(self, gpus: int) -> Mesh:
         chosen = self.options.tensor_parallel_size
         workers = gpus if chosen == "all" else min(chosen, gpus)
-        refuse_uneven(f"tensor_parallel_size = {workers}", workers, gpus)
+        check_equal_groups(f"tensor_parallel_size = {workers}", workers, gpus)
         return Mesh(gpus // workers, tensor=workers)
 
     @classmethod
@@ -100,8 +100,10 @@ class TensorParallel(ModelSplit, Sharded):
         return None
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        yield from super().refusals(options, values)
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
+        yield from super().iter_refused_values(options, values)
         for name, network in values["networks"].items():
             reads_images = models.get_metadata(network).reads_text is False
             if options["sequence_parallel"] and reads_images and declared.has_tensor_plan(network):
@@ -113,7 +115,7 @@ class TensorParallel(ModelSplit, Sharded):
     def find_divisibility_reason(
         self, network: str | Model, gpus: int, built: nn.Module | None = None
     ) -> str | None:
-        workers, heads = self.mesh(gpus).tensor, declared.heads_of(network, built)
+        workers, heads = self.mesh(gpus).tensor, declared.get_number_of_heads(network, built)
         if heads % workers:
             return (
                 f"{workers} workers cannot divide its {heads} heads evenly; set tensor_parallel_size to a "
@@ -121,12 +123,12 @@ class TensorParallel(ModelSplit, Sharded):
             )
         return None
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         network = models.get_model(worker.settings)
         if reason := self.explain_indivisible(network):
             yield reason
         elif worker.settings.own_model is not None:
-            yield from super().refusals_of_model(model, worker)
+            yield from super().iter_model_refusals(model, worker)
             try:
                 plan = declared.tensor_plan(network, model)
             except ValueError as e:
@@ -143,8 +145,8 @@ class TensorParallel(ModelSplit, Sharded):
                     f"{format_names(sorted(missing))}; name them, or set sequence_parallel to false"
                 )
 
-    def divides(self, gpus: int) -> bool:
-        return super().divides(gpus) or (
+    def is_model_divided(self, gpus: int) -> bool:
+        return super().is_model_divided(gpus) or (
             self.options.data_parallel == "fsdp" and self.mesh(gpus).replicas > 1
         )
 
@@ -169,7 +171,7 @@ class TensorParallel(ModelSplit, Sharded):
                 setattr(module, name, getattr(first, own))
             model.register_forward_hook(gather_output)
             if self.options.sequence_parallel:
-                model.register_forward_pre_hook(partial(check_positions, tensor))
+                model.register_forward_pre_hook(partial(check_positions_divide_evenly, tensor))
         #: For each trainable parameter, whether this worker's gradient counts in the gradient norm.
         self._counts = [
             is_divided(p) or worker.mesh.place(worker.rank).tensor == 0
@@ -211,7 +213,7 @@ class TensorParallel(ModelSplit, Sharded):
                 own = get_local_shard(parameter.grad).div_(replicas)
             self._pending_reductions.append((own, dist.all_reduce(own, group=group, async_op=True)))
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         # FSDP2 reduces the gradients in each part of a batch, so that full gradients are never stored.
         self._is_last = last
         return nullcontext()
@@ -240,7 +242,7 @@ class TensorParallel(ModelSplit, Sharded):
                 p.grad = p.grad.redistribute(placements=p.placements)
         super().link_gradients()
 
-    def partly_trained(self, x: Tensor, y: Tensor) -> list[str]:
+    def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
         import torch
         import torch.distributed as dist
 
@@ -255,7 +257,7 @@ class TensorParallel(ModelSplit, Sharded):
         named = dict(self.model.named_parameters())
         apart = torch.zeros(len(named), dtype=torch.float64, device=self.worker.device)
         for i, p in enumerate(named.values()):
-            if p.grad is not None and not is_by_plan(p):
+            if p.grad is not None and not is_in_tensor_plan(p):
                 least, most = get_local_shard(p.grad).clone(), get_local_shard(p.grad).clone()
                 dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._tensor_group)
                 dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._tensor_group)
@@ -268,7 +270,7 @@ class TensorParallel(ModelSplit, Sharded):
         dist.all_reduce(apart, op=dist.ReduceOp.MAX)
         return [name for name, by in zip(named, apart.tolist(), strict=True) if by > UNLIKE]
 
-    def normed_tensors(self) -> list[Tensor]:
+    def list_normed_tensors(self) -> list[Tensor]:
         return list(compress(self.local, self._counts))
 
 
@@ -294,7 +296,7 @@ def is_divided(parameter: nn.Parameter) -> bool:
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
 
 
-def is_by_plan(parameter: nn.Parameter) -> bool:
+def is_in_tensor_plan(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is in the tensor plan, so that DTensor reduces its gradient."""
     mesh = getattr(parameter, "device_mesh", None)
     return "tensor" in (getattr(mesh, "mesh_dim_names", None) or ())
@@ -314,7 +316,9 @@ def gather_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output if is_whole else output.full_tensor()
 
 
-def check_positions(workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def check_positions_divide_evenly(
+    workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]
+) -> None:
     """Raise Refused if `workers` cannot divide the positions of texts evenly. This is a forward hook.
 
     Args:
@@ -352,7 +356,7 @@ def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]
 
 
 def match_modules(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the modules that match a path of a plan.
+    """Return the module paths that match a path of a tensor plan.
 
     A `*` in the plan's path matches any name.
     """
@@ -360,7 +364,10 @@ def match_modules(model: nn.Module, path: str) -> list[str]:
 
 
 def separate_head_projections(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Separate the projections of attentions with the word `heads`, and return the plan with these."""
+    """Separate the query, key and value projections of attention modules, and return the adapted plan.
+
+    Only modules with the word `heads` in the plan are changed.
+    """
     from stratbench.extensions.splitting.heads import SelfAttention
 
     divided: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Filters the combinations of an experiment, and writes a study of those that are worth measuring.
+"""Filters the combinations of an experiment, and writes a study of the combinations to measure.
 
 python -m stratbench.extensions.tune --config JSON as `snakemake tune` calls it
 """
@@ -19,7 +19,7 @@ import yaml
 
 from stratbench.cell.files import write_atomic
 from stratbench.cell.installation import ROOT
-from stratbench.cell.text.words import folded, format_bytes, format_count, format_seconds
+from stratbench.cell.text.words import format_bytes, format_count, format_seconds, wrap_lines
 from stratbench.extensions.tune.answer import describe_answer, read_answer
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.page import render_answer_page
@@ -33,14 +33,14 @@ from stratbench.extensions.tune.sieves import (
     UNSUPPORTED,
     Sieved,
     add_tuning_study,
-    read_out_of_memory,
-    sieve,
-    tuning_study_name,
+    filter_combinations,
+    make_tuning_study_name,
+    read_out_of_memory_combinations,
 )
 from stratbench.extensions.tune.space import Combination, list_combinations
 from stratbench.strategies import REGISTRY
 from stratbench.study.config.config import load_config
-from stratbench.study.config.messages import ConfigError, wrong_value_message
+from stratbench.study.config.messages import ConfigError, format_wrong_value_message
 from stratbench.study.job_environment import set_job_environment
 
 COLUMNS = (
@@ -74,27 +74,31 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "remove one from `exclude`"
             )
         where = (question["experiment"], question["gpus"], question["model"])
-        failed = read_out_of_memory(whole["results"], tuning_study_name(whole["study"]))
-        sieved = sieve(config, *where, combinations, whole["tune"]["baseline"], failed)
+        failed = read_out_of_memory_combinations(
+            whole["results"], make_tuning_study_name(whole["study"])
+        )
+        sieved = filter_combinations(
+            config, *where, combinations, whole["tune"]["baseline"], failed
+        )
     except ConfigError as error:
-        print(folded([f"error: {error}"]), file=sys.stderr)
+        print(wrap_lines([f"error: {error}"]), file=sys.stderr)
         return 1
     tuned = Path(whole["results"], whole["study"], *TUNED)
     table = tuned.with_name("tune.csv")
     write_combinations_csv(sieved, table)
-    print(folded(describe_filter_results(sieved)))
-    chosen = [s.combination for s in sieved if s.fate in (MEASURED, OUT_OF_MEMORY)]
+    print(wrap_lines(describe_filter_results(sieved)))
+    chosen = [s.combination for s in sieved if s.outcome in (MEASURED, OUT_OF_MEMORY)]
     if not chosen:
         print(f"No combination is left to measure: {table} has the reason for each.")
         return 1
     write_tuning_config(config, *where, chosen, tuned, whole["tune"]["budget_gpu_hours"])
     print(f"Written: {table}, {tuned}")
-    study, baseline = tuning_study_name(whole["study"]), whole["tune"]["baseline"]
+    study, baseline = make_tuning_study_name(whole["study"]), whole["tune"]["baseline"]
     answer = read_answer(Path(whole["results"]), study, sieved, baseline)
     if answer is not None:
         path = tuned.with_name("index.html")
         write_atomic(path, render_answer_page(answer, sieved, question["model"]))
-        print(folded(["", *describe_answer(answer), f"{path} shows all results."]))
+        print(wrap_lines(["", *describe_answer(answer), f"{path} shows all results."]))
     return 0
 
 
@@ -109,30 +113,30 @@ def choose_tuning_task(config: Mapping[str, Any]) -> dict[str, Any]:
         for name in [tune[key]] if key == "baseline" else tune[key]:
             if name not in REGISTRY:
                 raise ConfigError(
-                    wrong_value_message(f"tune.{key}", name, "is not a strategy", REGISTRY)
+                    format_wrong_value_message(f"tune.{key}", name, "is not a strategy", REGISTRY)
                 )
     name = tune["experiment"] or next(iter(experiments))
     if name not in experiments:
         what = f"is not an experiment of {config['study']}"
-        raise ConfigError(wrong_value_message("tune.experiment", name, what, experiments))
+        raise ConfigError(format_wrong_value_message("tune.experiment", name, what, experiments))
     values = experiments[name]
     model = tune["model"] or values["models"][0]
     if model not in values["models"]:
         what = f"is not a model of {name}"
-        raise ConfigError(wrong_value_message("tune.model", model, what, values["models"]))
+        raise ConfigError(format_wrong_value_message("tune.model", model, what, values["models"]))
     gpus = tune["gpus"] or max(values["gpus"])
     return {"experiment": name, "values": values, "model": model, "gpus": gpus}
 
 
 def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
     """Return lines that count dropped combinations and list those to measure, fastest first."""
-    fates = Counter(s.fate for s in sieved)
+    fates = Counter(s.outcome for s in sieved)
     texts = [f"{fates[UNSUPPORTED]} unsupported", f"{fates[TOO_LARGE]} do not fit"]
     texts.append(f"{fates[TOO_SLOW]} too slow to be among the fastest")
     texts += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
     texts.append(f"{fates[MEASURED]} to measure")
     lines = [f"{format_count(len(sieved), 'combination')}: {', '.join(texts)}.", ""]
-    left = [s for s in sieved if s.fate == MEASURED]
+    left = [s for s in sieved if s.outcome == MEASURED]
     for each in sorted(left, key=lambda s: s.time_s if s.time_s is not None else float("inf")):
         time = format_seconds(each.time_s) if each.time_s is not None else "time not planned"
         memory = (
@@ -147,7 +151,7 @@ def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
             "A combination is dropped if its planned time exceeds a faster one's by more than:",
         ]
         lines += describe_margins(fit_public_margins())
-    reasons = Counter(s.reason for s in sieved if s.fate == UNSUPPORTED)
+    reasons = Counter(s.reason for s in sieved if s.outcome == UNSUPPORTED)
     lines += ["", *(f"Unsupported ({n}): {reason}" for reason, n in reasons.most_common())]
     return lines
 
@@ -164,7 +168,7 @@ def write_combinations_csv(sieved: Sequence[Sieved], path: Path) -> None:
             c.strategy,
             _to_sorted_json(c.options),
             _to_sorted_json(c.settings),
-            s.fate,
+            s.outcome,
             s.reason,
             s.time_s,
             s.memory_bytes,
@@ -201,7 +205,7 @@ def write_tuning_config(
         budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
     made = add_tuning_study(config, experiment, gpus, model, chosen)
-    name = tuning_study_name(config["study"])
+    name = make_tuning_study_name(config["study"])
     alone = {"study": name, "studies": {name: made["studies"][name]}}
     if budget_gpu_hours is not None:
         alone["verdict"] = {"budget_gpu_hours": budget_gpu_hours}

@@ -26,7 +26,7 @@ class MeasuredCombination:
     Attributes:
         step_s_by_block: Seconds per step in each block; None for a block without this combination.
         memory_bytes: Peak memory of a worker; None if no segment of a block ended.
-        verdict_words: Its status in the verdict, in words.
+        verdict_words: The combination's status in the verdict, as text.
     """
 
     combination: Combination
@@ -36,7 +36,7 @@ class MeasuredCombination:
 
     @property
     def name(self) -> str:
-        """Name of the combination's variant."""
+        """Name of the combination's variant in config.yaml."""
         return self.combination.name
 
     @property
@@ -51,7 +51,7 @@ class Effect:
     """Effect of one choice on the time of a step, all else equal.
 
     Attributes:
-        choice: Strategy, option or setting whose effect it is.
+        choice: Strategy, option or setting that has the effect.
         compared_with: Strategy that `choice` replaces; empty for the experiment's setting or the
             option's default.
         ratio: Time with the choice divided by the time without it.
@@ -73,24 +73,26 @@ class TuneAnswer:
     verdict: Mapping[str, Any]
     comparison: Mapping[str, Any]
     baseline: str
-    measured: tuple[MeasuredCombination, ...]
+    measured_combinations: tuple[MeasuredCombination, ...]
     device_memory_bytes: float | None
 
-    def of(self, name: str | None) -> MeasuredCombination | None:
+    def get_measured_combination(self, name: str | None) -> MeasuredCombination | None:
         """Return the measured combination of a name, or None if there is none."""
-        return next((m for m in self.measured if m.name == name), None)
+        return next((m for m in self.measured_combinations if m.name == name), None)
 
     @property
-    def winner(self) -> MeasuredCombination | None:
+    def winning_combination(self) -> MeasuredCombination | None:
         """Combination that leads the verdict, or None before the first interim analysis."""
-        return self.of(self.comparison["leader"])
+        return self.get_measured_combination(self.comparison["leader"])
 
     @property
-    def front(self) -> list[MeasuredCombination]:
+    def pareto_front(self) -> list[MeasuredCombination]:
         """Pareto front: combinations that no other beats in both time and memory, fastest first."""
         fastest: list[MeasuredCombination] = []
         least = math.inf
-        for m in sorted(self.measured, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)):
+        for m in sorted(
+            self.measured_combinations, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)
+        ):
             if m.step_s and m.memory_bytes and m.memory_bytes < least:
                 fastest.append(m)
                 least = m.memory_bytes
@@ -151,7 +153,7 @@ def read_peak_memory_bytes(study: Path) -> dict[str, int]:
 def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: str) -> list[Effect]:
     """Return the effect of each choice on the time of a step.
 
-    It is a mean over pairs of combinations that differ in this choice alone.
+    An effect is a mean over pairs of combinations that differ only in the choice.
 
     Args:
         measured: Measured combinations.
@@ -173,7 +175,10 @@ def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: s
 
 
 def _average_common_blocks(pairs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return geometric means of step times [2, blocks] over the blocks that all pairs have."""
+    """Return two choices' mean step times per block, shape [2, blocks].
+
+    The means are geometric, over the blocks that all pairs have.
+    """
     logs = np.log(np.stack(pairs))
     whole = np.isfinite(logs).all((0, 1))
     if not whole.any():  # no block has all pairs: use the pair with the most blocks
@@ -207,7 +212,7 @@ def _join_values(values: Mapping[str, Any]) -> str:
 
 def describe_answer(answer: TuneAnswer) -> Iterator[str]:
     """Yield the lines of the answer, at most a screen."""
-    winner = answer.winner
+    winner = answer.winning_combination
     if winner is None:
         yield f"No result yet: {answer.comparison['text']}"
         return
@@ -215,7 +220,7 @@ def describe_answer(answer: TuneAnswer) -> Iterator[str]:
     yield f"  {compare_with_baseline(answer, winner)}"
     yield f"  {describe_memory_use(answer, winner)}"
     yield f"  {describe_further_gain(answer)}"
-    effects = estimate_choice_effects(answer.measured, answer.baseline)
+    effects = estimate_choice_effects(answer.measured_combinations, answer.baseline)
     if effects:
         yield "Effect of each choice on the time of a step, as a ratio with all else equal:"
         yield from (f"  {describe_effect(effect)}" for effect in effects)
@@ -269,7 +274,10 @@ def describe_further_gain(answer: TuneAnswer) -> str:
 def describe_effect(effect: Effect) -> str:
     """Return an effect as text: the choice, its alternative, the ratio and the evidence."""
     over = f" over {effect.compared_with}" if effect.compared_with else ""
-    return f"{effect.choice}{over}: {effect.ratio.text('{:.3f}'.format)}{describe_effect_evidence(effect)}"
+    return (
+        f"{effect.choice}{over}: "
+        f"{effect.ratio.format_text('{:.3f}'.format)}{describe_effect_evidence(effect)}"
+    )
 
 
 def describe_effect_evidence(effect: Effect) -> str:
@@ -278,7 +286,7 @@ def describe_effect_evidence(effect: Effect) -> str:
     return f" ({sure}{format_count(effect.num_pairs, 'pair')}, {format_count(effect.num_blocks, 'block')})"
 
 
-def step_time_text(combination: MeasuredCombination) -> str:
+def format_step_time(combination: MeasuredCombination) -> str:
     """Return the time per step as text, or the reason why it is unknown."""
     return (
         format_short_time(combination.step_s) if combination.step_s else combination.verdict_words

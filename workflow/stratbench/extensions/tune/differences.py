@@ -39,7 +39,7 @@ Amounts = Mapping[str, float]
 
 
 class Margin(NamedTuple):
-    """Maximum planned ratio at which the slower configuration is kept, with its evidence."""
+    """Largest planned time ratio at which the slower configuration may still be faster, with evidence."""
 
     ratio: float
     sweeps: int
@@ -59,7 +59,7 @@ class Beaten(NamedTuple):
 
 
 def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Margin]:
-    """Return the margins that these sweeps give enough evidence for.
+    """Return the margins for which the sweeps give enough evidence.
 
     Only pairs of configurations that differ in one kind count. A margin is the maximum planned ratio of a
     pair whose slower configuration was measured faster.
@@ -79,7 +79,7 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
             sources.setdefault(key, set()).add(slower["source"])
     return {
         key: Margin(
-            max(MIN_MARGIN, upper_prediction_bound(list(each.values()))),
+            max(MIN_MARGIN, compute_upper_prediction_bound(list(each.values()))),
             len(each),
             len(sources[key]),
         )
@@ -88,7 +88,7 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
     }
 
 
-def upper_prediction_bound(values: list[float]) -> float:
+def compute_upper_prediction_bound(values: list[float]) -> float:
     """Return the value that a new value exceeds with probability TAIL.
 
     With few values it is the largest.
@@ -106,7 +106,7 @@ def group_by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[
 
 
 def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
-    """Return the maximum planned ratio at which `slower` may in truth be faster.
+    """Return the largest planned time ratio at which `slower` may still be faster in truth.
 
     If they differ in several kinds, the margins multiply.
 
@@ -124,7 +124,7 @@ def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float
     return math.prod(margins[key].ratio for key in keys)
 
 
-def find_beaten(
+def find_beaten_configurations(
     times: Mapping[str, float], amounts: Mapping[str, Amounts], margins: Margins
 ) -> dict[str, Beaten]:
     """Return the configurations that another one beats by more than the margin between them.
@@ -144,7 +144,7 @@ def find_beaten(
 
 
 @cache
-def read_sweeps() -> list[dict[str, str]]:
+def read_public_sweeps() -> list[dict[str, str]]:
     """Return the rows of the table of public sweeps."""
     with PUBLIC_SWEEPS.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
@@ -153,7 +153,7 @@ def read_sweeps() -> list[dict[str, str]]:
 @cache
 def fit_public_margins() -> dict[tuple[str, bool], Margin]:
     """Return the margins that follow from all public sweeps."""
-    return fit_margins(read_sweeps())
+    return fit_margins(read_public_sweeps())
 
 
 def describe_margins(margins: Margins) -> Iterator[str]:

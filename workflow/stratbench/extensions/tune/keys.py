@@ -1,4 +1,4 @@
-"""The block `tune` of config.yaml."""
+"""Keys of the block `tune` in config.yaml."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratbench.cell.settings import Keys, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(Keys):
-    """What `stratbench tune` searches: the fastest configuration of one network (docs/tune.md)."""
+    """Search of `stratbench tune` for the fastest configuration of one network (docs/tune.md)."""
 
     # fmt: off
     experiment: str | None = setting(None,

@@ -15,7 +15,7 @@ from stratbench.analysis.figures.marks import (
     create_mark,
     format_css_variables,
 )
-from stratbench.cell.text.pages import render
+from stratbench.cell.text.pages import render_page
 from stratbench.cell.text.words import format_bytes, format_count, format_short_time
 from stratbench.extensions.tune.answer import (
     Effect,
@@ -25,7 +25,7 @@ from stratbench.extensions.tune.answer import (
     describe_further_gain,
     describe_memory_use,
     estimate_choice_effects,
-    step_time_text,
+    format_step_time,
 )
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.sieves import MEASURED, OUT_OF_MEMORY, Sieved
@@ -41,29 +41,29 @@ FIXED = (
 
 
 def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
-    """Return the HTML page of an answer.
+    """Return the HTML page with the answer of `tune`.
 
     Args:
         answer: The answer.
-        sieved: All combinations.
+        sieved: Outcomes of the filters for all combinations.
         model: Name of the model.
     """
-    comparison = answer.comparison
-    return render("tune.html.j2", TEMPLATES, values={
+    comparison, measured = answer.comparison, answer.measured_combinations
+    return render_page("tune.html.j2", TEMPLATES, values={
         "title": f"The fastest configuration of {model} on {comparison['workers']}",
         "lead": comparison["text"],
-        "facts": list(_list_facts(answer)),
-        "svg": _draw_time_over_memory(answer) if answer.front else "",
-        "effects": [_effect_row(e) for e in estimate_choice_effects(answer.measured, answer.baseline)],
-        "measured": [_measured_row(answer, m) for m in _sort_by_step_time(answer.measured)],
+        "facts": list(_list_tuning_facts(answer)),
+        "svg": _draw_time_over_memory(answer) if answer.pareto_front else "",
+        "effects": [_make_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline)],
+        "measured": [_make_measured_row(answer, m) for m in _sort_by_step_time(measured)],
         "others": list(_describe_dropped(sieved)),
         "light_marks": Markup(format_css_variables(dark=False)),
         "dark_marks": Markup(format_css_variables(dark=True)),
     })  # fmt: skip
 
 
-def _list_facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
-    winner = answer.winner
+def _list_tuning_facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
+    winner = answer.winning_combination
     if winner is not None:
         yield "Compared with the baseline", compare_with_baseline(answer, winner)
         yield "Memory per worker", describe_memory_use(answer, winner)
@@ -79,18 +79,18 @@ def _sort_by_step_time(measured: Sequence[MeasuredCombination]) -> list[Measured
 
 def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
     """Return a chart of time over memory by strategy, with the Pareto front."""
-    strategies = dict.fromkeys(m.combination.strategy for m in answer.measured)
+    strategies = dict.fromkeys(m.combination.strategy for m in answer.measured_combinations)
     marks = assign_marks_by_strategy((name, name) for name in strategies)
     series = []
     for strategy in strategies:
-        own = [m for m in answer.measured if m.combination.strategy == strategy]
+        own = [m for m in answer.measured_combinations if m.combination.strategy == strategy]
         dots = [(m.memory_bytes, m.step_s) for m in own if m.memory_bytes and m.step_s]
         if dots:
             mark = marks.get(strategy) or create_mark("other", 0)
-            series.append(ChartSeries(strategy, mark.variable, dots, mark=mark))
-    front = [(m.memory_bytes, m.step_s) for m in answer.front if m.memory_bytes and m.step_s]
-    series.append(ChartSeries("", "muted", full=front))
-    sizes = [m.memory_bytes for m in answer.measured if m.memory_bytes]
+            series.append(ChartSeries(strategy, mark.css_variable, dots, mark=mark))
+    front = [(m.memory_bytes, m.step_s) for m in answer.pareto_front if m.memory_bytes and m.step_s]
+    series.append(ChartSeries("", "muted", solid_line_points=front))
+    sizes = [m.memory_bytes for m in answer.measured_combinations if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})
     return render_log_chart(
         series, "peak memory per worker", "time per step", ends, format_bytes, format_short_time,
@@ -98,19 +98,19 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
     )  # fmt: skip
 
 
-def _effect_row(effect: Effect) -> dict[str, Any]:
+def _make_effect_row(effect: Effect) -> dict[str, Any]:
     over = f" over {effect.compared_with}" if effect.compared_with else ""
-    ratio = effect.ratio.text("{:.3f}".format)
+    ratio = effect.ratio.format_text("{:.3f}".format)
     if effect.ratio.low is None:
         ratio += " (no interval)"
     return vars(effect) | {"choice": f"{effect.choice}{over}", "ratio": ratio}
 
 
-def _measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
+def _make_measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
     ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == m.name)
     return {
         "name": m.name,
-        "step": step_time_text(m),
+        "step": format_step_time(m),
         "memory": format_bytes(m.memory_bytes) if m.memory_bytes else "",
         "ratio": ratio["text"],
         "words": ratio["reason"] or ratio["words"],
@@ -120,8 +120,10 @@ def _measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
 def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
     """Yield sentences on the combinations that were dropped, one per outcome."""
     yield FIXED
-    for fate in dict.fromkeys(s.fate for s in sieved if s.fate not in (MEASURED, OUT_OF_MEMORY)):
-        own = [s for s in sieved if s.fate == fate]
+    for fate in dict.fromkeys(
+        s.outcome for s in sieved if s.outcome not in (MEASURED, OUT_OF_MEMORY)
+    ):
+        own = [s for s in sieved if s.outcome == fate]
         reasons = Counter(s.reason for s in own)
         if len(reasons) > MAX_REASONS:
             examples = "; ".join(f"{s.combination.name} ({s.reason})" for s in own[:MAX_REASONS])

@@ -19,7 +19,7 @@ from stratbench.extensions.tune.differences import (
     Amounts,
     Beaten,
     Margins,
-    find_beaten,
+    find_beaten_configurations,
     fit_public_margins,
 )
 from stratbench.extensions.tune.space import Combination
@@ -36,7 +36,7 @@ from stratbench.extensions.verdict.blocks import (
     list_block_files,
     read_block,
 )
-from stratbench.strategies import get_traits, strategy_class
+from stratbench.strategies import get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
@@ -59,17 +59,17 @@ class Sieved:
     """Outcome of the filters for one combination, with the reason and the planned values.
 
     Attributes:
-        fate: Outcome, one of the constants above.
+        outcome: Outcome, one of the constants above.
         time_s: Planned time of a whole training; None if unknown.
         memory_bytes: Planned memory of a worker; None if unknown.
-        amounts: Amount of each kind of difference, if public sweeps cover its device.
+        amounts: Amount of each kind of difference, if public sweeps cover the cell's device.
         segment_gpu_s: Planned GPU-seconds of one segment of a block.
         training_gpu_s: Planned GPU-seconds of a whole training.
         device_memory_bytes: Memory available to a worker.
     """
 
     combination: Combination
-    fate: str
+    outcome: str
     reason: str = ""
     time_s: float | None = None
     memory_bytes: int | None = None
@@ -79,7 +79,7 @@ class Sieved:
     device_memory_bytes: float | None = None
 
 
-def sieve(
+def filter_combinations(
     config: Mapping[str, Any],
     experiment: str,
     gpus: int,
@@ -111,16 +111,20 @@ def sieve(
         whole, study = load_config(add_tuning_study(config, experiment, gpus, model, left))
         for planned in make_plan(whole, check_study(whole, study), {}).cells:
             name = planned.cell.strategy
-            s = _apply_plan(by_name[name].combination, planned, whole["cluster"]["memory_margin"])
+            s = _filter_by_plan(
+                by_name[name].combination, planned, whole["cluster"]["memory_margin"]
+            )
             if (name, hash_trained_settings(planned.subject.settings)) in out_of_memory:
-                s = replace(s, fate=OUT_OF_MEMORY, reason="ran out of memory in a block")
+                s = replace(s, outcome=OUT_OF_MEMORY, reason="ran out of memory in a block")
             by_name[name] = s
-        drop_slow(by_name, baseline, whole["tune"]["keep_within"], fit_public_margins())
-        postpone_beyond_budget(by_name, baseline, whole["tune"]["budget_gpu_hours"])
+        drop_slow_combinations(
+            by_name, baseline, whole["tune"]["keep_within"], fit_public_margins()
+        )
+        postpone_combinations_beyond_budget(by_name, baseline, whole["tune"]["budget_gpu_hours"])
     return list(by_name.values())
 
 
-def drop_slow(
+def drop_slow_combinations(
     by_name: dict[str, Sieved],
     baseline: str,
     keep_within: float | None,
@@ -130,12 +134,12 @@ def drop_slow(
 
     Args:
         by_name: The combinations, by name.
-        baseline: Name of the combination that stays whatever its time.
+        baseline: Name of the combination that stays for any planned time.
         keep_within: Maximum ratio of a planned time to the fastest one. None: the ratio follows from
             the differences between two combinations.
         margins: Margins of planned ratios, by kind of difference.
     """
-    left = (each for each in by_name.items() if each[1].fate == MEASURED)
+    left = (each for each in by_name.items() if each[1].outcome == MEASURED)
     times = {name: s.time_s for name, s in left if s.time_s is not None}
     if keep_within is None:
         by_combination = find_beaten_combinations(times, by_name, margins)
@@ -148,10 +152,10 @@ def drop_slow(
     for name, (faster, ratio, margin) in by_combination.items():
         if name != baseline:
             reason = f"planned {ratio:.2f} times as long as {faster} (kept up to {margin:.2f})"
-            by_name[name] = replace(by_name[name], fate=TOO_SLOW, reason=reason)
+            by_name[name] = replace(by_name[name], outcome=TOO_SLOW, reason=reason)
 
 
-def postpone_beyond_budget(
+def postpone_combinations_beyond_budget(
     by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None
 ) -> None:
     """Postpone the combinations with the longest planned times, in place.
@@ -164,7 +168,7 @@ def postpone_beyond_budget(
         baseline: Name of the baseline.
         budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
-    timed = [s for s in by_name.values() if s.fate == MEASURED and s.time_s is not None]
+    timed = [s for s in by_name.values() if s.outcome == MEASURED and s.time_s is not None]
     if budget_gpu_hours is None or not timed:
         return
     timed.sort(key=lambda s: (s.combination.name != baseline, s.time_s or 0.0))
@@ -181,13 +185,13 @@ def postpone_beyond_budget(
             f"it would raise the planned cost to {gpu_hours:.3g} GPU-hours, above the budget of "
             f"{budget_gpu_hours:g}; a larger budget measures it"
         )
-        by_name[s.combination.name] = replace(s, fate=LATER, reason=reason)
+        by_name[s.combination.name] = replace(s, outcome=LATER, reason=reason)
 
 
-def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
+def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, str]]:
     """Return the combinations that ran out of memory in a block of a study.
 
-    They are pairs of name and digest of settings.
+    Each is a pair of a name and a digest of settings.
     """
     names = set()
     for path in list_block_files(results, study):
@@ -196,7 +200,9 @@ def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
         except BlockError:
             continue  # an unreadable block is measured again
         names |= {
-            (s.strategy, block.trained[s.strategy]) for s in block.segments if s.status == "oom"
+            (s.strategy, block.settings_hashes[s.strategy])
+            for s in block.segments
+            if s.status == "oom"
         }
     return names
 
@@ -204,7 +210,7 @@ def read_out_of_memory(results: str, study: str) -> set[tuple[str, str]]:
 def find_beaten_combinations(
     times: Mapping[str, float], by_name: Mapping[str, Sieved], margins: Margins
 ) -> dict[str, Beaten]:
-    """Return, for each combination that another beats by its margin, the reason to drop it.
+    """Return a reason to drop each combination that another one beats by the margin.
 
     Combinations are compared if options whose kind of difference is unknown are equal.
 
@@ -217,31 +223,35 @@ def find_beaten_combinations(
     for name in times:
         each = by_name[name]
         if each.amounts is not None:
-            groups.setdefault(_options_of_unknown_kind(each.combination), {})[name] = each.amounts
+            groups.setdefault(_format_options_of_unknown_kind(each.combination), {})[name] = (
+                each.amounts
+            )
     by_combination: dict[str, Beaten] = {}
     for group in groups.values():
-        by_combination |= find_beaten({name: times[name] for name in group}, group, margins)
+        by_combination |= find_beaten_configurations(
+            {name: times[name] for name in group}, group, margins
+        )
     return by_combination
 
 
-def _options_of_unknown_kind(c: Combination) -> str:
-    """Return as JSON the options whose kind of difference is unknown."""
-    kinds = {f.name: f.metadata.get("kind") for f in fields(strategy_class(c.strategy).Options)}
+def _format_options_of_unknown_kind(c: Combination) -> str:
+    """Return the options whose kind of difference is unknown, as JSON text."""
+    kinds = {f.name: f.metadata.get("kind") for f in fields(get_strategy_class(c.strategy).Options)}
     return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
 
 
 def measure_difference_amounts(s: Subject) -> dict[str, float]:
-    """Return a cell's amount of each kind of difference.
+    """Return a cell's amounts of the properties in which configurations differ, by kind.
 
     An example is its number of stages.
     """
     settings, mesh, options = s.settings, s.mesh, s.settings.options
     traits = get_traits(settings.strategy, options, s.cell.gpus)
-    parts = settings.gradient_accumulation_steps * s.strategy.parts * mesh.tensor
+    parts = settings.gradient_accumulation_steps * s.strategy.num_batch_parts * mesh.tensor
     return {
         "micro-batch": s.samples_per_step / parts,
-        "checkpointing": _recomputed_share(settings.activation_checkpointing),
-        "sharding": _zero_stage(s, traits),
+        "checkpointing": _get_recomputed_share(settings.activation_checkpointing),
+        "sharding": _find_zero_stage(s, traits),
         "tensor": mesh.tensor,
         "pipeline": mesh.stages,
         "compile": int(settings.compile),
@@ -249,17 +259,17 @@ def measure_difference_amounts(s: Subject) -> dict[str, float]:
     }
 
 
-def _zero_stage(s: Subject, traits: Traits) -> int:
-    """Return the ZeRO stage (0 to 3) that matches what the replicas share."""
+def _find_zero_stage(s: Subject, traits: Traits) -> int:
+    """Return the ZeRO stage (0 to 3) that corresponds to the sharding among replicas."""
     options = s.settings.options
-    if s.mesh.members > 1:  # the network itself is divided as well
+    if s.mesh.workers_per_replica > 1:  # the network itself is divided as well
         return 3 if options.get("data_parallel") == "fsdp" else 0
     if not traits.shards_states:
         return int(traits.optimizer_parts != 1)
     return 2 if options.get("reshard_after_forward") == "never" else 3
 
 
-def _recomputed_share(checkpointing: bool | str) -> float:
+def _get_recomputed_share(checkpointing: bool | str) -> float:
     """Return the share of the forward pass that checkpointing computes again."""
     if isinstance(checkpointing, bool):
         return float(checkpointing)
@@ -292,13 +302,13 @@ def add_tuning_study(
     tuned |= {"variants": variants, "experiments": {experiment: block}}
     return {
         **config,
-        "study": tuning_study_name(name),
-        "studies": {**config["studies"], tuning_study_name(name): tuned},
+        "study": make_tuning_study_name(name),
+        "studies": {**config["studies"], make_tuning_study_name(name): tuned},
     }
 
 
-def tuning_study_name(study: str) -> str:
-    """Return the name of the study that measures the combinations which the filters leave."""
+def make_tuning_study_name(study: str) -> str:
+    """Return the name of the study that measures the combinations left by the filters."""
     return f"{study}-tune"
 
 
@@ -313,22 +323,21 @@ def _unsupported_reason(
     return ""
 
 
-def _apply_plan(combination: Combination, planned: Planned, memory_margin: float) -> Sieved:
+def _filter_by_plan(combination: Combination, planned: Planned, memory_margin: float) -> Sieved:
     if planned.state == "unsupported":
         return Sieved(combination, UNSUPPORTED, planned.reason)
     fit = planned.fit
     if fit is None:
         return Sieved(combination, MEASURED, f"not planned: {planned.reason}")
-    memory_bytes = fit.room_bytes * (
-        1 + memory_margin
-    )  # the whole memory: the plan's room leaves out the reserve
-    fate, reason = MEASURED, fit.verdict
+    # The whole memory of the device is compared, because the plan's room excludes a reserve.
+    memory_bytes = fit.room_bytes * (1 + memory_margin)
+    fate, reason = MEASURED, fit.memory_verdict
     if fit.needed_bytes > MEMORY_FACTOR * memory_bytes:
         fate = TOO_LARGE
         reason = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
-    # Public sweeps cover GPUs only.
+    # No combination on CPUs is dropped by its time, because public sweeps cover GPUs only.
     amounts = (
-        measure_difference_amounts(planned.subject) if planned.subject.request.on_cuda else None
+        measure_difference_amounts(planned.subject) if planned.subject.request.is_on_cuda else None
     )
     s = Sieved(combination, fate, reason, fit.usual_s, fit.needed_bytes, amounts)
     s = replace(s, device_memory_bytes=memory_bytes)
@@ -339,8 +348,8 @@ def _apply_plan(combination: Combination, planned: Planned, memory_margin: float
 
 
 def _plan_gpu_seconds(planned: Planned, usual_s: float) -> tuple[float, float]:
-    """Return the planned GPU-seconds of one segment of a block, and of a whole training."""
-    gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.on_cuda else "cpu"
+    """Return the planned GPU-seconds of one segment of a block, and of a full training."""
+    gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.is_on_cuda else "cpu"
     step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
     steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])
     segment = gpus * estimate_segment_seconds(start_s, step_s, steps)

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from stratbench.cell.settings import OF_A_VARIANT
-from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.needs import iter_missing_requirements
 
 #: Values to try of settings that a variant may change. Those of `gradient_accumulation_steps` follow from
@@ -34,7 +34,8 @@ class Combination:
         """
         parts = [self.strategy]
         parts += [
-            _name_part(key, value) for key, value in [*self.options.items(), *self.settings.items()]
+            _format_name_part(key, value)
+            for key, value in [*self.options.items(), *self.settings.items()]
         ]
         return "_".join(parts)
 
@@ -55,7 +56,7 @@ _SHORT_KEYS = {
 }
 
 
-def _name_part(key: str, value: Any) -> str:
+def _format_name_part(key: str, value: Any) -> str:
     short = _SHORT_KEYS.get(key, key).replace("_", "-")
     return short if value is True else f"{short}-{value}"
 
@@ -82,20 +83,20 @@ def list_combinations(
 def list_strategies(gpus: int, tune: Mapping[str, Any]) -> list[str]:
     """Return the names of the strategies to try on `gpus` workers.
 
-    These are the ones that `include` names, or all whose updates equal DDP's. Those that `exclude` names,
-    or whose packages are missing, are left out.
+    The strategies are those that `include` names, or all whose updates equal DDP's. Those that `exclude`
+    names, or whose packages are missing, are left out.
     """
     wanted = tune["include"] or [name for name in REGISTRY if _has_ddp_updates(name, gpus)]
     return [
         name
         for name in wanted
         if name not in tune["exclude"]
-        and not list(iter_missing_requirements([(name, strategy_class(name), {})]))
+        and not list(iter_missing_requirements([(name, get_strategy_class(name), {})]))
     ]
 
 
 def _has_ddp_updates(name: str, gpus: int) -> bool:
-    strategy = strategy_class(name)
+    strategy = get_strategy_class(name)
     if strategy.kind == "own" or (strategy.max_workers or gpus) < gpus:
         return False
     try:
@@ -105,19 +106,19 @@ def _has_ddp_updates(name: str, gpus: int) -> bool:
 
 
 def _iter_options(name: str, gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield the default options, then each value worth trying, one option at a time."""
+    """Yield option sets to try: the defaults, then each alternative value of one option."""
     yield {}
-    for option in fields(strategy_class(name).Options):
+    for option in fields(get_strategy_class(name).Options):
         for value in option.metadata.get("tried", ()):
             if type(value) is int and option.name.endswith("_workers") and value >= gpus:
-                continue  # same as the default, `all`
+                continue  # this value is the same as the default, `all`
             yield {option.name: value}
 
 
 def _iter_settings(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings to try that differ from the experiment's: micro-batches, checkpointing, compile."""
+    """Yield alternative settings to try: micro-batches, checkpointing and compilation."""
     batch = experiment.get("per_worker_batch") or experiment["global_batch"] // gpus
     values: dict[str, tuple[Any, ...]] = dict(VALUES)
     values["gradient_accumulation_steps"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)

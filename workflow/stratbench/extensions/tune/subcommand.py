@@ -14,7 +14,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `tune` and its arguments to the command line.
 
     Args:
-        add: Adds a subcommand with a name, a function and a help text, and returns its parser.
+        add: Adds a subcommand with a name, a function and a help text, and returns the subcommand's parser.
     """
     tune = add(
         "tune", run_tune, "find the fastest configuration of a network, for your own trainer"
@@ -32,7 +32,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_tune(args: argparse.Namespace, others: list[str]) -> int:
-    """Filter the combinations by plan, then measure the remaining ones by verdict_command of a verdict.
+    """Filter the combinations by their plan, then measure the remaining ones by a verdict.
 
     Returns:
         The exit code.
@@ -40,21 +40,21 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
     from stratbench.command.in_folder import (
         QUIET,
         build_snakemake_command,
+        check_packages_installed,
         find_profile_folder,
-        require,
     )
-    from stratbench.command.subcommands import pairs
+    from stratbench.command.subcommands import list_config_pairs
 
-    require("torch")
+    check_packages_installed("torch")
     profile = find_profile_folder(args.profile)
     filter_command = build_snakemake_command(
-        "tune", "-c1", "--quiet", "all", config=pairs(args), program=QUIET
+        "tune", "-c1", "--quiet", "all", config=list_config_pairs(args), program=QUIET
     )
     code = subprocess.run(filter_command, check=False).returncode
     if code or args.sieve_only:
         return code
-    tuned = tuned_config_path(args.study)
-    own = [pair for pair in pairs(args) if not pair.startswith("study=")]
+    tuned = get_tuned_config_path(args.study)
+    own = [pair for pair in list_config_pairs(args) if not pair.startswith("study=")]
     arguments = (
         "verdict",
         "--profile",
@@ -77,7 +77,7 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
     return code
 
 
-def tuned_config_path(study: str | None) -> Path:
+def get_tuned_config_path(study: str | None) -> Path:
     """Return the path of the config that the rule `tune` wrote for a study.
 
     Args:

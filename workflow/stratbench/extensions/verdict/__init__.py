@@ -1,4 +1,4 @@
-"""The extension `verdict`: which strategy is fastest, by paired blocks."""
+"""The extension `verdict`: finds the fastest strategy from paired blocks of short trainings."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from stratbench.cell.extensions import Extension
 
 EXTENSION = Extension(
-    says="which strategy is fastest, by paired blocks",
-    needs=("audit", "plan"),
+    summary="which strategy is fastest, by paired blocks",
+    required_extensions=("audit", "plan"),
     keys={"verdict": "stratbench.extensions.verdict.keys:Verdict"},
-    rules=("verdict_common.smk", "verdict.smk"),
+    rule_files=("verdict_common.smk", "verdict.smk"),
     commands="stratbench.extensions.verdict:add_subcommands",
-    audited=("stratbench.extensions.verdict.full_runs",),
-    reading="stratbench.extensions.verdict.reading:READING",
-    plans="stratbench.extensions.verdict.planning:ADDITION",
+    audit_modules=("stratbench.extensions.verdict.full_runs",),
+    report_additions="stratbench.extensions.verdict.reading:READING",
+    plan_additions="stratbench.extensions.verdict.planning:ADDITION",
 )
 
 
 def add_subcommands(add: Any) -> None:
     """Add the command `stratbench verdict`. `add` is a `SubcommandAdder`."""
-    from stratbench.command.subcommands import add_training
+    from stratbench.command.subcommands import add_training_subcommand
 
-    text = "which strategy is fastest, from short blocks instead of whole trainings"
-    add_training(add, "verdict", text)
+    text = "find the fastest strategy by short blocks instead of whole trainings"
+    add_training_subcommand(add, "verdict", text)

@@ -30,23 +30,23 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.verdict import block_rules, blocks
 from stratbench.extensions.verdict.blocks import BURN_IN, FIRST, MIRROR, THIRD, BlockPlan, Segment
-from stratbench.strategies import make_strategy, strategy_class
+from stratbench.strategies import get_strategy_class, make_strategy
 from stratbench.strategies.needs import check_installed
 from stratbench.study.job_values import insert_values
-from stratbench.telemetry.compiling import missing_compiler
+from stratbench.telemetry.compiling import missing_compiler_reason
 from stratbench.train import agent, assemble, gpu_locks
-from stratbench.train.forkserver import FOLDER_VARIABLE, fork_server
-from stratbench.train.inputs import check_inputs
+from stratbench.train.forkserver import FOLDER_VARIABLE, run_fork_server
+from stratbench.train.inputs import check_code_and_data
 from stratbench.train.job import Job
 from stratbench.train.launch import (
     Failure,
-    begin_log,
-    job_of,
-    launchers_parser,
-    run_to_end,
+    create_job,
+    create_launcher_parser,
+    run_launcher,
+    truncate_log,
 )
-from stratbench.train.locks import hold_cell
-from stratbench.train.running.runner import runner_of
+from stratbench.train.locks import lock_cell
+from stratbench.train.running.runner import create_runner
 
 #: Additional steps after the timed ones, for strategies with servers: no worker may run out of batches
 #: before the servers have received the last timed push.
@@ -62,20 +62,20 @@ def main(argv: list[str] | None = None) -> int:
     run = BlockRun(args, plan, settings)
 
     def train_under_locks(locks: ExitStack) -> None:
-        locks.enter_context(hold_cell(args.logs))
+        locks.enter_context(lock_cell(args.logs))
         # Workers of a launcher that was killed may still run: their locks are free once they have ended.
         for log in args.logs.glob("*/workers.lock"):
-            with hold_cell(log.parent):
+            with lock_cell(log.parent):
                 pass
-        begin_log(args.logs, begun)
+        truncate_log(args.logs, begun)
         run.run()
 
-    return run_to_end(plan, begun, args.parent, train_under_locks, lambda: run.logs)
+    return run_launcher(plan, begun, args.parent, train_under_locks, lambda: run.logs)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line of a block's job."""
-    parser = launchers_parser(__doc__)
+    parser = create_launcher_parser(__doc__)
     parser.add_argument("--block", required=True, help="the block's plan, as JSON")
     parser.add_argument("--out", required=True, type=Path, help="folder of block.json and segments")
     return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))
@@ -97,30 +97,31 @@ class BlockRun:
         self._use_cuda = False
 
     def run(self) -> None:
-        """Run all segments and write block.json."""
+        """Run all segments of the block, and write block.json."""
         args, plan = self._args, self._plan
         out = args.out / blocks.BLOCK_FILE
         out.unlink(missing_ok=True)
         shutil.rmtree(args.out / "segments", ignore_errors=True)
         for old in (*args.logs.glob(f"*/{record.FAILURE_FILE}"), args.logs / record.FAILURE_FILE):
             old.unlink(missing_ok=True)
-        any_settings = self._settings[
-            plan.order[0]
-        ]  # data and devices are the same for all strategies
+        # Data and devices are the same for all strategies.
+        any_settings = self._settings[plan.order[0]]
         for name in plan.order:
             s = self._settings[name]
-            check_installed(name, strategy_class(s.strategy), s.options)
-        check_inputs(args.data, any_settings)
-        with gpu_locks.hold_devices(any_settings, args.nodes) as self._use_cuda:
+            check_installed(name, get_strategy_class(s.strategy), s.options)
+        check_code_and_data(args.data, any_settings)
+        with gpu_locks.reserve_cell_gpus(any_settings, args.nodes) as self._use_cuda:
+            # The clock starts here, because the wait for devices does not count.
             started, begun_s = (
                 datetime.now(UTC),
                 time.monotonic(),
-            )  # the wait for devices does not count
-            if any_settings.compile and (reason := missing_compiler(self._use_cuda)):
+            )
+            if any_settings.compile and (reason := missing_compiler_reason(self._use_cuda)):
                 raise gpu_locks.DeviceError(reason)
             with self._share_fork_server():
                 done = run_segments_in_order(plan, self._run_segment, self._choose_segment_length)
-        agent.on_signals(lambda _: None)  # all segments have run: a signal must not discard them
+        # All segments have run, and a signal must not discard them any more.
+        agent.handle_stop_signals(lambda _: None)
         wall_s = time.monotonic() - begun_s
         result = {
             "schema_version": blocks.SCHEMA_VERSION,
@@ -163,11 +164,11 @@ class BlockRun:
         if self._args.nodes > 1:
             yield
             return
-        with fork_server(may_share=not self._use_cuda) as path:
+        with run_fork_server(may_share=not self._use_cuda) as path:
             before = os.environ.get(FOLDER_VARIABLE)
             os.environ[FOLDER_VARIABLE] = str(path.parent)
             try:
-                with fork_server(may_share=True):  # returns when PyTorch is imported
+                with run_fork_server(may_share=True):  # returns when PyTorch is imported
                     pass
                 yield
             finally:
@@ -193,15 +194,15 @@ class BlockRun:
         self._slot += 1
         self.logs = args.logs / name
         settings, discarded, timed = self._compute_settings_with_discarded_and_timed_steps(strategy)
-        RunFolder.of_logs(self.logs).create()
-        runner = runner_of(settings)
+        RunFolder.from_log_dir(self.logs).create()
+        runner = create_runner(settings)
         begun_s = time.monotonic()
-        with job_of(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
+        with create_job(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
             job, exits, ending = runner.run(job, args)
         wall_s = time.monotonic() - begun_s
         if ending.status == "error":
             raise Failure(f"segment {name}: {ending.reason}", exits.processes)
-        if lost := runner.lost_workers(job):
+        if lost := runner.list_lost_workers(job):
             raise Failure(
                 f"segment {name}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}"
             )
@@ -244,7 +245,7 @@ class BlockRun:
         )
         s = self._settings[strategy]
         strategy = make_strategy(s.strategy, s.options)
-        discarded, timed = strategy.own_length(discarded, timed)
+        discarded, timed = strategy.choose_segment_steps(discarded, timed)
         tail = TAIL_STEPS if strategy.kind == "server" else 0
         return (
             blocks.make_segment_settings(s, self._plan, discarded + timed + tail),
@@ -254,7 +255,7 @@ class BlockRun:
 
     def _record_hosts_and_gpus(self, job: Job) -> list[str]:
         """Record the hosts and GPUs of a segment's workers, and return the sorted host names."""
-        workers = job.folder.read_workers(job.world_size).values()
+        workers = job.folder.read_worker_results(job.world_size).values()
         provenances = [w["provenance"] for w in workers if "provenance" in w]
         hosts = sorted({p["host"]["name"] for p in provenances})
         self._gpu_names.update(p["gpu"]["name"] for p in provenances if "gpu" in p)
@@ -306,8 +307,8 @@ def run_segments_in_order(
 def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
     """Return the difference between the two segments of each strategy.
 
-    It is the absolute log ratio of their times. The result has only strategies whose two segments both ended
-    well.
+    The difference is the absolute log ratio of the segments' times. The result has only strategies whose two
+    segments both ended well.
     """
     times: dict[str, list[float]] = {}
     for s in segments:
@@ -317,9 +318,9 @@ def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
 
 
 def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> float:
-    """Return the limit of disagreement in this block.
+    """Return the difference of two segments above which this block runs a third one.
 
-    A strategy whose two segments differ by more runs a third one.
+    The difference is the absolute log ratio of the segments' times.
     """
     if plan.disagreement_limit is not None:
         return plan.disagreement_limit
@@ -329,7 +330,7 @@ def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> flo
 def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
     """Return the entry `steps` of a segment's record: the time of each timed step.
 
-    They are the steps of the slowest process. The runner of the cell defines a step: with parameter servers
+    The steps are those of the slowest process. The runner of the cell defines a step: with parameter servers
     it is one global batch of pushes.
 
     Args:
@@ -337,7 +338,7 @@ def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
         discarded: Number of steps before the timed ones.
         timed: Number of timed steps.
     """
-    each = runner_of(job.settings).step_times_s(job)
+    each = create_runner(job.settings).read_step_times_s(job)
     slowest = max((times_s[discarded : discarded + timed] for times_s in each), key=sum)
     return {
         "discarded": discarded,

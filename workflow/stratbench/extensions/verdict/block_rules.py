@@ -61,7 +61,7 @@ def count_discarded_steps(steps: int) -> int:
 
 
 def compute_disagreement_limit(differences: Sequence[float]) -> float:
-    """Return the difference of two segments above which a strategy runs a third one.
+    """Return the difference between two segments above which a strategy runs a third segment.
 
     Args:
         differences: Absolute differences between the logarithms of a strategy's two segments.

@@ -1,4 +1,4 @@
-"""Plans, results and files of blocks: one job that times short trainings of several strategies.
+"""Describes blocks: their plan, result and files. A block times short trainings of several strategies.
 
 A *comparison* is the set of strategies of one experiment, model and number of workers. This module imports no
 large package, because the Snakefile uses it.
@@ -39,7 +39,7 @@ class BlockError(ValueError):
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The segments that a block runs.
+    """Plan of a block: the segments to run, in order.
 
     `order` has the strategies of the first pass; the second pass has the reverse order.
 
@@ -147,7 +147,7 @@ class ComparisonKey:
     gpus: int
 
     @classmethod
-    def of(cls, cell: Mapping[str, Any] | Cell) -> ComparisonKey:
+    def from_cell(cls, cell: Mapping[str, Any] | Cell) -> ComparisonKey:
         """Return the key of the comparison that a cell belongs to."""
         values = vars(cell) if isinstance(cell, Cell) else cell
         return cls(values["experiment"], values["model"], values["gpus"])
@@ -186,10 +186,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class PairedBlock:
-    """The result of a complete block."""
+    """Result of a complete block: the segments of all strategies."""
 
-    place: ComparisonKey
-    number: int
+    comparison_key: ComparisonKey
+    block_number: int
     #: Number of timed steps per segment, without the discarded ones.
     steps: int
     segments: tuple[Segment, ...]
@@ -198,34 +198,34 @@ class PairedBlock:
     device: str
     gpu_seconds: float
     #: Hash of each strategy's settings, from `hash_trained_settings`.
-    trained: Mapping[str, str] = field(default_factory=dict)
+    settings_hashes: Mapping[str, str] = field(default_factory=dict)
     #: Names of the block's GPUs; empty on CPUs, and if no worker reported them.
     gpu_names: tuple[str, ...] = ()
 
-    def of(self, strategy: str) -> list[Segment]:
+    def list_segments(self, strategy: str) -> list[Segment]:
         """Return a strategy's segments without the burn-in, in the order first, mirror, third."""
         counting = [s for s in self.segments if s.strategy == strategy and s.pass_name != BURN_IN]
         return sorted(counting, key=lambda s: PASSES.index(s.pass_name))
 
-    def logs(self, strategy: str) -> list[float]:
+    def list_log_step_times(self, strategy: str) -> list[float]:
         """Return the log mean step time of each segment of a strategy.
 
         The list is empty unless all of them ended well.
         """
-        segments = self.of(strategy)
+        segments = self.list_segments(strategy)
         if len(segments) < 2 or any(s.status != "ok" for s in segments):
             return []
         return [math.log(s.mean_step_s) for s in segments]
 
-    def value(self, strategy: str) -> float:
+    def compute_log_step_time(self, strategy: str) -> float:
         """Return the logarithm of a strategy's seconds per step in this block.
 
         Return NaN if one of its segments failed.
         """
-        logs = self.logs(strategy)
+        logs = self.list_log_step_times(strategy)
         return compute_block_value(logs) if logs else math.nan
 
-    def status(self, strategy: str) -> str | None:
+    def find_failure_status(self, strategy: str) -> str | None:
         """Return the status of a strategy's first failed segment, or None if all ended well."""
         bad = (s.status for s in self.segments if s.strategy == strategy and s.status != "ok")
         return next(bad, None)
@@ -251,14 +251,14 @@ def read_block(path: str | Path) -> PairedBlock:
     if faults := list(_iter_faults(result)):
         raise BlockError(f"{path} is not a valid result of a block: {'; '.join(faults[:3])}")
     return PairedBlock(
-        place=ComparisonKey.of(result),
-        number=result["block"],
+        comparison_key=ComparisonKey.from_cell(result),
+        block_number=result["block"],
         steps=result["settings"]["steps"],
         segments=tuple(map(Segment.from_dict, result["segments"])),
         hosts=tuple(sorted(result["hosts"])),
         device=result["device"],
         gpu_seconds=result["gpu_seconds"],
-        trained={name: hash_trained_settings(s) for name, s in result["trained"].items()},
+        settings_hashes={name: hash_trained_settings(s) for name, s in result["trained"].items()},
         gpu_names=tuple(sorted(result["gpu_names"])),
     )
 
@@ -309,10 +309,10 @@ def add_digest(verdict: Mapping[str, Any]) -> dict[str, Any]:
     The digest shows an accidental change by an editor or a merge. It does not prevent forgery, because anyone
     can compute it again.
     """
-    return {**verdict, "digest": digest_of(verdict)}
+    return {**verdict, "digest": compute_digest(verdict)}
 
 
-def digest_of(verdict: Mapping[str, Any]) -> str:
+def compute_digest(verdict: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a verdict's content without its digest, for any order of keys."""
     content = {key: value for key, value in verdict.items() if key != "digest"}
     # JSON turns tuples into lists, so that the digest is the same after reading the file.
@@ -326,7 +326,7 @@ def find_tampering_reason(verdict: Mapping[str, Any], path: str | Path) -> str |
     A reason is that it was changed or no longer fits its blocks. Step times are computed again from the
     blocks next to the file, if these exist.
     """
-    if verdict.get("digest") != digest_of(verdict):
+    if verdict.get("digest") != compute_digest(verdict):
         return "its content was changed after it was written"
     folder = Path(path).parents[1] / "blocks"
     for comparison in verdict["comparisons"] if folder.is_dir() else ():
@@ -337,7 +337,7 @@ def find_tampering_reason(verdict: Mapping[str, Any], path: str | Path) -> str |
             except BlockError as e:
                 return f"a block that it is based on has changed: {e}"
             for strategy, times in comparison["step_s"].items():
-                log = result.value(strategy)
+                log = result.compute_log_step_time(strategy)
                 now, then = math.exp(log) if math.isfinite(log) else None, times[number - 1]
                 if (now is None) != (then is None) or (now and abs(now / then - 1) > 1e-9):
                     return f"{block} has another step time of {strategy}"

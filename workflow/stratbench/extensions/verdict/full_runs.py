@@ -23,11 +23,13 @@ def find_full_runs_unlike_blocks(evidence: AuditData) -> Iterator[Case]:
     """
     by_place: dict[ComparisonKey, list[PairedBlock]] = {}
     for block in () if evidence.study_dir is None else read_blocks(evidence.study_dir):
-        by_place.setdefault(block.place, []).append(block)
+        by_place.setdefault(block.comparison_key, []).append(block)
     for record in evidence.records:
         if record["status"] != "ok" or not record["time"]["train_time_s"]:
             continue
-        logs = list_log_step_times(by_place.get(ComparisonKey.of(record["cell"]), []), record)
+        logs = list_log_step_times(
+            by_place.get(ComparisonKey.from_cell(record["cell"]), []), record
+        )
         steps = count_trained_steps(record)
         if not logs or not steps:
             continue
@@ -53,12 +55,19 @@ def list_log_step_times(timed: list[PairedBlock], record: Record) -> list[float]
     if not timed:
         return []
     strategy, trained = record["cell"]["strategy"], hash_trained_settings(record["settings"])
-    logs = [block.value(strategy) for block in timed if block.trained.get(strategy) == trained]
+    logs = [
+        block.compute_log_step_time(strategy)
+        for block in timed
+        if block.settings_hashes.get(strategy) == trained
+    ]
     return [log for log in logs if math.isfinite(log)]
 
 
 def read_blocks(study_dir: Path) -> list[PairedBlock]:
-    """Read the complete blocks below results/<study>, without unreadable ones: the verdict reports those."""
+    """Read the complete blocks below results/<study>. Unreadable blocks are left out.
+
+    The verdict reports unreadable blocks.
+    """
     complete = []
     for path in blocks.list_block_files(study_dir.parent, study_dir.name):
         with contextlib.suppress(blocks.BlockError):

@@ -31,17 +31,16 @@ class PairedResult:
     times_s: pd.Series  # seconds of the whole training as each block predicts them, by block
     hosts: frozenset[str]
     on_cpu: bool
-    served: bool
+    uses_servers: bool
     traits: Traits
-    excluded: tuple[str, str] | None  # if excluded: kind and reason
-    slower_than: (
-        tuple[str, str] | None
-    )  # if dropped as slower: the leader at that time, and the reason
+    exclusion: tuple[str, str] | None  # if excluded: kind and reason
+    # If the strategy was dropped as slower: the leader at that time, and the reason.
+    slower_than: tuple[str, str] | None
     claim: tuple[str, str] | None  # if it leads its comparison: the conclusion, and the confidence
 
 
 def read_verdict(path: str) -> dict[str, Any] | None:
-    """Read a verdict.json.
+    """Read and check the verdict of a study from verdict.json.
 
     Return None if `path` is empty, or if the file is missing, invalid or of another version.
     """
@@ -59,7 +58,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
     return verdict
 
 
-def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
+def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
     """Return the results of a verdict for each strategy, model and number of workers."""
     by_group = {}
     for comparison in verdict["comparisons"]:
@@ -81,9 +80,9 @@ def paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
                 times_s=pd.Series(times, dtype=float),
                 hosts=frozenset(comparison["hosts"]),
                 on_cpu=comparison["device"] == "cpu",
-                served=bool(comparison.get("served", {}).get(strategy)),
+                uses_servers=bool(comparison.get("served", {}).get(strategy)),
                 traits=make_traits(comparison.get("traits", {}).get(strategy, {})),
-                excluded=None if kind is None else (kind, f"in the comparison: {state['reason']}"),
+                exclusion=None if kind is None else (kind, f"in the comparison: {state['reason']}"),
                 slower_than=(state["against"], f"in the comparison: {state['reason']}")
                 if state["state"] in ("slower", "much slower") and state["against"] != strategy
                 else None,
@@ -99,37 +98,43 @@ def make_traits(values: Mapping[str, Any]) -> Traits:
 
 
 class BlocksEvidence(Evidence):
-    """Evidence of a verdict's paired blocks, whose times replace those of records on as many workers."""
+    """Evidence of a verdict's paired blocks, whose times replace those of records.
+
+    The records replaced have the same strategy, model and number of workers.
+    """
 
     def __init__(self, paired: Mapping[Group, PairedResult]):
         self.paired = paired
 
-    def measure(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Set a candidate's times from blocks, and exclude it if the verdict excludes it."""
+    def replace_measured_times(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
+        """Set a candidate's times from blocks, and exclude candidates that the verdict excludes."""
         result = self.paired.get(group)
         if result is None:
             return
-        if result.excluded is not None:
-            candidate.exclude(*result.excluded)
+        if result.exclusion is not None:
+            candidate.exclude(*result.exclusion)
         if not len(result.times_s):
             return
         candidate.times = result.times_s
         candidate.time_s = float(np.exp(np.log(result.times_s).mean()))
-        candidate.basis, candidate.unit = PAIRED_BLOCKS, "block"
-        candidate.hosts, candidate.on_cpu = result.hosts, result.on_cpu
-        candidate.traits, candidate.served = result.traits, result.served
-        candidate.claim = result.claim
+        candidate.basis, candidate.repetition_unit = PAIRED_BLOCKS, "block"
+        candidate.hosts, candidate.is_on_cpu = result.hosts, result.on_cpu
+        candidate.traits, candidate.has_servers = result.traits, result.uses_servers
+        candidate.verdict_claim = result.claim
         # The number of blocks depends on what earlier blocks showed.
-        candidate.repeats_fixed = False
+        candidate.has_planned_repeats = False
 
-    def exclude(self, question: Question, candidates: Sequence[Candidate]) -> None:
-        """Exclude strategies that the verdict found slower than a remaining candidate on as many workers."""
+    def exclude_candidates(self, question: Question, candidates: Sequence[Candidate]) -> None:
+        """Exclude strategies that a verdict's blocks show to be slower than a remaining candidate.
+
+        Both must have equal numbers of workers.
+        """
         experiment, model = question
-        left = {(c.strategy, c.gpus) for c in candidates if not c.kind}
+        left = {(c.strategy, c.gpus) for c in candidates if not c.exclusion_kind}
         for c in candidates:
             paired = self.paired.get(Group(experiment, c.strategy, model, c.gpus))
             if (
-                c.projected
+                c.is_projected
                 or paired is None
                 or paired.slower_than is None
                 or not len(paired.times_s)
@@ -146,4 +151,4 @@ def read_blocks(path: str, constraints: Constraints) -> Evidence:
     The evidence is empty without such a file.
     """
     verdict = read_verdict(path)
-    return Evidence() if verdict is None else BlocksEvidence(paired_results(verdict))
+    return Evidence() if verdict is None else BlocksEvidence(collect_paired_results(verdict))

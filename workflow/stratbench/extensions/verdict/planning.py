@@ -1,4 +1,4 @@
-"""Adds to the plan's page what a verdict would cost."""
+"""Adds the estimated cost of a verdict to the plan's page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from stratbench.extensions.plan.schedule import Plan, PlanAddition
 from stratbench.extensions.verdict.verdict_cost import iter_cost_sentences
 
 
-def answer_cost_question(plan: Plan) -> Iterator[tuple[str, list[str]]]:
-    """Yield the question what a verdict would cost, with the sentences that answer it."""
+def answer_verdict_cost_question(plan: Plan) -> Iterator[tuple[str, list[str]]]:
+    """Yield the question of a verdict's cost, with the sentences that answer the question."""
     question = "What would a verdict by short paired blocks cost (`snakemake verdict`)?"
     yield question, list(iter_cost_sentences(plan))
 
 
-ADDITION = PlanAddition(questions=answer_cost_question)
+ADDITION = PlanAddition(questions=answer_verdict_cost_question)

@@ -19,7 +19,7 @@ def make_verdict_sections(inputs: ReportInput) -> Iterator[Section]:
         from stratbench.extensions.verdict.section import make_verdict_section
 
         html = render_section(TEMPLATE, verdict=make_verdict_section(verdict, inputs.cells))
-        yield Section("verdict", html, "Verdict", answers=True)
+        yield Section("verdict", html, "Verdict", is_beside_answers=True)
 
 
-READING = Reading(sections=make_verdict_sections, evidence=read_blocks)
+READING = Reading(list_sections=make_verdict_sections, read_evidence=read_blocks)

@@ -49,7 +49,7 @@ def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dic
 def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Return a comparison's row in the table of conclusions.
 
-    It includes the rows of the strategies other than the leader.
+    The row includes the rows of the strategies other than the leader.
     """
     matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
     spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]
@@ -147,7 +147,7 @@ def draw_interval_figures(
             continue
         with plt.rc_context(RC):
             rows = [make_ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
-            svg = render_svg(draw_rows(RowChart.of_ratios(rows, marks, verdict["margin"])))
+            svg = render_svg(draw_rows(RowChart.from_ratios(rows, marks, verdict["margin"])))
         title = f"{comparison['model']}, {comparison['workers']}"
         yield {
             "title": title,
@@ -163,6 +163,6 @@ def make_ratio_row(ratio: Mapping[str, Any]) -> FigureRow:
     """Return a strategy's row in the figure of its comparison."""
     leads = ratio["state"] == "leader"
     low = ratio["at_least"]
-    point = Point(ratio["ratio"], low, ratio["ratio"] if low is not None else None, chosen=leads)
+    point = Point(ratio["ratio"], low, ratio["ratio"] if low is not None else None, is_chosen=leads)
     text = "leads" if leads else f"{ratio['ratio']:.2f}×"
-    return FigureRow(ratio["strategy"], [point], told=text, chosen=leads)
+    return FigureRow(ratio["strategy"], [point], value_text=text, is_chosen=leads)

@@ -1,4 +1,4 @@
-"""Estimates what a verdict would cost relative to the full matrix, and for which cells it is too costly."""
+"""Estimates a verdict's cost relative to the full matrix, and which cells are too costly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stratbench.cell.text.words import format_hours
-from stratbench.extensions.plan.quantities import cells_by
+from stratbench.extensions.plan.quantities import group_cells_by
 from stratbench.extensions.plan.schedule import Plan, Planned
 from stratbench.extensions.verdict.block_rules import (
     MATRIX_REPEATS,
@@ -39,7 +39,7 @@ class VerdictCost:
         return self.blocks_s + self.full_runs_s
 
     @property
-    def share(self) -> float:
+    def share_of_matrix(self) -> float:
         """Cost of the verdict as a share of the full matrix."""
         return self.verdict_s / self.matrix_s
 
@@ -52,7 +52,7 @@ def estimate_verdict_cost(comparison: list[Planned], slow: bool) -> VerdictCost:
     gpus = comparison[0].cell.gpus
     segments, cells, starts = [], [], []
     for c in comparison:
-        train_s, total_s = ([*span][slow] for span in (c.fit.train, c.fit.total))
+        train_s, total_s = ([*span][slow] for span in (c.fit.train_span, c.fit.total_span))
         device = "cpu" if c.fit.device == "CPU" else "cuda"
         step_s, start_s = train_s / c.subject.steps, SEGMENT_START_S[device]
         steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])
@@ -70,10 +70,10 @@ def estimate_verdict_costs(
     known = [
         c
         for c in plan.cells
-        if c.cell.repeat == 0 and c.fit is not None and c.fit.total and c.fit.train
+        if c.cell.repeat == 0 and c.fit is not None and c.fit.total_span and c.fit.train_span
         and c.state not in ("unsupported", "infeasible")
     ]  # fmt: skip
-    comparisons = cells_by(known, "experiment", "model", "gpus")
+    comparisons = group_cells_by(known, "experiment", "model", "gpus")
     return {
         key: (
             estimate_verdict_cost(comparison, slow=False),
@@ -101,19 +101,19 @@ def iter_cost_sentences(plan: Plan) -> Iterator[str]:
         "to twice as much on nodes that others use, too)."
     )
     dear = {
-        key: min(pair, key=lambda c: c.share)
+        key: min(pair, key=lambda c: c.share_of_matrix)
         for key, pair in by_comparison.items()
-        if min(c.share for c in pair) > AIM
+        if min(c.share_of_matrix for c in pair) > AIM
     }
     short = {key: cost for key, cost in dear.items() if cost.blocks_s > cost.full_runs_s}
     if short:
-        experiment, model, gpus = max(short, key=lambda key: short[key].share)
+        experiment, model, gpus = max(short, key=lambda key: short[key].share_of_matrix)
         worst = short[experiment, model, gpus]
         yield (
             f"A tenth is out of reach for {len(short)} of {len(by_comparison)} models and worker counts: "
             f"their cells are too short. {experiment}, {model} on {gpus} would cost at least "
-            f"{worst.share:.0%}, since {worst.start_share:.0%} of a segment is the start of its processes. "
-            "Train these cells in full instead, or for longer."
+            f"{worst.share_of_matrix:.0%}, since {worst.start_share:.0%} of a segment is the start of its "
+            "processes. Train these cells in full instead, or for longer."
         )
     if len(dear) > len(short):
         yield (

@@ -55,7 +55,7 @@ class Round:
         Args:
             config: The validated config.
             study: The study.
-            jobs: Its jobs.
+            jobs: Jobs of the study.
             command: Prints the next round, given the config.
             is_job: Whether this process runs a job of the round, and so must not choose another round.
         """
@@ -65,7 +65,7 @@ class Round:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The content of round.json: in a job from its file, else from the command.
+        """Content of round.json: from the file within a job, else from the command.
 
         Raises:
             ConfigError: If a job cannot read the file, or the command fails.
@@ -99,11 +99,11 @@ class Round:
 
     @cached_property
     def full_runs(self) -> list[Cell]:
-        """Cells that the round trains in full."""
+        """Cells that the round trains completely, instead of in blocks."""
         cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
-        return [cell for cell in cells if cell.path not in self._jobs.skipped]
+        return [cell for cell in cells if cell.path not in self._jobs.skip_reasons]
 
-    def files(self) -> list[str]:
+    def list_files(self) -> list[str]:
         """Return the paths of all files that the round makes: results of blocks, and records."""
         results = self._jobs.results
         made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
@@ -122,48 +122,48 @@ class Round:
             )
         return self.blocks[path]
 
-    def settings_of(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
+    def get_cell_settings(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return the settings of a block's cells, by strategy."""
-        settings = {name: self._jobs.settings_of(plan.cell(name)) for name in plan.order}
+        settings = {name: self._jobs.resolve_settings(plan.cell(name)) for name in plan.order}
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
-    def trained(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
+    def get_settings_in_common(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return by strategy the settings that a block shares with full runs.
 
-        These are all settings except length, seed and profile.
+        Common settings are all except length, seed and profile.
         """
         return {
-            name: remove_length_and_seed(self._jobs.settings_of(plan.cell(name)))
+            name: remove_length_and_seed(self._jobs.resolve_settings(plan.cell(name)))
             for name in plan.order
         }
 
     def compute_segment_time_limit_s(self, plan: BlockPlan) -> float | None:
         """Return the time limit of each segment in seconds, or None for no limit."""
         cell = plan.cell(plan.order[0])
-        samples = self._study.dataset(plan.dataset).train_samples
-        total = self._jobs.settings_of(cell).total_steps(samples) if samples else None
-        longest = max(self._segment_steps(plan.cell(name), plan.steps) for name in plan.order)
+        samples = self._study.get_dataset(plan.dataset).train_samples
+        total = self._jobs.resolve_settings(cell).total_steps(samples) if samples else None
+        longest = max(self._count_segment_steps(plan.cell(name), plan.steps) for name in plan.order)
         return compute_segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
-    def _segment_steps(self, cell: Cell, steps: int | None) -> int:
+    def _count_segment_steps(self, cell: Cell, steps: int | None) -> int:
         """Return the number of all steps of a segment with `steps` timed steps.
 
         Discarded steps are included.
         """
-        timed, settings = steps or MAX_STEPS, self._jobs.settings_of(cell)
+        timed, settings = steps or MAX_STEPS, self._jobs.resolve_settings(cell)
         strategy = make_strategy(settings.strategy, settings.options)
-        return sum(strategy.own_length(count_discarded_steps(timed), timed))
+        return sum(strategy.choose_segment_steps(count_discarded_steps(timed), timed))
 
-    def request_of(self, plan: BlockPlan) -> JobRequest:
+    def make_block_request(self, plan: BlockPlan) -> JobRequest:
         """Return the resources that a block requests from the scheduler: the maximum over its strategies."""
         cells = [plan.cell(name) for name in plan.order]
         minutes = compute_block_limit_minutes(
             self.compute_segment_time_limit_s(plan), len(cells), self.config["cluster"]
         )
-        return combine_requests(map(self._jobs.request_of, cells), minutes)
+        return combine_requests(map(self._jobs.build_job_request, cells), minutes)
 
     def is_followed_by_round(self) -> bool:
-        """Return whether another round follows this one, now that all files of this one exist.
+        """Return whether another round must follow after all files of this round exist.
 
         Raises:
             ConfigError: If the next round would be the same, because the files of this one are not used.
@@ -190,18 +190,18 @@ class Round:
 
     @cached_property
     def has_current_verdict(self) -> bool:
-        """Whether verdict.json exists, and the settings of its strategies have not changed since."""
+        """Whether verdict.json exists and matches the present settings of its strategies."""
         try:
             comparisons = read_json(self.file.with_name("verdict.json"))["comparisons"]
             trained = {
-                (ComparisonKey.of(b), strategy): of
+                (ComparisonKey.from_cell(b), strategy): of
                 for b in comparisons
                 for strategy, of in b["trained"].items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         now = {
-            (ComparisonKey.of(cell), cell.strategy): self._jobs.settings_of(cell)
+            (ComparisonKey.from_cell(cell), cell.strategy): self._jobs.resolve_settings(cell)
             for cell in self._study.cells
             if cell.repeat == 0
         }

@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.cell.text.words import format_names
 from stratbench.strategies import base
-from stratbench.strategies.mesh import refuse_uneven
+from stratbench.strategies.mesh import check_equal_groups
 from stratbench.strategies.sharding.sharded import Sharded
-from stratbench.workload.network.precision import autocast_dtype
+from stratbench.workload.network.precision import get_autocast_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,10 +88,12 @@ class FSDP(Sharded):
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
         workers = compute_group_size(options.get("shard_group_size", "all"), gpus, per_node)
         whose = " (those of a node)" if options.get("shard_group_size") == "node" else ""
-        refuse_uneven(f"shard_group_size = {workers}{whose}", workers, gpus)
+        check_equal_groups(f"shard_group_size = {workers}{whose}", workers, gpus)
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
         if options.get("offload") == "cpu" and values["precision"] == "fp16":
             yield (
                 ".precision = 'fp16': the loss scaler needs the gradients on the device, but with offload: "
@@ -104,6 +106,7 @@ class FSDP(Sharded):
         chosen = self.options.shard_group_size
         # The cell's settings do not contain the number of workers per node.
         parts = None if chosen == "node" and gpus > 1 else compute_group_size(chosen, gpus, gpus)
+        # Parameters that are gathered again take 3 copies, but the root may have all parameters.
         return base.Traits(
             is_synchronous_on_one_worker=same_rounding,
             equals_ddp=same_rounding,
@@ -112,10 +115,10 @@ class FSDP(Sharded):
             optimizer_parts=parts,
             states_on_host=self.options.offload == "cpu",
             updates_per_step=1,
-            ring_copies=2,  # 3 for parameters that are gathered again, but the root may have all of them
+            ring_copies=2,
         )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
         if scalars:
@@ -131,46 +134,49 @@ class FSDP(Sharded):
                 f"FSDP needs contiguous parameters, and these are not contiguous: {format_names(scattered)}; "
                 "call .contiguous() before nn.Parameter"
             )
-        if trial.sparse:
-            yield base.sparse_gradient_reason(trial.sparse, "FSDP cannot divide")
+        if trial.sparse_gradient_parameters:
+            yield base.sparse_gradient_reason(
+                trial.sparse_gradient_parameters, "FSDP cannot divide"
+            )
         for label, dtypes in self._iter_group_dtypes(model, worker):
             if len(dtypes) > 1:
                 yield (
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
                     "cannot gather together; use one dtype, or put them into different groups"
                 )
-        yield from base.iter_sharding_refusals(trial)
+        yield from base.iter_unshardable_model_reasons(trial)
         # Gathered parameters that are not freed after forward may be read until the next step.
-        early = trial.uncalled
+        early = trial.parameters_read_before_call
         if self.options.reshard_after_forward == "always":
-            early += trial.late
+            early += trial.parameters_read_after_calls
         if early:
             yield (
                 f"forward reads {format_names(early)} outside of a call of its shard group, and FSDP "
                 "gathers a group only for a call; call the module itself (neither its parts nor "
                 ".forward), or name in `wrap_classes` only classes whose instances are called"
             )
-        if trial.written_views and self.options.reshard_after_forward == "always":
+        if trial.groups_with_written_views and self.options.reshard_after_forward == "always":
             yield (
-                f"{format_names(trial.written_views)} gives a view, which forward then changes in place "
+                f"{format_names(trial.groups_with_written_views)} gives a view, which forward then "
+                "changes in place "
                 "(h += r), so that FSDP does not gather its group for backward; return .clone() of it, add "
-                f"out of place, or set reshard_after_forward to never {help_address('gives a view')}"
+                f"out of place, or set reshard_after_forward to never {format_help_address('gives a view')}"
             )
-        if trial.at_times and worker.settings.gradient_accumulation_steps > 1:
-            yield from self._accumulation_refusals(trial.at_times, worker)
-        if worker.world_size > 1 and trial.by_chance:
-            yield base.skipped_at_random_reason(trial.by_chance)
-        elif worker.world_size > 1 and trial.by_data:
-            yield base.skipped_by_data_reason(trial.by_data)
-        elif worker.world_size > 1 and trial.reads_values and trial.unopened:
+        if trial.sometimes_without_gradient and worker.settings.gradient_accumulation_steps > 1:
+            yield from self._accumulation_refusals(trial.sometimes_without_gradient, worker)
+        if worker.world_size > 1 and trial.randomly_called_modules:
+            yield base.skipped_at_random_reason(trial.randomly_called_modules)
+        elif worker.world_size > 1 and trial.data_dependent_modules:
+            yield base.skipped_by_data_reason(trial.data_dependent_modules)
+        elif worker.world_size > 1 and trial.reads_values and trial.uncalled_groups:
             yield (
-                f"forward reads values of tensors and did not call {format_names(trial.unopened)}: it "
+                f"forward reads values of tensors and did not call {format_names(trial.uncalled_groups)}: it "
                 "seems to choose modules by its data. Workers have different data, so they would gather "
                 "different groups; call all modules, and choose with torch.where or a factor of 0 or 1"
             )
 
     def _accumulation_refusals(self, names: list[str], worker: base.Worker) -> Iterator[str]:
-        """Yield reasons why gradients cannot be accumulated if `names` get one in some parts only."""
+        """Yield reasons why gradients cannot be accumulated if some batch parts give `names` no gradient."""
         s, size = worker.settings, worker.world_size
         may_lack = f"{format_names(names)} may get no gradient in some parts of a batch"
         if self.options.gradient_sync == "last-part":
@@ -182,7 +188,9 @@ class FSDP(Sharded):
                     "gradient_sync to each-part, mixed_precision to autocast, or gradient_accumulation_steps "
                     "to 1"
                 )
-        elif compute_group_size(self.options.shard_group_size, size, worker.local_world) < size:
+        elif (
+            compute_group_size(self.options.shard_group_size, size, worker.local_world_size) < size
+        ):
             yield (
                 f"{may_lack}, and with shard_group_size, gradient_sync: each-part and "
                 f"gradient_accumulation_steps = {s.gradient_accumulation_steps} FSDP cannot add up shards of "
@@ -193,7 +201,7 @@ class FSDP(Sharded):
     def _iter_group_dtypes(
         self, model: nn.Module, worker: base.Worker
     ) -> Iterator[tuple[str, list[str]]]:
-        """Yield the dtypes of each shard group's parameters, and of parameters in no shard group."""
+        """Yield the dtypes of each shard group's parameters, and of parameters in no group."""
         left = set(model.parameters())
         for label, modules in worker.wrap_groups:
             own = {p for m in modules for p in m.parameters()}
@@ -209,7 +217,7 @@ class FSDP(Sharded):
         from stratbench.workload.torch_internals import BatchNorm
 
         self.group_size = compute_group_size(
-            self.options.shard_group_size, worker.world_size, worker.local_world
+            self.options.shard_group_size, worker.world_size, worker.local_world_size
         )
         groups = worker.world_size // self.group_size
         if groups == 1:
@@ -254,12 +262,12 @@ class FSDP(Sharded):
         has found the groups that backward reaches. Without a trial, backward reaches all groups.
         """
         trial = self.worker.trial
-        called = trial.in_backward.items() if trial else ()
+        called = trial.group_in_backward.items() if trial else ()
         skipped = {i for (i, comes), (_, next_comes) in pairwise(called) if not comes | next_comes}
         groups = [ms for i, (_, ms) in enumerate(self.worker.wrap_groups) if i not in skipped]
         return {id(p) for ms in groups for m in ms for p in m.parameters()}
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
         if self.options.gradient_sync == "last-part":
             self.module.set_requires_gradient_sync(last)
         else:
@@ -268,11 +276,11 @@ class FSDP(Sharded):
         return nullcontext()
 
     def _make_policy(self, precision: str) -> MixedPrecisionPolicy | None:
-        """Return FSDP2's own mixed-precision policy, or None if the options do not request it."""
+        """Return FSDP2's mixed-precision policy if the options request it, else None."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        dtype = autocast_dtype(precision)
+        dtype = get_autocast_dtype(precision)
         if dtype is None or self.options.mixed_precision == "autocast":
             return None
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -280,7 +288,7 @@ class FSDP(Sharded):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if self.policy is None:
             return super().forward(x, y)
-        return self.mean_loss(x, y)
+        return self.compute_mean_loss(x, y)
 
     def communication(self) -> dict[str, Any]:
         from stratbench.workload.torch_internals import BatchNorm
@@ -298,13 +306,15 @@ class FSDP(Sharded):
             # FSDP2 shards the first dimension, padded to a multiple of the workers.
             padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
-            gathers = 2 if frees and id(p) in again | full else 1  # the root's parameters: once
+            # The root's parameters are gathered once.
+            gathers = 2 if frees and id(p) in again | full else 1
             moved_bytes += padded * gathers * parts * width
             if p.requires_grad:
                 moved_bytes += padded * reductions * p.element_size()
                 averaged_bytes += 2 * padded // s * p.element_size()
         if self.worker.settings.max_grad_norm is not None:
-            moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
+            # Plus the all-reduce of the gradient norm.
+            moved_bytes += 2 * self.parameters[0].element_size()
         # The first term is the traffic within a group, the second averages gradients between groups.
         groups = w // s
         return base.describe_ring_traffic(

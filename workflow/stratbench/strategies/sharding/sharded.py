@@ -28,7 +28,7 @@ class GroupCalls:
     def __init__(
         self, groups: Sequence[tuple[str, list[nn.Module]]], heartbeat: Heartbeat | None = None
     ) -> None:
-        """Register hooks on the modules of all groups.
+        """Register hooks on the modules of all shard groups.
 
         Args:
             groups: Name and modules of each group.
@@ -44,7 +44,7 @@ class GroupCalls:
     def _note_call(self, group: int, _module: nn.Module, _inputs: Any) -> None:
         self._now = (self._now * 1_000_003 + group) % (2**61 - 1)
         if self._heartbeat is not None:
-            self._heartbeat.call(group)
+            self._heartbeat.record_group_call(group)
 
     def end_step(self) -> None:
         self.steps.append(self._now)
@@ -106,7 +106,7 @@ class Sharded(base.Collective):
             self.calls.end_step()
         return loss
 
-    def check_alike(self) -> None:
+    def check_equal_collectives(self) -> None:
         if self.calls is None:
             return
         steps = len(self.calls.steps)
@@ -143,18 +143,21 @@ class Sharded(base.Collective):
         return base.reduce_norm(on_device, self.group_size, self.shard_group).to(norm.device)
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        from stratbench.telemetry.shards import free_gathered
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
+        from stratbench.telemetry.shards import free_gathered_parameters
 
-        with averaging_buffers(self.model, self.worker.world_size), super().evaluating() as model:
+        with (
+            average_batchnorm_buffers(self.model, self.worker.world_size),
+            super().open_evaluation_model() as model,
+        ):
             yield model
         # Parameters that are not freed after forward stay gathered, because no backward follows here. A later
         # step would use these outdated copies.
-        free_gathered(self.model)
+        free_gathered_parameters(self.model)
 
 
 @contextmanager
-def averaging_buffers(model: nn.Module, workers: int) -> Iterator[None]:
+def average_batchnorm_buffers(model: nn.Module, workers: int) -> Iterator[None]:
     """Set BatchNorm's statistics to the mean over all workers until the block ends."""
     import torch
     import torch.distributed as dist

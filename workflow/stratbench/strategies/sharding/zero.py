@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """Parameters as views of one flat tensor, and their gradients of another, in equal parts.
+    """Parameters as views of one flat tensor, and gradients as views of another, in equal parts.
 
     `weights` and `grads` have shape [n], where the number of workers divides n; `own_weights` and `own_grads`
     are this worker's part of them, shape [n / workers]. The padding stays zero.
@@ -29,9 +29,14 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
         import torch
 
-        from stratbench.workload.flat import ALIGN_BYTES, copied_into, offsets_of, strided
+        from stratbench.workload.flat import (
+            ALIGN_BYTES,
+            compute_flat_offsets,
+            copy_into_flat,
+            get_flat_view,
+        )
 
-        starts, numel = offsets_of(parameters)
+        starts, numel = compute_flat_offsets(parameters)
         unit = workers * max(1, ALIGN_BYTES // parameters[0].element_size())
         numel = -(-numel // unit) * unit
         self.weights = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -40,10 +45,11 @@ class Bucket:
         self.own_weights = self.weights.narrow(0, rank * share, share)
         self.own_grads = self.grads.narrow(0, rank * share, share)
         self.views = {
-            p: strided(p, self.grads, start) for p, start in zip(parameters, starts, strict=True)
+            p: get_flat_view(p, self.grads, start)
+            for p, start in zip(parameters, starts, strict=True)
         }
         for p, start in zip(parameters, starts, strict=True):
-            p.data = copied_into(p.data, self.weights, start)
+            p.data = copy_into_flat(p.data, self.weights, start)
         #: Parameters whose gradient of this step is not yet, or not completely, in `grads`.
         self.missing = set(parameters)
         #: Whether the reduction of this step's gradients has begun.
@@ -91,12 +97,14 @@ class ZeRO1(base.Collective):
             ring_copies=2,
         )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
-        if trial.sparse:
-            yield base.sparse_gradient_reason(trial.sparse, "has no place in a flat bucket")
-        if trial.parted and worker.world_size > 1:
-            yield base.diverging_replicas_reason(trial.parted)
+        if trial.sparse_gradient_parameters:
+            yield base.sparse_gradient_reason(
+                trial.sparse_gradient_parameters, "has no place in a flat bucket"
+            )
+        if trial.data_dependent_parameters and worker.world_size > 1:
+            yield base.diverging_replicas_reason(trial.data_dependent_parameters)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from stratbench.workload.torch_internals import assign_buckets
@@ -116,12 +124,12 @@ class ZeRO1(base.Collective):
     def updated_tensors(self) -> list[Tensor]:
         return [bucket.own_weights for bucket in self.buckets]
 
-    def kept_tensors(self) -> dict[str, list[Tensor]]:
+    def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         return {"gradients": [bucket.grads for bucket in self.buckets]}
 
     def weights_and_buffers(self) -> list[Tensor]:
         weights = [bucket.weights for bucket in self.buckets]
-        return [*weights, *self.frozen_written(), *self.model.buffers()]
+        return [*weights, *self.list_changed_frozen_parameters(), *self.model.buffers()]
 
     def reset(self) -> None:
         super().reset()
@@ -130,19 +138,16 @@ class ZeRO1(base.Collective):
     def _reset_gradients(self) -> None:
         self._filled: set[nn.Parameter] = set()
         self._reductions: list[torch.distributed.Work] = []
-        self._reduced, self._is_last = 0, not self.adds_again
+        self._reduced, self._is_last = 0, not self.accumulates_repeatedly
         for bucket in self.buckets:
             bucket.missing, bucket.sent = set(bucket.views), False
 
-    def synchronising(self, last: bool) -> AbstractContextManager:
-        self._is_last = last and not self.adds_again
+    def create_sync_context(self, last: bool) -> AbstractContextManager:
+        self._is_last = last and not self.accumulates_repeatedly
         return nullcontext()
 
     def _move_gradient_to_bucket(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Add what backward has made to the bucket.
-
-        It needs no memory of its own any longer.
-        """
+        """Add a parameter's gradient from backward to the bucket, and free the gradient."""
         if bucket.sent:
             name = next(n for n, p in self.model.named_parameters() if p is parameter)
             s = self.worker.settings
@@ -180,7 +185,8 @@ class ZeRO1(base.Collective):
 
     def link_gradients(self) -> None:
         while self._reduced < len(self.buckets):
-            for parameter in self._next.missing - self._filled:  # no gradient in this step
+            # These parameters have no gradient in this step.
+            for parameter in self._next.missing - self._filled:
                 self._next.views[parameter].zero_()
             self._reduce_next_bucket()
         for reduction in self._reductions:
@@ -228,14 +234,15 @@ class ZeRO1(base.Collective):
         moved_bytes = 2 * sum(bucket.weights.nbytes for bucket in self.buckets)
         moved_bytes += sum(b.nbytes for b in self.model.buffers())
         if self.worker.settings.max_grad_norm is not None:
-            moved_bytes += 2 * self.parameters[0].element_size()  # the norm's all-reduce
+            # Plus the all-reduce of the gradient norm.
+            moved_bytes += 2 * self.parameters[0].element_size()
         return base.describe_ring_traffic((w - 1) / w * moved_bytes)
 
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
+    def open_evaluation_model(self) -> Iterator[nn.Module]:
         # This overwrites the other ranks' statistics, as the next step would.
         self._broadcast_buffers()
-        with super().evaluating() as model:
+        with super().open_evaluation_model() as model:
             yield model
 
     def report(self) -> dict[str, Any]:
@@ -278,16 +285,18 @@ class TorchZeRO1(DDP):
         )
 
     @classmethod
-    def refusals(cls, options: dict[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-        yield from super().refusals(options, values)
+    def iter_refused_values(
+        cls, options: dict[str, Any], values: Mapping[str, Any]
+    ) -> Iterator[str]:
+        yield from super().iter_refused_values(options, values)
         if values["precision"] == "fp16":
             yield (
                 ".precision = 'fp16': with torch's ZeroRedundancyOptimizer the loss scaler would wait "
                 "for the device in every step; use bf16, or zero1"
             )
 
-    def refusals_of_model(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        yield from super().refusals_of_model(model, worker)
+    def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
+        yield from super().iter_model_refusals(model, worker)
         if names := [n for n, p in model.named_parameters() if p.requires_grad and p.is_complex()]:
             yield (
                 f"torch's ZeroRedundancyOptimizer takes no complex parameters ({format_names(names)}); use "
@@ -313,7 +322,7 @@ class TorchZeRO1(DDP):
     def make_optimizer(self) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        kind, settings = self.optimizer_kind()
+        kind, settings = self.get_optimizer_class()
         optimizer = ZeroRedundancyOptimizer(
             self.local,
             optimizer_class=kind,
@@ -321,7 +330,7 @@ class TorchZeRO1(DDP):
             **settings,
         )
         own = optimizer.optim.param_groups
-        self.begin_states(optimizer.optim, [p for group in own for p in group["params"]])
+        self.create_optimizer_states(optimizer.optim, [p for group in own for p in group["params"]])
         return optimizer
 
     def communication(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""A config becomes a study: its schema, its defaults, and every mistake in one message."""
+"""Turns a config into a study: checks the schema, fills in defaults, and reports all mistakes at once."""

@@ -1,4 +1,4 @@
-"""config.yaml, validated: studies become cells, and cells get their resolved settings.
+"""Expands the studies in config.yaml into cells (training runs) with resolved settings, after validation.
 
 Imported on every parse of the Snakefile, so nothing heavy is imported here.
 """
@@ -17,20 +17,20 @@ from stratbench.strategies import (
     REGISTRY,
     get_mesh,
     get_option_defaults,
+    get_strategy_class,
     resolve_options,
-    strategy_class,
 )
 from stratbench.study.config.consistency import check_experiment
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.schema import collect_extension_values
-from stratbench.study.config.validation import validate
+from stratbench.study.config.validation import validate_config
 from stratbench.study.config.yaml_traps import check_duplicate_keys
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.own_data import is_own_data_set
 from stratbench.workload.network import models
-from stratbench.workload.network.libraries import library_of
+from stratbench.workload.network.libraries import find_library_of_call
 
 
 @dataclass(frozen=True)
@@ -69,30 +69,32 @@ class Study:
     def datasets(self) -> list[str]:
         return sorted({e.values["dataset"] for e in self.experiments.values()})
 
-    def base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Return the strategy behind a name in the study, and its options without the defaults."""
+    def resolve_base_strategy(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Return the base strategy of a strategy or variant, and its options in the config."""
         if name in REGISTRY:
             return name, {}
         variant = dict(self._study["variants"][name])
         variant.pop("settings", None)
         return variant.pop("strategy"), variant
 
-    def values_of(self, cell: Cell) -> Mapping[str, Any]:
-        """Return the config of a cell's experiment, in which its variant's settings replace others."""
+    def get_experiment_values(self, cell: Cell) -> Mapping[str, Any]:
+        """Return the config of a cell's experiment, with the settings of the cell's variant applied."""
         variant = self._study["variants"].get(cell.strategy, {})
         return {**self.experiments[cell.experiment].values, **variant.get("settings", {})}
 
-    def strategy_kind(self, name: str) -> str:
+    def get_strategy_kind(self, name: str) -> str:
         """Return the kind of a strategy: `collective` or `server`."""
-        return strategy_class(self.base_strategy(name)[0]).kind
+        return get_strategy_class(self.resolve_base_strategy(name)[0]).kind
 
     def settings(self, cell: Cell) -> Settings:
         """Return the resolved settings of a cell of this study."""
-        values = self.values_of(cell)
-        base, set_options = self.base_strategy(cell.strategy)
+        values = self.get_experiment_values(cell)
+        base, set_options = self.resolve_base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
-        options = resolve_options(base, set_options, cell.gpus) | self.own_files(cell.strategy)
+        options = resolve_options(base, set_options, cell.gpus) | self.hash_strategy_files(
+            cell.strategy
+        )
         data = self._data.describe_by_identity(cell.dataset)
         return Settings(
             strategy=base,
@@ -101,18 +103,18 @@ class Study:
             dataset=cell.dataset,
             gpus=cell.gpus,
             seed=compute_cell_seed(self.seed, cell.model, cell.repeat),
-            own_model=self._own_model_for(cell.model, data),
+            own_model=self._get_own_model_for_data(cell.model, data),
             task=data.task,
-            data_spec=self._data.identity(cell.dataset),
-            own_task=self.own_task(values["task"]),
+            data_spec=self._data.compute_identity(cell.dataset),
+            own_task=self.get_own_task(values["task"]),
             global_batch=batch,
             per_worker_batch=batch // get_mesh(base, options, cell.gpus).replicas,
             more=collect_extension_values("experiment", values, values),
             **{key: values[key] for key in GIVEN},
         )
 
-    def why_refused(self, config: Mapping[str, Any], cell: Cell) -> str | None:
-        """Return why the config refuses a cell. The result is None if the study could have this cell.
+    def refused_cell_reason(self, config: Mapping[str, Any], cell: Cell) -> str | None:
+        """Return why the config does not allow a cell. None if the study could have it.
 
         The study need not have the cell.
 
@@ -124,29 +126,29 @@ class Study:
         overrides = {"gpus": [cell.gpus], "strategies": [cell.strategy], "models": [cell.model]}
         block = {**self.experiments[cell.experiment].values, **overrides}
         try:
-            check_experiment("cell", block, values, config, self.dataset)
+            check_experiment("cell", block, values, config, self.get_dataset)
         except ConfigError as error:
             return str(error).removeprefix("config: cell.")
         return None
 
-    def own_model(self, name: str) -> dict[str, Any] | None:
+    def get_own_model(self, name: str) -> dict[str, Any] | None:
         """Return the specification of a user's model, or None for a built-in model.
 
         It has the model's call, its sharding and the fingerprint of its code.
         """
         return self._add_fingerprint(
-            name, models.get_specification(name, self._own.get("models", {}))
+            name, models.get_model_specification(name, self._own.get("models", {}))
         )
 
-    def _own_model_for(self, name: str, data: Dataset) -> dict[str, Any] | None:
+    def _get_own_model_for_data(self, name: str, data: Dataset) -> dict[str, Any] | None:
         """Return the specification of a user's model, with the size of the data set's vocabulary.
 
         The vocabulary is added only where it differs from the number of classes.
         """
-        spec, vocabulary = self.own_model(name), data.vocabulary
+        spec, vocabulary = self.get_own_model(name), data.vocabulary
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
-    def own_task(self, name: str | None) -> dict[str, Any] | None:
+    def get_own_task(self, name: str | None) -> dict[str, Any] | None:
         """Return the specification of a user's task, or None for a built-in task.
 
         It has the task's call and the fingerprint of its code.
@@ -155,78 +157,82 @@ class Study:
             return None
         return self._add_fingerprint(f"task {name}", {"call": name})
 
-    def own_files(self, strategy: str) -> dict[str, Any]:
+    def hash_strategy_files(self, strategy: str) -> dict[str, Any]:
         """Return `{"sha256": ...}` of the user's files that a strategy's options name.
 
         Return an empty mapping if the options name no file.
         """
         key = f"strategy {strategy}"
         if key not in self._own_code:
-            base, options = self.base_strategy(strategy)
-            files = strategy_class(base).files(get_option_defaults(base) | options)
+            base, options = self.resolve_base_strategy(strategy)
+            files = get_strategy_class(base).list_user_files(get_option_defaults(base) | options)
             self._own_code[key] = {"sha256": users_code.hash_named_files(files)} if files else None
         return self._own_code[key] or {}
 
     def _add_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
-            self._own_code[key] = spec and spec | users_code.compute_fingerprint(
-                spec["call"], self._folders, library_of(spec["call"]).packages_beside(spec)
+            self._own_code[key] = spec and spec | users_code.compute_code_fingerprint(
+                spec["call"],
+                self._folders,
+                find_library_of_call(spec["call"]).list_further_packages(spec),
             )
         return self._own_code[key]
 
-    def own_code(self) -> dict[str, dict[str, Any]]:
+    def describe_own_code(self) -> dict[str, dict[str, Any]]:
         """Return the specifications of the study's own models and tasks, with code fingerprints.
 
         A config that has the result as `own_code` saves `Study` from reading the code again.
         """
         for cell in self.cells:
-            self.own_model(cell.model)
-            self.own_files(cell.strategy)
+            self.get_own_model(cell.model)
+            self.hash_strategy_files(cell.strategy)
         for experiment in self.experiments.values():
-            self.own_task(experiment.values["task"])
+            self.get_own_task(experiment.values["task"])
         return {name: spec for name, spec in self._own_code.items() if spec}
 
-    def faults_of_code(self, cells: Iterable[Cell]) -> list[str]:
-        """Return a sentence for each own model and task whose files cannot be imported."""
+    def list_import_errors(self, cells: Iterable[Cell]) -> list[str]:
+        """Return a sentence for each user's model or task whose files cannot be imported."""
         faults = {}
         for cell in cells:
-            task = self.own_task(self.experiments[cell.experiment].values["task"])
+            task = self.get_own_task(self.experiments[cell.experiment].values["task"])
             for what, spec in (
-                (f"model {cell.model!r}", self.own_model(cell.model)),
+                (f"model {cell.model!r}", self.get_own_model(cell.model)),
                 ("task", task),
             ):
                 named = f"{what} ({spec['call']})" if spec else ""
                 if spec and named not in faults:
                     call = spec["call"]
-                    fault = library_of(call).find_fault(spec)
-                    faults[named] = fault or users_code.fault_of_code(call, self._folders)
+                    fault = find_library_of_call(call).invalid_call_reason(spec)
+                    faults[named] = fault or users_code.unimportable_code_reason(
+                        call, self._folders
+                    )
         return [f"{named}: {fault}" for named, fault in faults.items() if fault]
 
-    def dataset(self, name: str) -> Dataset:
+    def get_dataset(self, name: str) -> Dataset:
         """Return the metadata of a data set.
 
         Most fields of a user's own data set are unknown until it is prepared.
         """
-        return self._data.facts(name)
+        return self._data.describe_data_set(name)
 
     def data_specs(self) -> dict[str, dict[str, Any]]:
-        """Return what determines the samples of each data set of the study, by name.
+        """Return, by name, the identity of each data set, which determines its samples.
 
         The values are `data_spec` of the settings. Data sets whose name determines the samples are left out.
         As `data_specs` in a config, the result replaces its `datasets`, and saves `Study` from hashing a
         user's files again.
         """
-        specs = {name: self._data.identity(name) for name in self.datasets}
+        specs = {name: self._data.compute_identity(name) for name in self.datasets}
         return {name: identity for name, identity in specs.items() if identity}
 
-    def own_data(self) -> list[str]:
+    def list_own_data_sets(self) -> list[str]:
         """Return the names of the user's own data sets in the study."""
-        return [name for name, spec in self.data_specs().items() if is_own(spec)]
+        return [name for name, spec in self.data_specs().items() if is_own_data_set(spec)]
 
     def time_limit_s(self, cell: Cell) -> float | None:
         return self.experiments[cell.experiment].values["time_limit_s"]
 
-    def as_trained(self) -> dict[str, Any]:
+    def build_training_config(self) -> dict[str, Any]:
         """Return a config of this study alone, without keys that do not affect training.
 
         `Study` can read it.
@@ -241,11 +247,15 @@ class Study:
         }
         study = {key: value for key, value in self._study.items() if key != "description"}
         trained = {"study": self.name, "studies": {self.name: study | {"experiments": experiments}}}
-        return trained | self._own if self.own_code() or self.own_data() else trained
+        return (
+            trained | self._own
+            if self.describe_own_code() or self.list_own_data_sets()
+            else trained
+        )
 
     @staticmethod
     def _list_keys_without_effect(values: Mapping[str, Any]) -> set[str]:
-        """Return the keys of an experiment that do not affect its training.
+        """Return the keys of an experiment that do not affect the training of its cells.
 
         `target_score` is one of them, unless an extension's keys make a training end at this score.
         """
@@ -254,7 +264,7 @@ class Study:
         return {"time_limit_s"} | ({"target_score"} if own == other else set())
 
     def target_scores(self) -> dict[str, float]:
-        """Return the target score of each experiment that has one."""
+        """Return the target score of each experiment that has a target score."""
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 
@@ -264,7 +274,7 @@ class Study:
             "experiment": experiment,
             "dataset": values["dataset"],
             "strategies": [
-                (name, strategy_class(self.base_strategy(name)[0]).max_workers)
+                (name, get_strategy_class(self.resolve_base_strategy(name)[0]).max_workers)
                 for name in values["strategies"]
             ],
             "models": values["models"],
@@ -274,7 +284,7 @@ class Study:
 
 
 def compute_cell_seed(study_seed: int, model: str, repeat: int) -> int:
-    """Return the random seed of a cell. It is equal for all strategies and worker counts.
+    """Return a cell's random seed, which is equal for all strategies and worker counts.
 
     Args:
         study_seed: Seed of the study.
@@ -299,5 +309,5 @@ def load_config(
     """
     for file in files:
         check_duplicate_keys(file)
-    config = validate(raw)
+    config = validate_config(raw)
     return config, Study(config, config["study"])

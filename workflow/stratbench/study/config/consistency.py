@@ -1,4 +1,4 @@
-"""Checks the keys of a study against each other: options of strategies, batches, models, stragglers."""
+"""Checks a study's keys against each other: options of strategies, batches, models, stragglers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from stratbench.cell.extensions import iter_keys
+from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.options import list_json_types
 from stratbench.cell.text.words import format_count, format_wrong_value
-from stratbench.strategies import REGISTRY, get_mesh, strategy_class
+from stratbench.strategies import REGISTRY, get_mesh, get_strategy_class
 from stratbench.strategies.mesh import Mesh
-from stratbench.study.config.messages import ConfigError, suggest_closest_name, wrong_value_message
+from stratbench.study.config.messages import (
+    ConfigError,
+    format_wrong_value_message,
+    suggest_closest_name,
+)
 from stratbench.study.config.schema import parse_text_as
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
@@ -38,9 +42,11 @@ def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
             yield f"config: {where}: {name!r} is a strategy; choose another name"
         base = variant["strategy"]
         if base not in REGISTRY:
-            yield wrong_value_message(f"{where}.strategy", base, "is not a strategy", REGISTRY)
+            yield format_wrong_value_message(
+                f"{where}.strategy", base, "is not a strategy", REGISTRY
+            )
             continue
-        options = strategy_class(base).Options
+        options = get_strategy_class(base).Options
         allowed = [field.name for field in fields(options)]
         kinds = get_type_hints(options)
         for key in variant.keys() & set(allowed):
@@ -97,10 +103,10 @@ def check_models(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"config: models.{name}: {name!r} is built in; choose another name")
         try:
             known = hashes / f"weights-{name}.json"
-            spec = config["models"][name] = libraries.as_call(spec, known)
+            spec = config["models"][name] = libraries.convert_entry_to_call(spec, known)
         except ValueError as e:
             raise ConfigError(f"config: models.{name}{e}") from e
-        if fault := users_code.fault_of_call(spec["call"]):
+        if fault := users_code.invalid_call_reason(spec["call"]):
             raise ConfigError(
                 f"config: models.{name}.call = {format_wrong_value(spec['call'])}: {fault}"
             )
@@ -117,13 +123,13 @@ def check_models(config: Mapping[str, Any]) -> None:
             )
     folders = [Path(folder).expanduser() for folder in config["code"]]
     for name, spec in config["models"].items():
-        if fault := users_code.shadowing_reason(spec["call"], folders):
+        if fault := users_code.shadowed_module_reason(spec["call"], folders):
             raise ConfigError(
                 f"config: models.{name}.call = {format_wrong_value(spec['call'])}: {fault}"
             )
 
 
-def check_model(wanted: str | None, known: Iterable[str]) -> None:
+def check_decided_model(wanted: str | None, known: Iterable[str]) -> None:
     """Raise ConfigError if `decide.model` is not a model of the study.
 
     Args:
@@ -133,7 +139,7 @@ def check_model(wanted: str | None, known: Iterable[str]) -> None:
     known = list(dict.fromkeys(known))
     if wanted is not None and wanted not in known:
         what = "is not a model of the study"
-        raise ConfigError(wrong_value_message("decide.model", wanted, what, known))
+        raise ConfigError(format_wrong_value_message("decide.model", wanted, what, known))
 
 
 def iter_name_faults(
@@ -155,7 +161,7 @@ def iter_name_faults(
         for value in block[key] if isinstance(block[key], list) else [block[key]]:
             if value in known or (key == "models" and value in own.list_torchvision_names()):
                 continue
-            message = wrong_value_message(f"{where}.{key}", value, f"is not a {what}", known)
+            message = format_wrong_value_message(f"{where}.{key}", value, f"is not a {what}", known)
             if key == "models":
                 message += (
                     " Every classification model of torchvision is allowed, too. Declare your own models "
@@ -201,8 +207,8 @@ def check_experiment(
             _iter_model_faults(each, dataset, config["models"]),
             _iter_slowdown_faults(each),
             *(
-                _join_independent_faults(where, keys.faults(each, study))
-                for _, keys in iter_keys("experiment")
+                _join_independent_faults(where, keys.iter_contradictions(each, study))
+                for _, keys in iter_extension_keys("experiment")
             ),
         )
         for fault in faults:
@@ -213,7 +219,7 @@ def check_experiment(
 def _iter_settings_groups(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield each set of settings that variants change, and the experiment with these variants alone."""
+    """Yield each set of settings that variants change, and the experiment with only these variants."""
     names: dict[str, list[str]] = {}
     for name in block["strategies"]:
         changed = study["variants"].get(name, {}).get("settings", {})
@@ -226,7 +232,7 @@ def _iter_settings_groups(
 def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     name, target = block["task"], block["target_score"]
     natural = dataset.shape and (dataset.task or tasks.get_default_task(dataset.shape))
-    if name is not None and (fault := tasks.wrong_task_reason(name, natural)):
+    if name is not None and (fault := tasks.unsuitable_task_reason(name, natural)):
         yield f".task = {format_wrong_value(name)}: {fault}; remove it, or use another data set"
     elif dataset.values and (name is None or name in tasks.TASKS):
         yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.describe_wrong_targets(True)}"
@@ -257,12 +263,12 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
     for name in tolerances:
         if name not in names:
             raise ConfigError(
-                wrong_value_message("decide.score_tolerance", name, "is not a score", names)
+                format_wrong_value_message("decide.score_tolerance", name, "is not a score", names)
             )
 
 
 def _join_independent_faults(where: str, faults: Iterator[str]) -> Iterator[str]:
-    """Yield independent messages as one, so that all unsupported strategies are reported together."""
+    """Yield independent messages joined into one, so that all unsupported strategies are reported."""
     if each := list(dict.fromkeys(faults)):
         yield f"\nconfig: {where}".join(each)
 
@@ -309,7 +315,7 @@ def _iter_optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
-    """Return those of `keys` that have a value, as `key = value`, or `neither`."""
+    """Return the set keys among `keys` as `key = value`, or `neither` without any."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
 
@@ -321,7 +327,7 @@ def iter_strategy_options(
     for name in block["strategies"]:
         variant = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
         base, _ = variant.pop("strategy"), variant.pop("settings", None)
-        yield name, base, asdict(strategy_class(base).Options(**variant))
+        yield name, base, asdict(get_strategy_class(base).Options(**variant))
 
 
 def _list_meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
@@ -358,13 +364,13 @@ def _iter_batch_faults(
                 f".{key} = {value}: the batch cannot be split evenly over {workers} "
                 f"(gpus = {block['gpus']}); use a multiple of every worker count"
             )
-        if dataset.is_read and together > dataset.train_samples:
+        if dataset.has_known_metadata and together > dataset.train_samples:
             yield (
                 f".{key} = {value}: a step of {workers} would take {together} samples, but the training set "
                 f"of {block['dataset']} has {dataset.train_samples}; use a smaller batch"
             )
         steps = block["steps"]
-        if steps is None and dataset.is_read:
+        if steps is None and dataset.has_known_metadata:
             steps = block["epochs"] * (dataset.train_samples // together)
         if steps is not None and block["lr_warmup_steps"] >= steps:
             yield (
@@ -397,13 +403,14 @@ def _iter_strategy_faults(
     gpus_per_node: int,
 ) -> Iterator[str]:
     networks = {
-        m: models.named_model(m, models.get_specification(m, set_options)) for m in block["models"]
+        m: models.make_model_metadata(m, models.get_model_specification(m, set_options))
+        for m in block["models"]
     }
     name_alone = [
         m for m in block["models"] if set_options.get(m, {}).get("call") == libraries.NAME_ALONE
     ]
     for name, base, options in iter_strategy_options(block, study):
-        strategy = strategy_class(base)
+        strategy = get_strategy_class(base)
         if name_alone and strategy.kind != "own":
             yield f".strategies = {name!r}: {name_alone[0]}: {libraries.BUILT_BY_COMMAND}"
         max_workers = strategy.max_workers
@@ -422,7 +429,7 @@ def _iter_strategy_faults(
                     strategy.check_nodes(options, n, -(-n // -(-n // gpus_per_node)))
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
-        for reason in strategy.refusals(options, {**block, "networks": networks}):
+        for reason in strategy.iter_refused_values(options, {**block, "networks": networks}):
             yield f"{reason}; remove {name} from strategies, or give it an experiment of its own"
 
 
@@ -430,7 +437,7 @@ def _iter_model_faults(
     block: Mapping[str, Any], dataset: Dataset, entry: Mapping[str, Any]
 ) -> Iterator[str]:
     for name in block["models"]:
-        spec = models.get_specification(name, entry)
+        spec = models.get_model_specification(name, entry)
         if dataset.vocabulary and spec is None:
             yield (
                 f".models = {name!r}: it returns scores per token, but each text of the data set has one "
@@ -441,11 +448,11 @@ def _iter_model_faults(
             yield f".models = {name!r}: {fault}"
             continue
         try:
-            model = models.named_model(name, spec)
+            model = models.make_model_metadata(name, spec)
             if dataset.shape is None:
-                models.check_reads(model, "texts" if dataset.is_text else "images")
+                models.check_sample_kind(model, "texts" if dataset.is_text else "images")
                 continue
-            shape = models.input_shape(model, dataset.shape)
+            shape = models.compute_input_shape(model, dataset.shape)
             if spec:
                 facts = own.compute_data_values(dataset.classes, shape, dataset.vocabulary)
                 try:
@@ -468,7 +475,7 @@ def _iter_model_faults(
             yield f".loss_chunks = {chunks}: your own task needs the model's whole output; set it to 1"
         if block["compile"]:
             yield f".loss_chunks = {chunks}: is not supported with compile: true; remove one of the two"
-    if block["augment"] and not (dataset.crop_padding or dataset.flip):
+    if block["augment"] and not (dataset.crop_padding or dataset.has_random_flips):
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 
 
@@ -482,7 +489,7 @@ def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) ->
         block: The experiment's block.
         dataset: The experiment's data set.
     """
-    learns = libraries.library_of(call).tasks_of_head(call)
+    learns = libraries.find_library_of_call(call).list_head_tasks(call)
     task = (
         block["task"] or dataset.task or (dataset.shape and tasks.get_default_task(dataset.shape))
     )

@@ -1,4 +1,4 @@
-"""Metadata of a config's data sets, and the identity of each data set, which determines its samples."""
+"""Metadata of a config's data sets, and each data set's identity, which determines its samples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from stratbench.workload.data import own_data
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.datasets import compute_data_identity, describe
-from stratbench.workload.data.own_data import is_own
+from stratbench.workload.data.datasets import compute_data_identity, describe_data_set
+from stratbench.workload.data.own_data import is_own_data_set
 
 
 class DataSets:
-    """The data sets of a config, with a cache: each is described once."""
+    """The data sets of a config, with a cache of their metadata."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._specs = config.get("datasets", {})
@@ -22,7 +22,7 @@ class DataSets:
         self._identities: dict[str, dict[str, Any] | None] = dict(config.get("data_specs", {}))
         self._facts: dict[str, Dataset] = {}
 
-    def identity(self, name: str) -> dict[str, Any] | None:
+    def compute_identity(self, name: str) -> dict[str, Any] | None:
         """Return the identity of a data set (`data_spec` of the settings).
 
         The result is None if its name suffices.
@@ -34,27 +34,27 @@ class DataSets:
         """
         if name not in self._identities:
             spec = self._specs.get(name)
-            if is_own(spec):
+            if is_own_data_set(spec):
                 known = self._folder / ".hashes" / f"{name}.json"
-                identity = own_data.read_own_data(name, spec).identity(self._code, known)
+                identity = own_data.read_own_data(name, spec).compute_identity(self._code, known)
             else:
                 identity = compute_data_identity(name, spec)
             self._identities[name] = identity
         return self._identities[name]
 
     def describe_by_config(self, name: str) -> Dataset:
-        """Return the metadata of a data set that follows from the config alone."""
-        return describe(name, self._specs.get(name))
+        """Return the metadata of a data set, as far as the config alone determines them."""
+        return describe_data_set(name, self._specs.get(name))
 
     def describe_by_identity(self, name: str) -> Dataset:
-        """Return the metadata of a data set that follows from its identity alone."""
-        return describe(name, self.identity(name))
+        """Return the metadata of a data set, as far as its identity alone determines them."""
+        return describe_data_set(name, self.compute_identity(name))
 
-    def facts(self, name: str) -> Dataset:
-        """Return the metadata of a data set. That of a user's own is read from its prepared files."""
+    def describe_data_set(self, name: str) -> Dataset:
+        """Return the metadata of a data set. A user's own data set is read from its prepared files."""
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
-            if is_own(spec):
-                meta = own_data.read_prepared_meta(self._folder / name, self.identity(name))
-            self._facts[name] = describe(name, spec, meta)
+            if is_own_data_set(spec):
+                meta = own_data.read_prepared_meta(self._folder / name, self.compute_identity(name))
+            self._facts[name] = describe_data_set(name, spec, meta)
         return self._facts[name]

@@ -10,10 +10,10 @@ from stratbench.cell.text.words import format_wrong_value
 
 
 class ConfigError(ValueError):
-    """A mistake in config.yaml. Its message says what to change."""
+    """A mistake in config.yaml. The message says what to change."""
 
 
-def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
+def format_wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
     """Return the message for a value that is not one of `allowed`.
 
     Args:
@@ -29,7 +29,7 @@ def wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str
 
 
 def join_messages(messages: Iterable[str]) -> str:
-    """Join messages about independent mistakes, one line each, without repeated lists of allowed values."""
+    """Return messages about independent mistakes as lines, without repeated lists of allowed values."""
     lines = list(dict.fromkeys(messages))
     lists = [line.partition(" Allowed: ")[2] for line in lines]
     return "\n".join(
@@ -39,7 +39,7 @@ def join_messages(messages: Iterable[str]) -> str:
 
 
 def format_config_path(path: Iterable[str | int]) -> str:
-    """Return a path through the config as a person writes it: `studies.demo.experiments.digits.gpus[1]`."""
+    """Return a path through the config as text: `studies.demo.experiments.digits.gpus[1]`."""
     names = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
     return "".join(n if n.isprintable() else repr(n)[1:-1] for n in names).lstrip(".")
 

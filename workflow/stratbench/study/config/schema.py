@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from stratbench.cell.extensions import iter_keys, list_config_blocks
+from stratbench.cell.extensions import iter_extension_keys, list_config_blocks
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.options import build_schema
 from stratbench.cell.settings import OF_A_VARIANT, build_experiment_schema
@@ -17,9 +17,9 @@ from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.messages import (
     ConfigError,
     format_config_path,
+    format_wrong_value_message,
     join_messages,
     suggest_closest_name,
-    wrong_value_message,
 )
 from stratbench.study.config.removed_keys import removed_key_reason
 
@@ -36,7 +36,7 @@ TYPE_NAMES = {
 
 
 @cache
-def schema() -> dict[str, Any]:
+def build_config_schema() -> dict[str, Any]:
     """Return the JSON Schema of config.yaml, with all settings and the keys of extensions."""
     whole = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     experiment, settings = whole["$defs"]["experiment"], build_experiment_schema()
@@ -53,7 +53,7 @@ def schema() -> dict[str, Any]:
         for key in OF_A_VARIANT
     }
     for place in list_config_blocks():
-        for _, keys in iter_keys(place) if place != "experiment" else ():
+        for _, keys in iter_extension_keys(place) if place != "experiment" else ():
             new = {"type": "object", "additionalProperties": False, "properties": {}}
             new["description"] = keys.__doc__
             block = whole if place == "top" else whole["properties"].setdefault(place, new)
@@ -61,24 +61,26 @@ def schema() -> dict[str, Any]:
     return whole
 
 
-def resolved(rule: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolve_schema_reference(rule: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rule of the schema that `rule` refers to, or `rule` itself."""
-    return schema()["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
+    return (
+        build_config_schema()["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
+    )
 
 
-def typed(value: Any, rule: Mapping[str, Any]) -> Any:
+def parse_texts_by_schema(value: Any, rule: Mapping[str, Any]) -> Any:
     """Return `value` with texts parsed to the types that the schema requires.
 
     The types are numbers, truth values and null. Snakemake passes values nested in --config as text, and YAML
     reads 1e-3 as text. Any other text stays as it is, and is rejected later.
     """
-    rule = resolved(rule)
+    rule = resolve_schema_reference(rule)
     if isinstance(value, Mapping):
         inner = rule.get("properties", {})
         others = rule.get("additionalProperties") or {}
-        return {key: typed(v, inner.get(key, others)) for key, v in value.items()}
+        return {key: parse_texts_by_schema(v, inner.get(key, others)) for key, v in value.items()}
     if isinstance(value, list):
-        return [typed(v, rule.get("items", {})) for v in value]
+        return [parse_texts_by_schema(v, rule.get("items", {})) for v in value]
     if isinstance(value, str) and "enum" in rule:
         return next((allowed for allowed in rule["enum"] if str(allowed) == value), value)
     if isinstance(value, str) and "type" in rule:
@@ -114,7 +116,7 @@ def _make_validator():
     # The standard takes 2.0 for an integer and infinity for a number.
     base = jsonschema.Draft202012Validator
     checker = base.TYPE_CHECKER.redefine("integer", lambda _, v: type(v) is int)
-    return jsonschema.validators.extend(base, type_checker=checker)(schema())
+    return jsonschema.validators.extend(base, type_checker=checker)(build_config_schema())
 
 
 def check_structure(config: Mapping[str, Any]) -> None:
@@ -141,7 +143,7 @@ def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
             if "default" in rule:
                 block.setdefault(key, rule["default"])
 
-    top = schema()["properties"]
+    top = build_config_schema()["properties"]
     fill(config, top)
     for key in ("datasets", "models"):
         config.setdefault(key, {})
@@ -152,17 +154,17 @@ def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
     for spec in config["models"].values():
         fill(spec, top["models"]["additionalProperties"]["properties"])
     for study in config["studies"].values():
-        fill(study, schema()["$defs"]["study"]["properties"])
+        fill(study, build_config_schema()["$defs"]["study"]["properties"])
         study.setdefault("variants", {})
         for experiment in study["experiments"].values():
-            fill(experiment, schema()["$defs"]["experiment"]["properties"])
+            fill(experiment, build_config_schema()["$defs"]["experiment"]["properties"])
     return config
 
 
 def collect_extension_values(
     place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the values of extensions' keys in a block that are no defaults, by extension.
+    """Return the values of extensions' keys in a block that are not defaults, by extension.
 
     Args:
         place: Where the block is: `experiment`, or the name of a block of the top level.
@@ -170,28 +172,28 @@ def collect_extension_values(
         whole: The block itself for an experiment; else the config.
     """
     more = {}
-    for name, keys in iter_keys(place):
+    for name, keys in iter_extension_keys(place):
         default = {f.name: f.default for f in fields(keys) if f.metadata["given"]}
         own = {k: block[k] for k in default if block.get(k, default[k]) != default[k]}
-        if values := keys.complete(own, whole):
+        if values := keys.complete_values(own, whole):
             more[name] = values
     return more
 
 
 def collect_constraints(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constraints of a decision.
+    """Return the constraints of a decision, from `decide` and from other blocks of the config.
 
-    They are the keys of `decide`, and those that other blocks have.
+    The constraints are the keys of `decide`, and keys of other blocks that extensions declare as constraints.
     """
     decide = config["decide"]
-    added = {field.name for _, keys in iter_keys("decide") for field in fields(keys)}
+    added = {field.name for _, keys in iter_extension_keys("decide") for field in fields(keys)}
     constraints = {key: value for key, value in decide.items() if key not in added}
     # A peak fits with the same reserve as in the plan.
     constraints["memory_margin"] = config["cluster"]["memory_margin"]
     return constraints | {"more": collect_extension_values("decide", decide, config)}
 
 
-def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def check_extension_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise ConfigError if a block contradicts the keys of extensions.
 
     Args:
@@ -201,24 +203,26 @@ def check_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) 
     """
     where = "" if place == "top" else place
     faults = [
-        f"config: {where}{f}" for _, keys in iter_keys(place) for f in keys.faults(block, config)
+        f"config: {where}{f}"
+        for _, keys in iter_extension_keys(place)
+        for f in keys.iter_contradictions(block, config)
     ]
     if faults:
         raise ConfigError(join_messages(faults))
 
 
-def check_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
+def check_config_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """Return one block of a config (such as `decide`), checked and with its defaults.
 
     Raises:
         ConfigError: If the block has a mistake.
     """
-    alone = typed({name: block}, schema())
+    alone = parse_texts_by_schema({name: block}, build_config_schema())
     faults = [
         e for e in _make_validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]
     ]
     _raise_for_errors(faults)
-    properties = schema()["properties"][name].get("properties", {})
+    properties = build_config_schema()["properties"][name].get("properties", {})
     defaults = {key: rule["default"] for key, rule in properties.items() if "default" in rule}
     return defaults | alone[name]
 
@@ -246,7 +250,7 @@ def _list_wrong_keys(fault: Any) -> list[str | None]:
 
 
 def _explain_schema_error(fault: Any, key: str | None) -> str:
-    """Return a sentence that explains a schema error.
+    """Return a sentence for the user that explains an error from the schema's validation.
 
     `key` is the unknown or missing key, if that is the error.
     """
@@ -274,7 +278,7 @@ def _explain_schema_error(fault: Any, key: str | None) -> str:
             message = f"{setting}: must be {wanted}{f'; write [{value}]' if one else ''}. {about}"
         case "enum" | "const" as kind:
             allowed = map(str, rule if kind == "enum" else [rule])
-            return wrong_value_message(where, value, "is not allowed", allowed)
+            return format_wrong_value_message(where, value, "is not allowed", allowed)
         case "uniqueItems":
             twice = next(v for i, v in enumerate(value) if v in value[:i])
             message = f"{setting}: {twice!r} is given twice; keep one."

@@ -10,8 +10,8 @@ from typing import Any
 from stratbench.cell.extensions import list_config_blocks
 from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.consistency import (
+    check_decided_model,
     check_experiment,
-    check_model,
     check_models,
     check_name_lengths,
     check_tolerances,
@@ -20,26 +20,26 @@ from stratbench.study.config.consistency import (
     iter_variant_faults,
 )
 from stratbench.study.config.data_sets import DataSets
-from stratbench.study.config.messages import ConfigError, join_messages, wrong_value_message
+from stratbench.study.config.messages import ConfigError, format_wrong_value_message, join_messages
 from stratbench.study.config.schema import (
-    check_keys,
+    build_config_schema,
+    check_extension_keys,
     check_structure,
     fill_schema_defaults,
-    schema,
-    typed,
+    parse_texts_by_schema,
 )
 from stratbench.study.config.yaml_traps import check_value_types
-from stratbench.workload.data.datasets import DATASETS, describe
+from stratbench.workload.data.datasets import DATASETS, describe_data_set
 
 
-def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
+def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with its defaults filled in, or raise ConfigError for its mistakes.
 
     Raises:
         ConfigError: For all unknown keys and wrong values. If there are none, for all unknown names. If there
             are none, for the first contradiction in each experiment.
     """
-    raw = typed(raw, schema())
+    raw = parse_texts_by_schema(raw, build_config_schema())
     check_value_types(raw, ())
     check_structure(raw)
     config = json.loads(json.dumps(raw))
@@ -59,15 +59,17 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
         if name in DATASETS:
             raise ConfigError(f"config: datasets.{name}: {name!r} is built in; choose another name")
         try:
-            describe(name, config["datasets"][name])
+            describe_data_set(name, config["datasets"][name])
         except ValueError as e:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
     for place in list_config_blocks():
         if place != "experiment":
-            check_keys(place, config if place == "top" else config[place], config)
+            check_extension_keys(place, config if place == "top" else config[place], config)
     check_models(config)
     experiments = config["studies"][config["study"]]["experiments"].values()
-    check_model(config["decide"]["model"], (m for block in experiments for m in block["models"]))
+    check_decided_model(
+        config["decide"]["model"], (m for block in experiments for m in block["models"])
+    )
     known = DataSets(config)
     check_tolerances(config)
     wrong = []
@@ -79,7 +81,9 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
             # The data files of studies that do not run now are not read.
-            facts = known.facts if study == config["study"] else known.describe_by_config
+            facts = (
+                known.describe_data_set if study == config["study"] else known.describe_by_config
+            )
             try:
                 check_experiment(where, block, values, config, facts)
                 check_name_lengths(study, experiment, block)
@@ -93,7 +97,9 @@ def validate(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each unknown study, strategy, option, data set and model."""
     if config["study"] not in config["studies"]:
-        yield wrong_value_message("study", config["study"], "is not a study", config["studies"])
+        yield format_wrong_value_message(
+            "study", config["study"], "is not a study", config["studies"]
+        )
     for study, values in config["studies"].items():
         yield from iter_variant_faults(study, values)
         for experiment, block in values["experiments"].items():

@@ -61,7 +61,7 @@ def check_duplicate_keys(path: str | Path) -> None:
 
 
 def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:
-    """Raise ConfigError for values that the schema cannot reject.
+    """Raise ConfigError for values that JSON Schema cannot reject, such as NaN and dates.
 
     Such values are NaN, dates, and keys that are not text.
     """

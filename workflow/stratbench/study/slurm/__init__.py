@@ -1,1 +1,1 @@
-"""The study on SLURM: nodes, live jobs, and jobs that are stuck."""
+"""Follows a study's jobs on SLURM: reads nodes and job states, and explains why jobs wait or fail."""

@@ -1,4 +1,4 @@
-"""Runs SLURM's own commands and returns what they print."""
+"""Runs SLURM's commands, such as squeue, and returns what they print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_THERE = 127
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 
 
-def ask_slurm(
+def run_slurm_command(
     command: list[str], text: str | None = None
 ) -> subprocess.CompletedProcess[str] | None:
     """Run one of SLURM's commands, without SLURM's own environment variables.
@@ -45,9 +45,6 @@ def ask_slurm(
 
 
 def read_command_output(command: list[str]) -> str | None:
-    """Run one of SLURM's commands.
-
-    Return its output, or None if it fails or does not answer.
-    """
-    done = ask_slurm(command)
+    """Run one of SLURM's commands, and return its output. None if it fails or does not answer."""
+    done = run_slurm_command(command)
     return done.stdout if done is not None and done.returncode == 0 else None

@@ -16,16 +16,16 @@ from typing import Any
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.cell.text.words import format_count
 from stratbench.study.slurm import job_states, submission
-from stratbench.study.slurm.commands import ask_slurm, read_command_output
+from stratbench.study.slurm.commands import read_command_output, run_slurm_command
 from stratbench.study.slurm.followed import ENDS, FollowedRun, get_first_output, read_signatures
 from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import make_job_comment, print_to_stderr
-from stratbench.study.slurm.unstarted_jobs import unstarted_reason
+from stratbench.study.slurm.unstarted_jobs import rule_not_started_reason
 from stratbench.study.slurm.waiting import describe_progress
-from stratbench.study.snakemake_internals import avoid_nodes, extend_executor, fail_silently
+from stratbench.study.snakemake_internals import exclude_nodes, extend_executor, fail_job_silently
 
 #: Seconds between two requests for the states of all jobs: at first, and at most while no job ends.
 FIRST_LOOK_S, MAX_LOOK_S = 5.0, 60.0
@@ -40,7 +40,7 @@ OMITTED_S = 30.0
 
 
 class JobFollower(RemoteExecutor):
-    """Overrides methods of the SLURM plugin's executor, as the first base class of its class."""
+    """A first base class (mixin) that overrides methods of the SLURM plugin's executor."""
 
     followed: FollowedRun
 
@@ -54,7 +54,7 @@ class JobFollower(RemoteExecutor):
         with f.lock:
             f.old_signatures[job] = read_signatures(job.output)
             f.failed_jobs.discard(job)
-            if f.postponed.waits(now):
+            if f.postponed.is_pausing(now):
                 f.postponed.jobs.append(job)
                 return
         super().run_job(job)
@@ -63,11 +63,11 @@ class JobFollower(RemoteExecutor):
         f = self.followed
         with f.lock:
             f.submitted_ids.add(job_info.external_jobid)
-            f.waiting_jobs.outputs[job_info.external_jobid] = get_first_output(job_info.job)
+            f.waiting_jobs.output_by_job[job_info.external_jobid] = get_first_output(job_info.job)
             f.old_signatures.setdefault(job_info.job, read_signatures(job_info.job.output))
-            f.told_at_s = time.monotonic()
+            f.last_message_s = time.monotonic()
             if not (job_info.aux or {}).get("adopted"):
-                f.postponed.hurry()
+                f.postponed.end_pause()
         super().report_job_submission(job_info, register_job=register_job)
 
     def report_job_success(self, job_info: Any) -> None:
@@ -86,16 +86,16 @@ class JobFollower(RemoteExecutor):
             self._note_end(job_info)
             f.failed_jobs.add(job_info.job)
             first = get_first_output(job_info.job)
-            known = reason in f.told_refusals
-            f.told_refusals.add(reason)
-            f.tell(
+            known = reason in f.reported_refusals
+            f.reported_refusals.add(reason)
+            f.print_message(
                 f"SLURM refuses {first} for the same reason as a job above"
                 if known
                 else f"SLURM refuses it: {reason}. {f.request_texts.get(first, first)} "
-                f"{help_address('SLURM refuses it')}."
+                f"{format_help_address('SLURM refuses it')}."
             )
             # Snakemake's own report would print a page of command line.
-            fail_silently(self.workflow, job_info.job)
+            fail_job_silently(self.workflow, job_info.job)
             return
         self._note_end(job_info)
         f.failed_jobs.add(job_info.job)
@@ -104,12 +104,12 @@ class JobFollower(RemoteExecutor):
     def _note_end(self, job_info: Any) -> None:
         f = self.followed
         with f.lock:
-            f.told_at_s = time.monotonic()
-            f.waiting_jobs.outputs.pop(job_info.external_jobid, None)
-            f.postponed.not_before_s = 0.0  # a limit on the number of jobs now allows one more
+            f.last_message_s = time.monotonic()
+            f.waiting_jobs.output_by_job.pop(job_info.external_jobid, None)
+            f.postponed.next_submission_s = 0.0  # a limit on the number of jobs now allows one more
 
     def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
-        """Postpone a job that SLURM has rejected for `reason`, if this reason can pass.
+        """Postpone a job that SLURM has rejected for `reason`, if the reason is temporary.
 
         Returns:
             Whether the job was postponed.
@@ -119,10 +119,10 @@ class JobFollower(RemoteExecutor):
         if kind is None or (kind == "limit" and job_states.has_live_jobs() is False):
             return False
         with f.lock:
-            f.postponed.add(job, kind, now)
-            if kind not in f.postponed.told:
-                f.postponed.told.add(kind)
-                f.tell(self._describe_postponement(kind, reason))
+            f.postponed.add_refused_job(job, kind, now)
+            if kind not in f.postponed.reported_kinds:
+                f.postponed.reported_kinds.add(kind)
+                f.print_message(self._describe_postponement(kind, reason))
         return True
 
     def _describe_postponement(self, kind: submission.Kind, reason: str) -> str:
@@ -130,13 +130,13 @@ class JobFollower(RemoteExecutor):
             return (
                 f"sbatch fails for now ({reason}); the remaining jobs are submitted later, and sbatch is "
                 f"tried again for {submission.SILENCE_S / 60:.0f} minutes "
-                f"{help_address('sbatch fails for now')}"
+                f"{format_help_address('sbatch fails for now')}"
             )
-        live = len(self.followed.waiting_jobs.outputs) or 1
+        live = len(self.followed.waiting_jobs.output_by_job) or 1
         return (
             f"SLURM takes no more jobs of yours at a time ({reason}); the remaining jobs are submitted when "
             f"earlier ones end; with `jobs: {live}` in the profile Snakemake submits no more at a time "
-            f"{help_address('SLURM takes no more jobs of yours')}"
+            f"{format_help_address('SLURM takes no more jobs of yours')}"
         )
 
     def _submit_postponed(self) -> None:
@@ -145,9 +145,9 @@ class JobFollower(RemoteExecutor):
         while not f.is_ending.is_set():
             now = time.monotonic()
             with f.lock:
-                if not f.postponed.jobs or f.postponed.waits(now):
+                if not f.postponed.jobs or f.postponed.is_pausing(now):
                     return
-                if f.postponed.is_over(now):
+                if f.postponed.has_timed_out(now):
                     given_up, f.postponed = f.postponed.jobs, submission.Postponed()
                     break
                 job = f.postponed.jobs.pop(0)
@@ -155,7 +155,7 @@ class JobFollower(RemoteExecutor):
             states = job_states.read_job_states(self.run_uuid, self._list_clusters([job]))
             if states is None:
                 with f.lock:
-                    f.postponed.add(job, "silence", now)
+                    f.postponed.add_refused_job(job, "silence", now)
                 return
             if not self._adopt_submitted_job(job, states):
                 super().run_job(job)
@@ -195,7 +195,7 @@ class JobFollower(RemoteExecutor):
     # ------------------------------------------------------------ until it ends
 
     async def check_active_jobs(self, active_jobs: list[Any]) -> AsyncIterator[Any]:
-        """Report jobs that have ended. Yield all others; yield all while SLURM does not answer."""
+        """Report jobs that have ended, and yield all others. Yield all while SLURM does not answer."""
         f = self.followed
         await asyncio.to_thread(self._submit_postponed)
         if not active_jobs and not f.postponed.jobs:
@@ -210,7 +210,7 @@ class JobFollower(RemoteExecutor):
                 yield info
             self.next_seconds_between_status_checks = FIRST_LOOK_S
             return
-        f.silent_since_s, f.told_of_silence = None, False
+        f.silent_since_s, f.has_reported_silence = None, False
         has_ended, live = False, {}
         for info in active_jobs:
             state = states.get(info.external_jobid)
@@ -227,9 +227,9 @@ class JobFollower(RemoteExecutor):
                 self.report_job_success(info)
                 self._remove_log(info)
         for sentence in f.waiting_jobs.iter_sentences(live, now):
-            f.tell(sentence)
-        if now - f.told_at_s >= PROGRESS_S:
-            f.tell(self._describe_progress(live))
+            f.print_message(sentence)
+        if now - f.last_message_s >= PROGRESS_S:
+            f.print_message(self._describe_progress(live))
         self._schedule_next_check(has_ended)
 
     def _schedule_next_check(self, has_ended: bool) -> None:
@@ -237,15 +237,12 @@ class JobFollower(RemoteExecutor):
         pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, MAX_LOOK_S)
         with self.followed.lock:
             if self.followed.postponed.jobs:
-                until_s = self.followed.postponed.not_before_s - time.monotonic()
+                until_s = self.followed.postponed.next_submission_s - time.monotonic()
                 pause_s = min(pause_s, max(until_s, 1.0))
         self.next_seconds_between_status_checks = pause_s
 
     def _failure_reason(self, info: Any, state: JobState | None) -> str | None:
-        """Return why a job has failed, an empty text if it succeeded.
-
-        The result is None if it has not ended.
-        """
+        """Return why a job has failed. Empty if it succeeded, None if it has not ended."""
         job, word = info.external_jobid, state.state if state else ""
         if state:
             self.followed.omitted_since_s.pop(job, None)
@@ -264,20 +261,20 @@ class JobFollower(RemoteExecutor):
         if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
             return None  # SLURM starts the job again
         if word == "NODE_FAIL" and state:
-            avoid_nodes(self, state.nodes)
+            exclude_nodes(self, state.nodes)
         if not word:
             text = "SLURM does not know it any more, and it has written no result "
-            text += help_address("SLURM does not know it any more")
+            text += format_help_address("SLURM does not know it any more")
         else:
             where = f" on {state.nodes}" if state and state.nodes else ""
             text = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
         log = info.aux.get("slurm_logfile") if info.aux else None
         own = [Path(path) for path in getattr(info.job, "log", None) or ()]
-        unstarted = unstarted_reason([*own, Path(log)]) if log else None
+        unstarted = rule_not_started_reason([*own, Path(log)]) if log else None
         return f"SLURM job {job} failed: {text}. " + (f"{unstarted}. " if unstarted else "")
 
     def _has_written_outputs(self, job: Any) -> bool:
-        """Return whether all files of a job exist, and are newer than its submission."""
+        """Return whether all output files of a job exist and are newer than its submission."""
         before = self.followed.old_signatures.get(job) or {}
         now = read_signatures(job.output)
         return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
@@ -285,11 +282,12 @@ class JobFollower(RemoteExecutor):
     def _warn_of_no_answer(self, now: float, jobs: int) -> None:
         f = self.followed
         f.silent_since_s = f.silent_since_s or now
-        if now - f.silent_since_s >= UNANSWERED_S and not f.told_of_silence:
-            f.told_of_silence = True
-            f.tell(
+        if now - f.silent_since_s >= UNANSWERED_S and not f.has_reported_silence:
+            f.has_reported_silence = True
+            f.print_message(
                 f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; this run waits for its "
-                f"{format_count(jobs, 'job')}, which may still train {help_address('SLURM has not answered')}"
+                f"{format_count(jobs, 'job')}, which may still train "
+                f"{format_help_address('SLURM has not answered')}"
             )
 
     def _describe_progress(self, live: Mapping[str, JobState]) -> str:
@@ -299,7 +297,7 @@ class JobFollower(RemoteExecutor):
             text = describe_progress(f.num_planned, f.num_succeeded, len(f.failed_jobs), n, live)
             done_or_failed = f.num_planned - f.num_succeeded - len(f.failed_jobs)
         running = sum(s.state not in job_states.QUEUED for s in live.values())
-        times = [f.longest_s.get(f.waiting_jobs.outputs.get(job, "")) for job in live]
+        times = [f.max_times_s.get(f.waiting_jobs.output_by_job.get(job, "")) for job in live]
         if running and n == 0 and done_or_failed == len(live) and None not in times:
             most_h = sum(times) / running / 3600
             text += f"; by the plan, at most {most_h:.1f} h remain if {running} jobs run at a time"
@@ -312,7 +310,7 @@ class JobFollower(RemoteExecutor):
             Path(log).unlink(missing_ok=True)
 
     async def sleep(self) -> None:
-        """Wait until the next request, or until Snakemake ends.
+        """Wait until SLURM is to be asked again, or until Snakemake ends.
 
         Snakemake's own method would sleep until the next request, even if Snakemake ends.
         """
@@ -323,7 +321,7 @@ class JobFollower(RemoteExecutor):
     # ------------------------------------------------------------ the end
 
     def cancel_jobs(self, active_jobs: list[Any]) -> None:
-        """Cancel all jobs of the run, including those that Snakemake does not know yet."""
+        """Cancel all jobs of the run, including those of which Snakemake does not know yet."""
         self.followed.is_ending.set()
         self._cancel_run()
 
@@ -339,7 +337,7 @@ class JobFollower(RemoteExecutor):
     def _cancel_run(self) -> bool:
         names = ",".join(sorted(self._list_clusters(self.followed.old_signatures)))
         where = [f"--clusters={names}"] if names else []
-        done = ask_slurm(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
+        done = run_slurm_command(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
         return done is not None and done.returncode == 0
 
     # ------------------------------------------------------------ Snakemake's jobs
@@ -355,7 +353,7 @@ class JobFollower(RemoteExecutor):
 
 
 def follow_jobs(workflow: Any, followed: FollowedRun) -> None:
-    """Make Snakemake's executor follow its jobs on SLURM. It must be called before the first submission.
+    """Make Snakemake's executor follow its jobs on SLURM; call this before the first submission.
 
     Args:
         workflow: Snakemake's workflow, which submits to SLURM.

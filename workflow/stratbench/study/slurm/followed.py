@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.study.slurm import submission
 from stratbench.study.slurm.live_jobs import print_to_stderr
 from stratbench.study.slurm.waiting import WaitingJobs
@@ -21,22 +21,22 @@ ENDS = {
     "DEADLINE": "its deadline passed",
     "NODE_FAIL": "its node failed; it runs again on another node if `retries` in the profile allows this",
     "OUT_OF_MEMORY": "it used more memory than it asked for: raise cluster.mem_mib_per_gpu or "
-    f"cluster.mem_mib_per_cpu_worker {help_address('it used more memory than it asked for')}",
+    f"cluster.mem_mib_per_cpu_worker {format_help_address('it used more memory than it asked for')}",
     "PREEMPTED": "SLURM gave its node to another job; it runs again if `retries` in the profile allows this "
-    f"{help_address('SLURM gave its node to another job')}",
+    f"{format_help_address('SLURM gave its node to another job')}",
     "TIMEOUT": "SLURM's time limit came before the cell's own; if its log does not say where it hung, raise "
     "cluster.startup_allowance_s "
-    f"{help_address('time limit came before')}",
+    f"{format_help_address('time limit came before')}",
 }
 
 
 @dataclass
 class FollowedRun:
-    """The state of a run's jobs on SLURM.
+    """The state of the jobs of one Snakemake run on SLURM.
 
     Attributes:
         request_texts: Each job's request to SLURM in words, by the job's first output file.
-        longest_s: The plan's upper estimate of a job's time in seconds, by the job's first output file.
+        max_times_s: The plan's upper estimate of a job's time in seconds, by the job's first output file.
         num_planned: Number of jobs that the run submits to SLURM.
         postponed: Jobs to submit again.
         waiting_jobs: Reasons for which jobs wait in the queue.
@@ -45,16 +45,16 @@ class FollowedRun:
         submitted_ids: SLURM's ids of all jobs that were submitted.
         old_signatures: Signatures of a job's output files before its submission, by Snakemake's job.
         omitted_since_s: Monotonic time in seconds since which SLURM's answers omit a job, by SLURM's id.
-        told_refusals: Reasons of refusals that the user was told.
+        reported_refusals: Reasons of refusals that were reported to the user.
         num_succeeded: Number of jobs that have succeeded.
         failed_jobs: Snakemake's jobs that have failed.
         silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
-        told_of_silence: Whether the user was told that SLURM does not answer.
-        told_at_s: Monotonic time in seconds of the last message to the user.
+        has_reported_silence: Whether a message to the user says that SLURM does not answer.
+        last_message_s: Monotonic time in seconds of the last message to the user.
     """
 
     request_texts: Mapping[str, str] = field(default_factory=dict)
-    longest_s: Mapping[str, float] = field(default_factory=dict)
+    max_times_s: Mapping[str, float] = field(default_factory=dict)
     num_planned: int = 0
     postponed: submission.Postponed = field(default_factory=submission.Postponed)
     waiting_jobs: WaitingJobs = field(default_factory=WaitingJobs)
@@ -63,15 +63,15 @@ class FollowedRun:
     submitted_ids: set[str] = field(default_factory=set)
     old_signatures: dict[Any, Any] = field(default_factory=dict)
     omitted_since_s: dict[str, float] = field(default_factory=dict)
-    told_refusals: set[str] = field(default_factory=set)
+    reported_refusals: set[str] = field(default_factory=set)
     num_succeeded: int = 0
     failed_jobs: set[Any] = field(default_factory=set)
     silent_since_s: float | None = None
-    told_of_silence: bool = False
-    told_at_s: float = field(default_factory=time.monotonic)
+    has_reported_silence: bool = False
+    last_message_s: float = field(default_factory=time.monotonic)
 
-    def tell(self, text: str) -> None:
-        self.told_at_s = time.monotonic()
+    def print_message(self, text: str) -> None:
+        self.last_message_s = time.monotonic()
         print_to_stderr(text)
 
 
@@ -88,9 +88,8 @@ def read_signatures(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | No
     signatures: dict[str, tuple[int, int, int] | None] = {}
     for path in map(str, paths):
         try:
-            os.listdir(
-                Path(path).parent
-            )  # a network file system may cache that the file was missing
+            # A network file system may cache that the file was missing.
+            os.listdir(Path(path).parent)
             s = Path(path).stat()
             signatures[path] = s.st_mtime_ns, s.st_ino, s.st_size
         except OSError:

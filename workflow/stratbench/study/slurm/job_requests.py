@@ -15,7 +15,7 @@ from stratbench.study.slurm.followed import FollowedRun
 from stratbench.study.slurm.live_jobs import print_to_stderr
 
 
-def submitted_request(resources: Any) -> JobRequest:
+def read_submitted_request(resources: Any) -> JobRequest:
     """Return the request that a Snakemake job makes to SLURM, including the profile's changes."""
     gres = str(resources.get("gres") or "")
     types = list(nodes.count_gpus_by_type(gres))
@@ -37,21 +37,19 @@ class Submission:
         job: Snakemake's job.
         cell: The job's cell, or the first cell of a block.
         settings: Settings of the cell.
-        asked: Request that follows from the config, before the profile's changes.
-        longest_s: The plan's upper estimate of the job's time in seconds, if any.
+        job_request: Request that follows from the config, before the profile's changes.
+        max_time_s: The plan's upper estimate of the job's time in seconds, if any.
     """
 
     job: Any
     cell: Cell
     settings: Settings
-    asked: JobRequest
-    longest_s: float | None = None
+    job_request: JobRequest
+    max_time_s: float | None = None
 
 
 def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission]) -> list[str]:
-    """Return sentences on jobs too large for every node, or follow all jobs.
-
-    The jobs are followed if none is too large.
+    """Return sentences on jobs that are too large for every node. Without any, follow all jobs.
 
     Args:
         workflow: Snakemake's workflow, which is about to submit to SLURM.
@@ -64,12 +62,12 @@ def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission
         return nodes.format_refusals(refused)
     partitions = {"*" if anywhere else s.job.resources.get("slurm_partition") for s in submissions}
     of_partitions = [n for p in partitions for n in nodes.select_partition_nodes(offered, p)]
-    requests = [submitted_request(s.job.resources) for s in submissions]
+    requests = [read_submitted_request(s.job.resources) for s in submissions]
     if mixed := nodes.describe_mixed_gpu_types(of_partitions, requests):
         print_to_stderr(mixed)
     firsts = [str(s.job.output[0]) for s in submissions]
     asks = map(nodes.describe_request, (s.cell for s in submissions), requests)
-    times = {f: s.longest_s for f, s in zip(firsts, submissions, strict=True) if s.longest_s}
+    times = {f: s.max_time_s for f, s in zip(firsts, submissions, strict=True) if s.max_time_s}
     follow_jobs(
         workflow, FollowedRun(dict(zip(firsts, asks, strict=True)), times, len(submissions))
     )
@@ -88,11 +86,11 @@ def find_refused_cells(
     """
     reasons = {}
     for s in submissions:
-        resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.asked
-        request = submitted_request(resources)
+        resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.job_request
+        request = read_submitted_request(resources)
         partition = "*" if anywhere else resources.get("slurm_partition")
         in_profile = _comparable_values(request) != _comparable_values(from_config)
-        sentence = nodes.too_large_reason(
+        sentence = nodes.job_too_large_reason(
             cell,
             settings,
             request if in_profile else from_config,
@@ -100,7 +98,7 @@ def find_refused_cells(
             in_profile,
         )
         if sentence is None and from_config.worker:  # worker jobs may use another partition
-            sentence = nodes.too_large_reason(cell, settings, from_config.worker, offered)
+            sentence = nodes.job_too_large_reason(cell, settings, from_config.worker, offered)
         if sentence:
             reasons[cell] = sentence
     return reasons

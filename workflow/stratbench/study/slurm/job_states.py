@@ -32,7 +32,7 @@ _FORMAT = "%i|%T|%N|%r|%k|%S"
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job as squeue shows it.
+    """The state of a job as squeue shows it: state, nodes, reason and start.
 
     Attributes:
         state: SLURM's name of the state, such as `RUNNING`.

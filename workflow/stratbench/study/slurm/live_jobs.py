@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.study.slurm.commands import read_command_output
-from stratbench.study.snakemake_internals import restart
+from stratbench.study.snakemake_internals import restart_snakemake
 
 #: Seconds between two requests for the states of all jobs.
 POLL_S = 15
 
 
 def make_job_comment(rule: str, wildcards: list[str]) -> str:
-    """Return the comment of Snakemake's SLURM plugin on a job of a rule and wildcards."""
+    """Return the SLURM comment that Snakemake's plugin gives the job of a rule with wildcards."""
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
 
@@ -50,11 +50,11 @@ def wait_for_earlier_jobs(workflow: Any, planned: Sequence[Any]) -> None:
         make_job_comment(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned
     }
     if wait_for_live_jobs(cells, Path.cwd()):
-        restart(workflow)
+        restart_snakemake(workflow)
 
 
 def wait_for_live_jobs(cells: Mapping[str, str], directory: Path) -> bool:
-    """Wait until no earlier run's job that makes one of `cells` is queued or running.
+    """Wait until no earlier job that makes one of `cells` is queued or running.
 
     If SLURM does not answer at first, the user gets a message. During the wait SLURM is asked again.
 

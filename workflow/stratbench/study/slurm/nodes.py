@@ -1,4 +1,4 @@
-"""Reads the nodes of a SLURM cluster, and explains why a cell's request fits none of them."""
+"""Reads the nodes of a SLURM cluster, and explains why no node is large enough for a cell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TOLD = 5
 
 @dataclass(frozen=True)
 class Node:
-    """The resources of one node in one partition.
+    """The resources of one SLURM node in one partition.
 
     Attributes:
         partition: Name of the partition.
@@ -44,14 +44,14 @@ class Node:
     time_limit_minutes: int | None
     gpu_types: Mapping[str, int] = field(default_factory=dict)
 
-    def gpus_of(self, gpu_type: str | None) -> int:
-        """Return the number of the node's GPUs of a type. None stands for all types."""
+    def count_gpus(self, gpu_type: str | None) -> int:
+        """Return the number of the node's GPUs of a type. The type None means all types."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
     def lacks(self, request: JobRequest) -> list[str]:
         """Return the resources of which the node has less than requested: gpus, cpus, memory, time."""
         short = {
-            "gpus": self.gpus_of(request.gpu_type) < request.gpus,
+            "gpus": self.count_gpus(request.gpu_type) < request.gpus,
             "cpus": self.cpus < request.cpus,
             "memory": self.mem_mib < request.mem_mib,
             "time": self.time_limit_minutes is not None
@@ -61,14 +61,14 @@ class Node:
 
 
 def read_cluster_nodes() -> list[Node]:
-    """Return the nodes of the cluster, or none without an answer of SLURM."""
+    """Return the nodes of the cluster, or an empty list if SLURM does not answer."""
     return parse_sinfo(
         read_command_output(["sinfo", "--noheader", "--Node", f"--format={_FORMAT}"]) or ""
     )
 
 
 def parse_sinfo(text: str) -> list[Node]:
-    """Return the nodes in sinfo's output, or none if a node's line cannot be parsed.
+    """Return the nodes in sinfo's output. Empty if any node's line cannot be parsed.
 
     A node that cannot be parsed may be large enough for a cell. Lines without numbers (`n/a`) are left out.
     """
@@ -96,7 +96,7 @@ def parse_sinfo(text: str) -> list[Node]:
 
 
 def count_gpus(gres: str) -> int:
-    """Return the number of GPUs in a text of SLURM's generic resources, such as `gpu:a100:2,gpu:v100:2`."""
+    """Return the number of GPUs in a SLURM GRES text, such as `gpu:a100:2,gpu:v100:2`."""
     return sum(int(n) for n in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
 
 
@@ -146,7 +146,7 @@ def _parse_minutes(limit: str) -> int | None:
 
 
 def select_partition_nodes(nodes: Iterable[Node], partition: str | int | None) -> list[Node]:
-    """Return the nodes of the named partitions, or those of the default partition without names.
+    """Return the nodes of the named partitions. Without names, the default partition counts.
 
     Args:
         nodes: Nodes of the cluster.
@@ -162,12 +162,12 @@ def select_partition_nodes(nodes: Iterable[Node], partition: str | int | None) -
 
 
 def count_fitting_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
-    """Return the largest number of nodes in one partition that suffice for the request."""
+    """Return the largest number of nodes in any partition that satisfy the request."""
     able = Counter(node.partition for node in offered if not node.lacks(request))
     return max(able.values(), default=0)
 
 
-def too_large_reason(
+def job_too_large_reason(
     cell: Cell,
     settings: Settings,
     request: JobRequest,
@@ -197,13 +197,13 @@ def too_large_reason(
         return None
 
     def size(node: Node) -> tuple[int, ...]:
-        gpus = node.gpus_of(request.gpu_type)
+        gpus = node.count_gpus(request.gpu_type)
         return len(node.lacks(request)), -gpus, -node.gpus, -node.cpus, -node.mem_mib
 
     largest = min(nodes, key=size)
     lacks = largest.lacks(request)
     able = {n.name for n in by_partition[largest.partition] if not n.lacks(request)}
-    gpus = largest.gpus_of(request.gpu_type)
+    gpus = largest.count_gpus(request.gpu_type)
     has = _format_quantities(
         gpus, largest.cpus, largest.mem_mib, largest.time_limit_minutes, request
     )
@@ -246,7 +246,7 @@ def _iter_remedies(
     served = "servers" in settings.options
     spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
     for what in lacks:
-        if what == "gpus" and (of_type := largest.gpus_of(request.gpu_type)):
+        if what == "gpus" and (of_type := largest.count_gpus(request.gpu_type)):
             yield f"set cluster.gpus_per_node to {of_type}"
         elif what == "gpus" and largest.gpus:
             types = ", ".join(sorted(largest.gpu_types)) or "null: SLURM names none"
@@ -257,7 +257,7 @@ def _iter_remedies(
             yield "lower cluster.cpus_per_gpu" + (" or cluster.server_cpus" if served else "")
         elif what == "cpus":
             yield f"lower {block}.threads" if (settings.threads or 1) > 1 else spread
-        elif what == "memory" and request.planned_mib:
+        elif what == "memory" and request.is_memory_planned:
             yield f"the plan predicts that the cell needs this much memory: {spread}"
         elif what == "memory" and request.gpus:
             yield "lower cluster.mem_mib_per_gpu" + (" or cluster.server_mem_mib" if served else "")

@@ -58,26 +58,27 @@ def classify_refusal(reason: str) -> Kind | None:
 
 @dataclass
 class Postponed:
-    """Jobs that are to be submitted again, in the order in which SLURM has refused them.
+    """Jobs that are to be submitted again, in the order in which SLURM has rejected them.
 
     Attributes:
         jobs: Snakemake's jobs.
-        silent_since: Monotonic time in seconds since which SLURM has not answered, or None.
-        not_before: Monotonic time in seconds of the next submission.
-        told: Kinds of refusals that the user was told. `silence` is removed once SLURM takes a job.
+        silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
+        next_submission_s: Monotonic time in seconds of the next submission.
+        reported_kinds: Kinds of refusals that were reported to the user. `silence` is removed once SLURM
+            accepts a job.
     """
 
     jobs: list[Any] = field(default_factory=list)
-    silent_since: float | None = None
-    not_before_s: float = 0.0
-    told: set[Kind] = field(default_factory=set)
+    silent_since_s: float | None = None
+    next_submission_s: float = 0.0
+    reported_kinds: set[Kind] = field(default_factory=set)
     _pause_seconds: float = SHORTEST_PAUSE_S
 
-    def waits(self, now: float) -> bool:
+    def is_pausing(self, now: float) -> bool:
         """Return whether no job may be submitted now, because SLURM has just rejected one."""
-        return bool(self.jobs) and now < self.not_before_s
+        return bool(self.jobs) and now < self.next_submission_s
 
-    def add(self, job: Any, kind: Kind, now: float) -> None:
+    def add_refused_job(self, job: Any, kind: Kind, now: float) -> None:
         """Store a rejected job, and double the pause before the next submission.
 
         Args:
@@ -87,18 +88,22 @@ class Postponed:
         """
         self.jobs.append(job)
         if kind == "limit":
-            self.silent_since = None
-        elif self.silent_since is None:
-            self.silent_since = now
-        if now >= self.not_before_s:
-            self.not_before_s = now + self._pause_seconds
+            self.silent_since_s = None
+        elif self.silent_since_s is None:
+            self.silent_since_s = now
+        if now >= self.next_submission_s:
+            self.next_submission_s = now + self._pause_seconds
             self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_S)
 
-    def is_over(self, now: float) -> bool:
+    def has_timed_out(self, now: float) -> bool:
         """Return whether SLURM has not answered for so long that the postponed jobs fail."""
-        return self.silent_since is not None and now - self.silent_since >= SILENCE_S
+        return self.silent_since_s is not None and now - self.silent_since_s >= SILENCE_S
 
-    def hurry(self) -> None:
-        """Allow the next submission at once, because SLURM has just taken a job."""
-        self.not_before_s, self.silent_since, self._pause_seconds = 0.0, None, SHORTEST_PAUSE_S
-        self.told.discard("silence")
+    def end_pause(self) -> None:
+        """Allow the next submission at once, because SLURM has just accepted a job."""
+        self.next_submission_s, self.silent_since_s, self._pause_seconds = (
+            0.0,
+            None,
+            SHORTEST_PAUSE_S,
+        )
+        self.reported_kinds.discard("silence")

@@ -1,4 +1,4 @@
-"""Explains why a SLURM job ended before its rule began, and what to do about it."""
+"""Explains why a SLURM job ended before its Snakemake rule began, and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MISSING = re.compile(
 )
 
 
-def unstarted_reason(logs: Sequence[Path]) -> str | None:
-    """Return why a SLURM job ended before its rule began. The result is None if the rule began.
+def rule_not_started_reason(logs: Sequence[Path]) -> str | None:
+    """Return why a SLURM job ended before its Snakemake rule began. None if the rule began.
 
     The text names the node and the missing path.
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.cell.text.words import format_count
 from stratbench.study.slurm.job_states import QUEUED, JobState
 
@@ -57,10 +57,10 @@ class WaitingJobs:
     """The reasons for which jobs wait in the queue, and since when.
 
     Attributes:
-        outputs: First output file of each job, by SLURM's job id.
+        output_by_job: First output file of each job, by SLURM's job id.
     """
 
-    outputs: dict[str, str] = field(default_factory=dict)
+    output_by_job: dict[str, str] = field(default_factory=dict)
     _waiting_since_s: dict[tuple[str, str], float] = field(default_factory=dict)
     _told_reasons: set[str] = field(default_factory=set)
 
@@ -91,20 +91,20 @@ class WaitingJobs:
 
     def _describe_wait(self, reason: str, jobs: list[str], start: str) -> str:
         first = jobs[0]
-        what = f"SLURM job {first} ({self.outputs.get(first, 'of this run')})"
+        what = f"SLURM job {first} ({self.output_by_job.get(first, 'of this run')})"
         if others := len(jobs) - 1:
             what += f" and {format_count(others, 'other')}"
         meaning = next((m for p, m in MEANINGS.items() if re.fullmatch(p, reason)), None)
         text = f"{what} {'wait' if len(jobs) > 1 else 'waits'} for the reason {reason}"
         text += f": {meaning.replace('JOB', first)}" if meaning else ""
         text += f"; SLURM expects it to start at {start}" if "T" in start else ""
-        return f"{text}; `scancel {first}` cancels it {help_address('for the reason')}"
+        return f"{text}; `scancel {first}` cancels it {format_help_address('for the reason')}"
 
 
 def describe_progress(
     planned: int, done: int, failed: int, to_submit: int, states: Mapping[str, JobState]
 ) -> str:
-    """Return a line on the progress of the run.
+    """Return a line on the progress of the run's jobs.
 
     Args:
         planned: Number of jobs that the run has on SLURM.

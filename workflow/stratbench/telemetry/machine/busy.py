@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from stratbench.telemetry.machine.foreign_processes import is_broker
+from stratbench.telemetry.machine.foreign_processes import is_mps_server
 from stratbench.telemetry.machine.nvml import Nvml
 
 
@@ -43,7 +43,7 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
         ],
     }
     foreign_processes = {
-        gpu.index: [p for p in gpu.computing() if not is_broker(p)]
+        gpu.index: [p for p in gpu.read_process_memory_bytes() if not is_mps_server(p)]
         for gpu in (nvml or Nvml()).gpus()
     }
     if any(foreign_processes.values()):

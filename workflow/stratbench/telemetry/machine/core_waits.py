@@ -16,21 +16,21 @@ class CoreWaits:
         self._waited_ns: Counter[str] = Counter()
         self._is_counted = False
 
-    def begin(self) -> None:
-        """Start a span. Call it before a clock starts, since it takes about 15 µs per thread."""
-        self._before = read_waits_ns()
+    def begin_span(self) -> None:
+        """Start a span in which waits are counted. Starting takes about 15 µs per thread."""
+        self._before = read_core_waits_ns()
 
     def end(self) -> None:
-        """End the span, if one was begun."""
+        """End the span of counted waits, if a span has begun."""
         before, self._before = self._before, None
         if not before:
             return
         self._is_counted = True
-        for thread, waited_ns in read_waits_ns().items():
+        for thread, waited_ns in read_core_waits_ns().items():
             self._waited_ns[thread] += max(0, waited_ns - before.get(thread, 0))
 
     @property
-    def longest_s(self) -> float | None:
+    def longest_wait_s(self) -> float | None:
         """Longest total wait of a thread in seconds, or None if the kernel counted nothing.
 
         A step waits for each of its threads: the main thread, autograd's and those of OpenMP.
@@ -38,7 +38,7 @@ class CoreWaits:
         return max(self._waited_ns.values(), default=0) / 1e9 if self._is_counted else None
 
 
-def read_waits_ns() -> dict[str, int]:
+def read_core_waits_ns() -> dict[str, int]:
     """Return the nanoseconds that each thread has waited for a core.
 
     The result is empty if the kernel counts none.

@@ -52,12 +52,12 @@ def select_slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name says that its value is a secret, as `HF_TOKEN` does."""
+    """Return whether a variable's name indicates a secret value, as `HF_TOKEN` does."""
     return _SECRET.search(name) is not None
 
 
 def is_secret_number_name(name: str) -> bool:
-    """Return whether even a number with this name is a secret.
+    """Return whether a variable with this name is a secret even as a number.
 
     A number named `api_key` is one, but a number named `token_dim` is not.
     """

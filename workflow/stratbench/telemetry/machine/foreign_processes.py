@@ -1,4 +1,4 @@
-"""Detects foreign processes on the cell's GPUs, which would distort its times and memory.
+"""Detects foreign processes on a cell's GPUs, which would distort the cell's times and memory.
 
 The cell's processes descend from its agent, as the fork server and the workers do. A program that only draws
 on a screen is not a foreign process, nor is the server of CUDA's MPS, but their memory counts. Neither torch
@@ -24,17 +24,14 @@ _BROKERS = ("nvidia-cuda-mps-server",)
 
 
 def locate_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
-    """Return `index` and `uuid` of a GPU by CUDA's name of it.
-
-    The result is `name` instead if NVML does not know the GPU.
-    """
+    """Return `index` and `uuid` of a GPU by its name in CUDA_VISIBLE_DEVICES, else `name`."""
     gpu = nvml.find_named_gpu(name)
-    known = {} if gpu is None else gpu.static()
+    known = {} if gpu is None else gpu.read_identity_and_settings()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 
 
 def find_worker_gpu(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
-    """Return a worker's GPU, or None if NVML does not know it."""
+    """Return a worker's GPU, or None if NVML does not know the GPU."""
     return nvml.find_named_gpu(str(gpu.get("uuid", gpu.get("index", ""))))
 
 
@@ -44,8 +41,8 @@ def describe_gpu(gpu: dict[str, Any]) -> str:
     return f"GPU {number}" + (f" ({uuid})" if uuid else "")
 
 
-def is_broker(pid: int) -> bool:
-    """Return whether a process is a server through which other processes compute (CUDA's MPS)."""
+def is_mps_server(pid: int) -> bool:
+    """Return whether a process is CUDA's MPS server, through which other processes compute."""
     import psutil
 
     try:
@@ -55,9 +52,7 @@ def is_broker(pid: int) -> bool:
 
 
 def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
-    """Return whether a process does not belong to the cell. The result is None if this is unknown.
-
-    It is unknown for a broker, and for a process that has just ended or has another number here.
+    """Return whether a process does not belong to the cell. None for a broker or an ended process.
 
     Args:
         pid: Process on a GPU.
@@ -65,7 +60,7 @@ def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
     """
     import psutil
 
-    if is_broker(pid) or not psutil.pid_exists(pid):
+    if is_mps_server(pid) or not psutil.pid_exists(pid):
         return None
     try:
         return ancestor_pid not in (pid, *(p.pid for p in psutil.Process(pid).parents()))
@@ -74,7 +69,7 @@ def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
 
 
 class ForeignProcessWatch:
-    """Records in a file which foreign processes compute on the cell's GPUs of this node.
+    """Records, in a file, the foreign processes that compute on the cell's GPUs of this node.
 
     It watches only GPUs on which NVML lists a process of the cell: in a container NVML's process numbers may
     be meaningless.
@@ -87,15 +82,15 @@ class ForeignProcessWatch:
         self._foreign: dict[int, bool | None] = {agent_pid: False}
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
-    def look(self, t_s: float) -> None:
-        """Ask NVML for the processes of each GPU. Write the file if there is a new foreign process.
+    def poll_gpus(self, t_s: float) -> None:
+        """Ask NVML for the processes of each GPU. Write the file if a foreign process is new.
 
         Args:
             t_s: Present time in seconds, as it is recorded.
         """
         known = len(self._found)
         for gpu in self._gpus:
-            held_bytes = gpu.computing()
+            held_bytes = gpu.read_process_memory_bytes()
             for pid in held_bytes.keys() - self._foreign.keys():
                 self._foreign[pid] = is_foreign(pid, self._agent_pid)
             if not any(self._foreign[pid] is False for pid in held_bytes):
@@ -108,10 +103,10 @@ class ForeignProcessWatch:
                 entry["bytes"] = max(entry["bytes"] or 0, held_bytes[pid] or 0) or None
                 entry["last_s"] = t_s
         if len(self._found) > known:
-            self.write()
+            self.write_file()
 
-    def write(self) -> None:
-        """Write the foreign processes to the file, if there are any. Print an error of the disk."""
+    def write_file(self) -> None:
+        """Write the file if there are foreign processes. A failure to write is only printed."""
         try:
             if self._found:
                 write_atomic(self._out, json.dumps(list(self._found.values())))
@@ -122,7 +117,7 @@ class ForeignProcessWatch:
 def find_other_gpu_users(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Return who else uses the GPU of a worker that is out of memory. The result is None if nobody does.
+    """Return which other processes use an out-of-memory worker's GPU. None if there are none.
 
     Args:
         gpu: The GPU.
@@ -134,7 +129,7 @@ def find_other_gpu_users(
         `processes`: foreign processes with their bytes. `others_bytes`: the memory in use without the
         worker's own, or None if unknown.
     """
-    held_bytes = gpu.computing()
+    held_bytes = gpu.read_process_memory_bytes()
     own_bytes = held_bytes.get(own_pid)
     foreign_processes = {}
     if allocated_bytes is None or own_pid in held_bytes:  # else NVML uses other process numbers

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Peak rates of one GPU by its datasheet; None for a unit that the GPU lacks.
+    """Peak rates of one GPU by its datasheet. None stands for a unit that the GPU lacks.
 
     Attributes:
         name: Short name of the GPU.
@@ -38,7 +38,7 @@ class Datasheet:
     link_gb_per_s: float
     resident_threads: int
 
-    def tflops(self, precision: str) -> float | None:
+    def get_peak_tflops(self, precision: str) -> float | None:
         """Return the peak in TFLOP/s for a precision other than fp64.
 
         The result is None if the GPU lacks it.

@@ -39,7 +39,7 @@ _PCIE_TX, _PCIE_RX = 0, 1
 
 
 class Nvml:
-    """The initialised NVML library. Without library, driver or GPU, it lists no GPUs.
+    """The initialised NVML library, which lists no GPUs if library, driver or GPU are missing.
 
     `library` replaces the module `pynvml` (package nvidia-ml-py). `reason` says why NVML does not work, or is
     None if it works.
@@ -58,11 +58,11 @@ class Nvml:
 
     def gpus(self) -> list[Gpu]:
         """Return all GPUs of this node in NVML's (PCI) order, regardless of CUDA_VISIBLE_DEVICES."""
-        count = self.ask("nvmlDeviceGetCount") or 0
-        handles = ((i, self.ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count))
+        count = self.call_function("nvmlDeviceGetCount") or 0
+        handles = ((i, self.call_function("nvmlDeviceGetHandleByIndex", i)) for i in range(count))
         return [Gpu(self, index, handle) for index, handle in handles if handle is not None]
 
-    def gpu_of(self, uuid: str | None) -> Gpu | None:
+    def find_gpu_by_uuid(self, uuid: str | None) -> Gpu | None:
         """Return the GPU or MIG instance with a UUID (`GPU-...`, `MIG-...`), or None.
 
         CUDA reports an instance's UUID without the prefix `MIG-`, so a UUID that is no GPU's is looked up as
@@ -71,18 +71,20 @@ class Nvml:
         """
         if not uuid:
             return None
-        handle = self.ask("nvmlDeviceGetHandleByUUID", uuid)
+        handle = self.call_function("nvmlDeviceGetHandleByUUID", uuid)
         if handle is None:
             uuid = uuid.replace("GPU-", "MIG-", 1)
-            handle = self.ask("nvmlDeviceGetHandleByUUID", uuid)
+            handle = self.call_function("nvmlDeviceGetHandleByUUID", uuid)
         if handle is None:
             return None
         if uuid.startswith("MIG-"):  # NVML's index of an instance only counts within its GPU
             return Gpu(self, None, handle)
-        divided, _ = self.ask("nvmlDeviceGetMigMode", handle) or (False, False)
-        return None if divided else Gpu(self, self.ask("nvmlDeviceGetIndex", handle), handle)
+        divided, _ = self.call_function("nvmlDeviceGetMigMode", handle) or (False, False)
+        return (
+            None if divided else Gpu(self, self.call_function("nvmlDeviceGetIndex", handle), handle)
+        )
 
-    def uuid_named(self, name: str) -> str | None:
+    def find_uuid(self, name: str) -> str | None:
         """Return the UUID that an entry of CUDA_VISIBLE_DEVICES names.
 
         The result is None if it is not unique.
@@ -95,42 +97,41 @@ class Nvml:
         gpus = self.gpus()
         if name.isdecimal():
             return next((gpu.uuid() or name for gpu in gpus if gpu.index == int(name)), None)
-        uuids = [each.uuid() or "" for gpu in gpus for each in (gpu, *gpu.instances())]
+        uuids = [each.uuid() or "" for gpu in gpus for each in (gpu, *gpu.list_mig_instances())]
         fitting = [uuid for uuid in uuids if uuid.startswith(name)]
         return fitting[0] if len(fitting) == 1 else None
 
     def find_named_gpu(self, name: str) -> Gpu | None:
         """Return the GPU or MIG instance that an entry of CUDA_VISIBLE_DEVICES names, or None."""
-        return self.gpu_of(self.uuid_named(name))
+        return self.find_gpu_by_uuid(self.find_uuid(name))
 
     def driver(self) -> dict[str, str]:
         """Return `driver_version`, and `cuda_driver_version` as major.minor."""
-        cuda = self.ask("nvmlSystemGetCudaDriverVersion_v2")
+        cuda = self.call_function("nvmlSystemGetCudaDriverVersion_v2")
         return _drop_missing(
-            driver_version=_decode(self.ask("nvmlSystemGetDriverVersion")),
+            driver_version=_decode(self.call_function("nvmlSystemGetDriverVersion")),
             cuda_driver_version=cuda and f"{cuda // 1000}.{cuda % 1000 // 10}",
         )
 
-    def topology(self) -> list[dict[str, Any]]:
+    def list_gpu_pair_paths(self) -> list[dict[str, Any]]:
         """Return the PCI path of each pair of GPUs, as `{"gpus": [0, 1], "path": "PIX"}`.
 
-        The paths have the names of `nvidia-smi topo -m`. `Gpu.static()` has the NVLinks.
+        The paths have the names of `nvidia-smi topo -m`. `Gpu.read_identity_and_settings()` has the NVLinks.
         """
         gpus = self.gpus()
         pairs = []
         for position, one in enumerate(gpus):
             for other in gpus[position + 1 :]:
-                level = self.ask("nvmlDeviceGetTopologyCommonAncestor", one.handle, other.handle)
+                level = self.call_function(
+                    "nvmlDeviceGetTopologyCommonAncestor", one.handle, other.handle
+                )
                 if level is not None:
                     path = _PATHS.get(level, str(level))
                     pairs.append({"gpus": [one.index, other.index], "path": path})
         return pairs
 
-    def ask(self, function: str, *arguments: Any) -> Any | None:
-        """Call a function of the library.
-
-        Return its result, or None if it is missing or fails.
-        """
+    def call_function(self, function: str, *arguments: Any) -> Any | None:
+        """Call a function of NVML, and return its result. None if the function is missing or fails."""
         if self._library is None:
             return None
         try:
@@ -147,7 +148,7 @@ class Gpu:
         self.handle = handle
         self._nvml = nvml
 
-    def counters(self) -> dict[str, float | int | str]:
+    def read_counters(self) -> dict[str, float | int | str]:
         """Return the GPU's counters, which change while a cell trains; the energy is read first.
 
         `gpu_util_pct` (share of time with a running kernel), `mem_bus_util_pct`, `mem_used_bytes`, `power_w`
@@ -157,55 +158,62 @@ class Gpu:
         (cumulative; present if they are 64-bit counters, otherwise see `measure_pcie_rates`).
         """
         whole = self.index is not None  # for an instance, a driver may return its GPU's power
-        energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption") if whole else None
-        power_mw = self._ask("nvmlDeviceGetPowerUsage") if whole else None
-        utilisation = self._ask("nvmlDeviceGetUtilizationRates")
+        energy_mj = self._call_function("nvmlDeviceGetTotalEnergyConsumption") if whole else None
+        power_mw = self._call_function("nvmlDeviceGetPowerUsage") if whole else None
+        utilisation = self._call_function("nvmlDeviceGetUtilizationRates")
         return self._read_traffic() | _drop_missing(
             gpu_util_pct=getattr(utilisation, "gpu", None),
             mem_bus_util_pct=getattr(utilisation, "memory", None),
             mem_used_bytes=self.read_used_bytes(),
             power_w=_scale(power_mw, 1e-3),
             energy_j=_scale(energy_mj, 1e-3),
-            temperature_c=self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
-            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
-            mem_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
+            temperature_c=self._call_function("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
+            sm_clock_mhz=self._call_function("nvmlDeviceGetClockInfo", _CLOCK_SM),
+            mem_clock_mhz=self._call_function("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
             throttle=self._list_throttle_reasons(),
         )
 
     def measure_pcie_rates(self) -> dict[str, int]:
         """Measure `pcie_tx_bytes_per_s` and `pcie_rx_bytes_per_s` for 20 ms each, and return both."""
         return _drop_missing(
-            pcie_tx_bytes_per_s=_scale(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000),
-            pcie_rx_bytes_per_s=_scale(self._ask("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000),
+            pcie_tx_bytes_per_s=_scale(
+                self._call_function("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000
+            ),
+            pcie_rx_bytes_per_s=_scale(
+                self._call_function("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000
+            ),
         )
 
     def uuid(self) -> str | None:
-        """Return the UUID, `GPU-...` or, for a MIG instance, `MIG-...`."""
-        return _decode(self._ask("nvmlDeviceGetUUID"))
+        """Return the UUID of the GPU (`GPU-...`) or MIG instance (`MIG-...`)."""
+        return _decode(self._call_function("nvmlDeviceGetUUID"))
 
-    def instances(self) -> list[Gpu]:
+    def list_mig_instances(self) -> list[Gpu]:
         """Return the MIG instances into which the GPU is divided."""
-        max_instances = self._ask("nvmlDeviceGetMaxMigDeviceCount") or 0
+        max_instances = self._call_function("nvmlDeviceGetMaxMigDeviceCount") or 0
         handles = (
-            self._ask("nvmlDeviceGetMigDeviceHandleByIndex", i) for i in range(max_instances)
+            self._call_function("nvmlDeviceGetMigDeviceHandleByIndex", i)
+            for i in range(max_instances)
         )
         return [Gpu(self._nvml, None, handle) for handle in handles if handle is not None]
 
-    def static(self) -> dict[str, Any]:
+    def read_identity_and_settings(self) -> dict[str, Any]:
         """Return the GPU's identity and settings, for a record's provenance."""
         memory = self._read_memory_info()
         return _drop_missing(
             index=self.index,
-            name=_decode(self._ask("nvmlDeviceGetName")),
+            name=_decode(self._call_function("nvmlDeviceGetName")),
             uuid=self.uuid(),
-            pci_bus_id=_decode(getattr(self._ask("nvmlDeviceGetPciInfo"), "busId", None)),
+            pci_bus_id=_decode(getattr(self._call_function("nvmlDeviceGetPciInfo"), "busId", None)),
             memory_bytes=getattr(memory, "total", None),
-            power_limit_w=_scale(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
-            max_sm_clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", _CLOCK_SM),
-            max_mem_clock_mhz=self._ask("nvmlDeviceGetMaxClockInfo", _CLOCK_MEMORY),
-            application_sm_clock_mhz=self._ask("nvmlDeviceGetApplicationsClock", _CLOCK_SM),
-            pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
+            power_limit_w=_scale(self._call_function("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+            max_sm_clock_mhz=self._call_function("nvmlDeviceGetMaxClockInfo", _CLOCK_SM),
+            max_mem_clock_mhz=self._call_function("nvmlDeviceGetMaxClockInfo", _CLOCK_MEMORY),
+            application_sm_clock_mhz=self._call_function(
+                "nvmlDeviceGetApplicationsClock", _CLOCK_SM
+            ),
+            pcie_generation=self._call_function("nvmlDeviceGetCurrPcieLinkGeneration"),
+            pcie_width=self._call_function("nvmlDeviceGetCurrPcieLinkWidth"),
             nvlinks_active=self._count_active_nvlinks(),
         )
 
@@ -221,34 +229,36 @@ class Gpu:
         NVML does not know the process ids within a container.
         """
         wanted = os.getpid()
-        for process in self._ask("nvmlDeviceGetComputeRunningProcesses") or ():
+        for process in self._call_function("nvmlDeviceGetComputeRunningProcesses") or ():
             if process.pid == wanted:
                 return process.usedGpuMemory
         return None
 
-    def computing(self) -> dict[int, int | None]:
+    def read_process_memory_bytes(self) -> dict[int, int | None]:
         """Return the bytes of GPU memory of each computing process, by process id.
 
         A program that also draws, as a desktop does, is left out. A process has None if its memory is
         unknown.
         """
-        processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or ()
-        drawing = {p.pid for p in self._ask("nvmlDeviceGetGraphicsRunningProcesses") or ()}
+        processes = self._call_function("nvmlDeviceGetComputeRunningProcesses") or ()
+        drawing = {
+            p.pid for p in self._call_function("nvmlDeviceGetGraphicsRunningProcesses") or ()
+        }
         return {p.pid: p.usedGpuMemory for p in processes if p.pid not in drawing}
 
-    def _ask(self, function: str, *arguments: Any) -> Any | None:
-        return self._nvml.ask(function, self.handle, *arguments)
+    def _call_function(self, function: str, *arguments: Any) -> Any | None:
+        return self._nvml.call_function(function, self.handle, *arguments)
 
     def _read_memory_info(self) -> Any | None:
         # Version 1 of the function counts the driver's own reserve as used; version 2 does not.
         version_2 = 0x02000000 | 40
-        info = self._ask("nvmlDeviceGetMemoryInfo", version_2)
-        return self._ask("nvmlDeviceGetMemoryInfo") if info is None else info
+        info = self._call_function("nvmlDeviceGetMemoryInfo", version_2)
+        return self._call_function("nvmlDeviceGetMemoryInfo") if info is None else info
 
     def _list_throttle_reasons(self) -> str | None:
-        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        bits = self._call_function("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:  # drivers before R535 have the function's older name only
-            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+            bits = self._call_function("nvmlDeviceGetCurrentClocksThrottleReasons")
         if bits is None:
             return None
         return ";".join(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
@@ -260,7 +270,7 @@ class Gpu:
             _FIELD_PCIE_TX_BYTES,
             _FIELD_PCIE_RX_BYTES,
         ]
-        answers = self._ask("nvmlDeviceGetFieldValues", fields)
+        answers = self._call_function("nvmlDeviceGetFieldValues", fields)
         if answers is None or len(answers) != len(fields):
             return {}
         # A 32-bit byte counter is useless, since it overflows within a sampling period.
@@ -278,7 +288,7 @@ class Gpu:
     def _count_active_nvlinks(self) -> int | None:
         states = []
         for link in range(_MAX_LINKS):
-            state = self._ask("nvmlDeviceGetNvLinkState", link)
+            state = self._call_function("nvmlDeviceGetNvLinkState", link)
             if state is None:
                 break
             states.append(state)

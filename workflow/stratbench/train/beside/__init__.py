@@ -1,1 +1,1 @@
-"""Activities next to a worker's training: their interface, and the profiler's trace."""
+"""Activities besides a worker's training, such as checkpoints: their interface, and the profiler's trace."""

@@ -1,4 +1,4 @@
-"""Interface of activities next to a worker's training, such as checkpoints. The loop knows only this."""
+"""Interface of activities besides the training, such as checkpoints, which the training loop calls."""
 
 from __future__ import annotations
 
@@ -13,51 +13,48 @@ from stratbench.workload.data.device_data import DeviceData
 
 
 class Start(NamedTuple):
-    """The point at which a worker's training begins."""
+    """The point at which a worker's training begins: steps, losses and epochs before it."""
 
-    #: Steps that were taken before, and the losses of those of the epoch in progress.
+    #: Number of steps that were taken before, and the losses of the steps of the epoch in progress.
     steps: int = 0
     losses: tuple[Tensor, ...] = ()
-    #: The results of the epochs before.
+    #: The results of earlier epochs.
     epochs: tuple[dict[str, Any], ...] = ()
 
 
 class Beside:
-    """One activity next to the training. The loop calls it between stretches of steps, never within one."""
+    """One activity besides the training, which the loop calls between spans of steps, never within one."""
 
     @classmethod
-    def takes(cls, job: Job) -> bool:
-        """Return whether it happens in this cell."""
+    def is_active_in(cls, job: Job) -> bool:
+        """Return whether this activity takes place in the cell of a job."""
         raise NotImplementedError
 
     def __init__(
         self, job: Job, strategy: Strategy, data: DeviceData, worker: Worker, phases: Phases
     ) -> None:
-        """The strategy is set up."""
+        """Create the activity for a worker whose strategy is set up."""
         self.job, self.strategy, self.data = job, strategy, data
         self.worker, self.phases = worker, phases
 
-    def begin(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
-        """Return where the training begins, after warm-up, and restore the state of that point.
+    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
+        """Restore the state in which the training begins after warm-up; return the starting point.
 
         Args:
-            clock: Of the training.
-            epochs: The results of its epochs, to which the loop adds.
+            clock: Clock of the training steps.
+            epochs: Results of the finished epochs, to which the loop adds.
         """
         return Start()
 
-    def next_stop(self) -> int | None:
-        """Return the step of the training after which the clock must stop next, or None."""
+    def find_next_stop(self) -> int | None:
+        """Return the training step after which the clock must stop next, or None."""
         return None
 
-    def between(self, step: int, losses: list[Tensor]) -> None:
-        """Act after `step`, while the clock is stopped.
-
-        `losses` are those of the epoch in progress.
-        """
+    def act_after_step(self, step: int, losses: list[Tensor]) -> None:
+        """Act after step `step`, while the clock is stopped. `losses` are those of the epoch in progress."""
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Finish after all measurements; return its part of the worker's result.
+        """Finish the activity after all measurements, and return its part of the worker's result.
 
         Args:
             status: How the training ended.

@@ -14,26 +14,26 @@ from stratbench.train.beside.beside import Beside
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
 
-#: Steps of the profiler before and while it records.
+#: Number of steps before the profiler records, and while it records.
 WARM_UP, RECORDED_STEPS = 2, 3
 
 
 class Profile(Beside):
-    """The steps of all workers of a collective, of which one is recorded."""
+    """The activity that profiles extra steps after training. All workers take them, one records."""
 
     @classmethod
-    def takes(cls, job: Job) -> bool:
+    def is_active_in(cls, job: Job) -> bool:
         return job.settings.profile
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
         if status == "ok" and (chosen or self.strategy.kind == "collective"):
             with self.phases("profile"):
-                trace = self.job.folder.profile_trace if chosen else None
-                record_profile(self.strategy, self.data, self.worker, trace)
+                trace = self.job.folder.profile_trace_path if chosen else None
+                record_profiler_trace(self.strategy, self.data, self.worker, trace)
         return {}
 
 
-def record_profile(
+def record_profiler_trace(
     strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None
 ) -> None:
     """Record a few steps with torch's profiler, after all measurements.
@@ -47,8 +47,10 @@ def record_profile(
         worker: This worker.
         trace: File to write, or None if this worker only takes part.
     """
-    worker.mark = lambda phase: None
-    batch = data.practice_batches(strategy.samples_per_step(worker.settings), worker.settings)
+    worker.mark_phase_end = lambda phase: None
+    batch = data.create_practice_batches(
+        strategy.samples_per_step(worker.settings), worker.settings
+    )
     activities = [ProfilerActivity.CPU]
     if worker.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -65,6 +67,6 @@ def record_profile(
         for _ in range(WARM_UP + RECORDED_STEPS):
             strategy.step(*batch())
             if worker.heartbeat is not None:
-                worker.heartbeat.alive()
+                worker.heartbeat.record_progress()
             if trace is not None:
                 recording.step()

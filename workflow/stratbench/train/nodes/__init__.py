@@ -1,1 +1,1 @@
-"""Start of a program on each of several nodes, and the rendezvous of their workers."""
+"""Starts a program on each of several nodes, and connects the workers by a rendezvous."""

@@ -1,4 +1,4 @@
-"""Consequences of a cell's pauses: they count towards no limit, and may spoil its measurements."""
+"""Handles a cell's pauses, which count towards no time limit and may spoil measurements."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval, read_phases
 from stratbench.train.job import Job
 
-#: A pause says nothing against these endings: they were known at once.
+#: Endings that a pause cannot have caused, because they were known at once.
 _UNTOUCHED = ("oom", "unsupported")
 
 
-#: Reads when workers of a node trained (`running.runner.Runner.trained`).
+#: Reads when workers of a node trained (`running.runner.Runner.read_training_phases`).
 Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
-def trained_of(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
-    """Read when the workers of these ranks trained."""
-    return [p for p in read_phases(map(job.folder.phases, ranks)) if p.phase == "train"]
+def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
+    """Read, from phase logs, the intervals in which the workers with these ranks trained."""
+    return [p for p in read_phases(map(job.folder.get_phase_log_path, ranks)) if p.phase == "train"]
 
 
-def is_over(deadline_s: float, watch: PauseWatch) -> bool:
-    """Return whether a deadline by `time.monotonic` has passed; pauses put it off."""
-    if time.monotonic() <= deadline_s + watch.stopped_s:
+def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
+    """Return whether a deadline on the clock `time.monotonic` has passed; pauses extend it."""
+    if time.monotonic() <= deadline_s + watch.total_pause_s:
         return False
-    watch.look()  # at a pause that has just ended, too
-    return time.monotonic() > deadline_s + watch.stopped_s
+    watch.wait_for_latest_reading()  # a pause may have ended just now
+    return time.monotonic() > deadline_s + watch.total_pause_s
 
 
-def keep_pauses(
+def write_worker_pauses(
     job: Job, node: int, watch: PauseWatch, before: Sequence[dict[str, Any]] = ()
 ) -> None:
     """Write the pauses of a node's workers to the run folder, if there were any.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         node: Number of the node.
-        watch: Has detected the pauses.
+        watch: Watch that has detected the pauses.
         before: Pauses of earlier attempts.
     """
     pauses = [
@@ -51,15 +51,17 @@ def keep_pauses(
                 "length_s": pause.length_s,
                 "asleep_s": pause.asleep_s,
             }
-            for pause in iter_worker_pauses(watch.pauses, job.folder.samples(node), job.origin_s)
+            for pause in iter_worker_pauses(
+                watch.pauses, job.folder.get_samples_path(node), job.origin_s
+            )
         ),
     ]
     if pauses:
         job.folder.write_pauses(node, pauses)
 
 
-def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
-    """Return the record's `pauses`: those of all nodes, by their begin."""
+def build_pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
+    """Return the record's entry `pauses`: the pauses of all nodes, sorted by begin."""
     entries = [
         {"node": int(node)}
         | pause
@@ -71,31 +73,26 @@ def pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
 
 
 def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -> bool:
-    """Return whether a worker was training as the pause began.
-
-    Times are those of the node's clock.
-    """
+    """Return whether a worker of the node was training when a pause began."""
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)
     return any(p.start_s < until_s and p.end_s > begin_s for p in trained)
 
 
-def spoiled_by_pauses(job: Job, status: str, trained: Trained) -> str | None:
-    """Return a text on pauses that invalidate a cell's measurements.
-
-    Return None if there are none.
+def invalidating_pauses_reason(job: Job, status: str, trained: Trained) -> str | None:
+    """Return a text on pauses that invalidate a cell's measurements. None without such pauses.
 
     Args:
-        job: The cell's.
+        job: Job of the cell.
         status: How the cell ended.
-        trained: When it trained.
+        trained: Returns the training intervals of a node's workers.
     """
     by_node: dict[int, float] = defaultdict(float)
-    for entry in pauses_entry(job, trained):
+    for entry in build_pauses_entry(job, trained):
         if entry["in_training"] or status == "error":
             by_node[entry["node"]] += entry["length_s"]
     paused_s = max(by_node.values(), default=0.0)
-    spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in trained_of(job, range(1)))
+    spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in read_training_phases(job, range(1)))
     enough_s = 0.0 if status == "error" else NEGLIGIBLE * sum(spans)
     if status in _UNTOUCHED or paused_s <= enough_s:
         return None

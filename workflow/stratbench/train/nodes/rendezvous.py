@@ -1,4 +1,4 @@
-"""Rendezvous of workers on several nodes: through a store of rank 0 with its address in their folder."""
+"""Connects workers on several nodes by a TCP store on rank 0's node, whose address is in a shared file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
 
-#: How long it may take until rank 0 listens, in seconds.
+#: Maximum seconds until rank 0 listens.
 LIMIT_S = 120.0
 
 
-def tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
-    """Return a store on a free port of rank 0's node.
-
-    The others find its address in the folder.
+def connect_tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
+    """Return a TCP store of rank 0, whose address is in the run folder.
 
     Args:
         folder: Run folder of the cell.

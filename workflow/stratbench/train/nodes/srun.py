@@ -10,40 +10,37 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from stratbench.study.slurm.commands import ask_slurm
+from stratbench.study.slurm.commands import run_slurm_command
 
-#: How long `srun` may take to end once it was told to, in seconds.
+#: Maximum seconds that `srun` may take to end after a signal.
 SRUN_END_S = 30.0
 
 
-def facts_of_job() -> dict[str, str]:
-    """Return SLURM's data on the job of this process, empty if there are none.
+def read_slurm_job_facts() -> dict[str, str]:
+    """Return SLURM's data on the job of this process. Empty without a job.
 
-    They do not come from environment variables, most of which Snakemake's plugin removes.
+    The data do not come from environment variables, most of which Snakemake's plugin removes.
     """
     if (number := os.environ.get("SLURM_JOB_ID")) is None:
         return {}
-    done = ask_slurm(["scontrol", "--oneliner", "show", "job", number])
+    done = run_slurm_command(["scontrol", "--oneliner", "show", "job", number])
     shown = done.stdout if done else ""
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
-def size_of_job() -> tuple[int, int]:
-    """Return the number of nodes of this process's SLURM job, and its cores per node.
-
-    It is (1, 1) outside of SLURM.
-    """
-    facts = facts_of_job()
+def read_slurm_job_size() -> tuple[int, int]:
+    """Return this SLURM job's number of nodes and cores per node. (1, 1) outside of SLURM."""
+    facts = read_slurm_job_facts()
     nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
     return nodes, max(1, cpus // nodes)
 
 
-def queue_wait_s() -> float | None:
-    """Return how long this process's SLURM job waited since submission or its earliest start.
+def compute_queue_wait_s() -> float | None:
+    """Return the seconds that this SLURM job waited since submission or its earliest start.
 
-    None outside of SLURM, and if it does not answer.
+    The result is None outside of SLURM, or if SLURM does not answer.
     """
-    facts = facts_of_job()
+    facts = read_slurm_job_facts()
     try:
         submitted, eligible, started = (
             datetime.fromisoformat(facts[key])
@@ -54,24 +51,22 @@ def queue_wait_s() -> float | None:
     return max(0.0, (started - max(submitted, eligible)).total_seconds())
 
 
-def run_on_nodes(
+def run_module_on_nodes(
     nodes: int,
     cpus: int,
     module: str,
     arguments: Sequence[str],
     left_s: Callable[[], float],
 ) -> int:
-    """Run a module on each of `nodes`.
-
-    Return srun's exit code, 0 if all ended well.
+    """Run a module on several nodes with srun. Return srun's exit code, 0 if all succeeded.
 
     All are ended when the time is over, and when this process is asked to end.
 
     Args:
         nodes: Number of nodes.
-        cpus: Cores of its node that each may use; without it srun would take 1, whatever the job has.
+        cpus: Cores that the module may use on each node. By default srun would give 1, whatever the job has.
         module: Module to run.
-        arguments: Its arguments.
+        arguments: Command-line arguments of the module.
         left_s: Returns the remaining time in seconds.
     """
     command = [
@@ -79,7 +74,7 @@ def run_on_nodes(
         f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--wait=0",
         sys.executable, "-m", module, *arguments,
     ]  # fmt: skip
-    # Snakemake's SLURM plugin has taken SLURM_CONF away; the Snakefile kept a copy.
+    # Snakemake's SLURM plugin removes SLURM_CONF, of which the Snakefile has kept a copy.
     conf = os.environ.get("STRATBENCH_SLURM_CONF")
     env = os.environ | ({"SLURM_CONF": conf} if conf else {})
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
@@ -93,6 +88,6 @@ def run_on_nodes(
             try:
                 process.wait(timeout=SRUN_END_S)
             except subprocess.TimeoutExpired:
-                process.kill()  # SLURM ends the rest with the job
+                process.kill()  # SLURM ends the remaining processes with the job
                 process.wait()
     return process.returncode

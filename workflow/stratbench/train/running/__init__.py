@@ -1,1 +1,1 @@
-"""How a cell's processes are run: the gang's runner, which others override, and the totals."""
+"""Runs a cell's processes: the runner for workers that start and end together (a gang), and totals."""

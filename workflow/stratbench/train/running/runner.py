@@ -1,4 +1,4 @@
-"""Runs a cell's processes, and provides their part of the record: the gang's runner, for overriding."""
+"""Runs a cell's processes and builds their part of the record; extensions override this runner."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.cell.settings import Settings
-from stratbench.cell.text.help_page import help_address
+from stratbench.cell.text.help_page import format_help_address
 from stratbench.strategies import get_mesh
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency, gpu_locks
-from stratbench.train.ending import Ending, classify, oom_kills
+from stratbench.train.ending import Ending, classify_ending, count_oom_kills
 from stratbench.train.job import Job
-from stratbench.train.nodes.paused import spoiled_by_pauses, trained_of
-from stratbench.train.nodes.srun import run_on_nodes
-from stratbench.train.running.totals import collective_run
-from stratbench.train.standing import Standing, standings_of, why_hung
+from stratbench.train.nodes.paused import invalidating_pauses_reason, read_training_phases
+from stratbench.train.nodes.srun import run_module_on_nodes
+from stratbench.train.running.totals import summarize_collective_run
+from stratbench.train.standing import Standing, hang_reason, read_worker_states
 
 
 class Runner:
-    """A gang's runner: its workers are all there from its start to its end. Others override what differs."""
+    """Runs a cell whose workers are all present from start to end (a gang). Other runners override it."""
 
-    #: The key of the record that `entry` fills; None: it has none.
+    #: The key of the record that `entry` fills, or None.
     section: ClassVar[str | None] = None
-    #: What the profile of a worker leaves out.
+    #: Sentence on what the profile of a worker does not contain.
     profile_note: ClassVar[str | None] = None
-    #: Whether all workers are there from the start to the end: then figures of all of them together stand.
+    #: Whether all workers are present from start to end, so that totals over all workers are valid.
     is_gang: ClassVar[bool] = True
-    #: What makes the processes of a node (`agent.run_node`), by name: the agents of other nodes are told it.
-    processes: ClassVar[str] = "stratbench.train.agent:processes_of"
+    #: Path of the function that makes the processes of a node (`agent.run_node`), which is passed to the
+    #: agents of other nodes.
+    processes: ClassVar[str] = "stratbench.train.agent:create_node_processes"
 
     @classmethod
-    def takes(cls, s: Settings) -> bool:
-        """Return whether it runs cells with these settings."""
+    def runs_cells_with(cls, s: Settings) -> bool:
+        """Return whether this runner runs cells with these settings."""
         return True
 
     # ------------------------------------------------------------ while the cell runs
@@ -53,61 +54,53 @@ class Runner:
         Args:
             folder: The run folder.
             cell: The cell.
-            s: Its settings.
+            s: Settings of the cell.
             data_dir: Folder of the prepared data set.
         """
         folder.create()
 
-    def hold_devices(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
-        """Hold the GPUs of this node that it trains on, if any.
-
-        Yields whether it uses GPUs.
-        """
-        return gpu_locks.hold_devices(s, args.nodes)
+    def reserve_gpus(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
+        """Reserve the cell's GPUs on this node for the context. Yield whether it trains on GPUs."""
+        return gpu_locks.reserve_cell_gpus(s, args.nodes)
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
-        """Return the CPU threads of each of `workers` on a node.
+        """Return the number of CPU threads per worker, for `workers` workers on a node.
 
         Args:
             s: Settings of the cell.
             workers: Number of workers on the node.
             args: The launcher's command line.
         """
-        return gpu_locks.threads_of(s, workers, args.cpus_per_node, args.server_cpus)
+        return gpu_locks.count_threads_per_worker(s, workers, args.cpus_per_node, args.server_cpus)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, agent.Exits, Ending]:
-        """Run the cell, and once more if pauses invalidated its measurements.
-
-        A second time the record says so.
+        """Run the cell, and once more if pauses invalidated the measurements of the first run.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             args: The launcher's command line.
 
         Returns:
-            The job that its results are of, how its processes exited, and how it ended.
+            The job of the final run, how its processes exited, and how the cell ended.
         """
-        exits, ending = self.launch(job, args.cpus_per_node)
-        paused = spoiled_by_pauses(job, ending.status, self.trained)
+        exits, ending = self.launch_processes(job, args.cpus_per_node)
+        paused = invalidating_pauses_reason(job, ending.status, self.read_training_phases)
         if paused is None:
             return job, exits, ending
         reason = f"; {ending.reason}" if ending.reason else ""
         text = f"cell {job.cell}: {paused} while it trained; it trains again{reason}"
-        print(f"{text} {help_address('paused for')}", flush=True)
+        print(f"{text} {format_help_address('paused for')}", flush=True)
         folder = job.folder
         folder.create()
-        if folder.local is not None:
-            folder = replace(folder, local=folder.local / "again")
-            folder.local.mkdir()
+        if folder.node_local_dir is not None:
+            folder = replace(folder, node_local_dir=folder.node_local_dir / "again")
+            folder.node_local_dir.mkdir()
         job = replace(job, folder=folder, origin_unix_s=time.time(), origin_s=time.monotonic())
-        return job, *self.launch(job, args.cpus_per_node)
+        return job, *self.launch_processes(job, args.cpus_per_node)
 
-    def launch(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
-        """Run the job's processes on all its nodes.
-
-        Return how they exited, and how the cell ended.
-        """
-        kills_before = oom_kills()
+    def launch_processes(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
+        """Run the job's processes on all nodes. Return how they exited and how the cell ended."""
+        kills_before = count_oom_kills()
         exits = (
             agent.run_node(job, 0, self.processes)
             if job.n_nodes == 1
@@ -115,13 +108,13 @@ class Runner:
         )
         ending = self.classify(job, exits, kills_before)
         if ending.status == "error" and (
-            paused := spoiled_by_pauses(job, ending.status, self.trained)
+            paused := invalidating_pauses_reason(job, ending.status, self.read_training_phases)
         ):
             ending = replace(ending, reason=f"{ending.reason}; {paused}")
         return exits, ending
 
     def launch_with_srun(self, job: Job, cpus_per_node: int) -> agent.Exits:
-        """Run one agent on each node of the SLURM job.
+        """Run one agent on each node of the cell's SLURM job, by srun.
 
         Each agent and this function keep the time limit.
         """
@@ -130,118 +123,120 @@ class Runner:
         watch = PauseWatch()
 
         def left_s(beyond_s: float = 15.0) -> float:
-            """Return the time until the agents, which apply the limit themselves, must have ended."""
-            deadline_s = agent.extended_deadline_s(job, watch)
+            """Return the seconds until the agents, which apply the time limit themselves, must have ended."""
+            deadline_s = agent.compute_extended_deadline_s(job, watch)
             return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
 
         try:
-            code = run_on_nodes(
+            code = run_module_on_nodes(
                 job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, left_s
             )
             late = left_s(beyond_s=0) <= 0
         finally:
             watch.stop()
         ended = code != 0
-        hung = ended and why_hung(standings_of(job)) is not None
-        exits = self.exits(job, lost=1 if ended and not late else None)
-        return agent.Exits(exits, timed_out=late and ended, hung=hung and not late)
+        hung = ended and hang_reason(read_worker_states(job)) is not None
+        exits = self.read_exits(job, lost=1 if ended and not late else None)
+        return agent.Exits(exits, timed_out=late and ended, has_hung=hung and not late)
 
-    def exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
-        """Read how the processes of all nodes exited.
-
-        Srun does not pass on the exit codes of each.
+    def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
+        """Read how the processes of all nodes exited, which srun does not report.
 
         Args:
-            job: The cell's.
-            lost: The exit code of a process of which nothing is known.
+            job: Job of the cell.
+            lost: Exit code for a process that left no information.
         """
-        standings = standings_of(job)
+        standings = read_worker_states(job)
         return [
-            agent.ProcessExit(format_worker_name(r), _exit_code(job, r, standings.get(r)))
+            agent.ProcessExit(format_worker_name(r), _read_exit_code(job, r, standings.get(r)))
             for r in range(job.world_size)
         ]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
-        """Return how the cell ended (`ending.classify`), after storing its processes' results.
+        """Store the results of the cell's processes, and return how the cell ended.
 
         Args:
-            job: The cell's.
-            exits: How its processes exited.
+            job: Job of the cell.
+            exits: How the cell's processes exited.
             kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
-        return classify(job, exits, kills_before)
+        return classify_ending(job, exits, kills_before)
 
     # ------------------------------------------------------------ what the record says
 
     def workers(self, job: Job) -> list[dict[str, Any]]:
-        """Read what each worker wrote at its end, as far as it wrote anything."""
-        return list(job.folder.read_workers(job.world_size).values())
+        """Read the results that workers wrote at their end, without workers that wrote none."""
+        return list(job.folder.read_worker_results(job.world_size).values())
 
-    def totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return time, samples and epochs of a cell that trained to its end.
+    def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the total time, samples and epochs of a cell that trained to its end.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             workers: Results of the workers.
         """
         s = job.settings
-        return collective_run(workers, get_mesh(s.strategy, s.options, s.gpus))
+        return summarize_collective_run(workers, get_mesh(s.strategy, s.options, s.gpus))
 
     def communication(
         self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Make the record's `communication`, or None if no worker reports its traffic.
+        """Return the record's entry `communication`, or None if no worker reports its traffic.
 
         Args:
-            job: The cell's.
+            job: Job of the cell.
             workers: Results of the workers.
             run: Totals of the run.
         """
-        return efficiency.communication_figures(workers, run, self.is_gang)
+        return efficiency.build_communication_entry(workers, run, self.is_gang)
 
-    def server_entry(self, job: Job) -> dict[str, Any] | None:
-        """Make the record's `server`; None where all processes are workers."""
+    def build_server_entry(self, job: Job) -> dict[str, Any] | None:
+        """Return the record's entry `server`, or None if all processes are workers."""
         return None
 
-    def lost_workers(self, job: Job) -> list[dict[str, Any]]:
-        """Read the workers without which the others went on: number and reason."""
+    def list_lost_workers(self, job: Job) -> list[dict[str, Any]]:
+        """Return number and failure reason of each lost worker, without which the other workers continued."""
         return []
 
-    def step_times_s(self, job: Job) -> list[list[float]]:
-        """Read the times of all steps, by each process that counts them."""
-        workers = job.folder.read_workers(job.world_size).values()
+    def read_step_times_s(self, job: Job) -> list[list[float]]:
+        """Return all steps' times in s, with one list per process that counts steps."""
+        workers = job.folder.read_worker_results(job.world_size).values()
         return [[ms / 1e3 for ms in w["step_ms"]] for w in workers]
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
-        """Read the epochs that were evaluated before the cell ended, however it ended."""
+        """Return the results of the epochs that were evaluated before the cell ended."""
         return job.folder.read_epochs()
 
-    def entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make the record's `section`."""
+    def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the record's entry with the section of this runner's extension; empty for the core."""
         return {}
 
-    def trained(self, job: Job, node: int) -> list[PhaseInterval]:
-        """Read when workers of a node trained."""
-        return trained_of(job, job.ranks_of(node))
+    def read_training_phases(self, job: Job, node: int) -> list[PhaseInterval]:
+        """Return the intervals in which the workers of a node trained."""
+        return read_training_phases(job, job.list_ranks(node))
 
-    def gpu_intervals(
+    def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Read when each GPU of the cell trained.
-
-        None where that is not known of all.
-        """
-        return efficiency.intervals_of_workers(job, workers)
+        """Return the intervals in which each GPU trained. None if unknown for any GPU."""
+        return efficiency.read_training_intervals(job, workers)
 
 
-def _exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
-    """Return a worker's exit code, from its own file or else its agent."""
-    result = job.folder.read_worker(rank)
+def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
+    """Return a worker's exit code, from the worker's own file or else from its agent."""
+    result = job.folder.read_worker_result(rank)
     if result is None:
         return None if standing is None else standing.exit_code
     return int(result["status"] not in ("ok", "diverged"))
 
 
-def runner_of(s: Settings) -> Runner:
+def create_runner(s: Settings) -> Runner:
     """Return the runner of a cell with these settings."""
-    return next((runner for _, runner in iter_resolved("runner") if runner.takes(s)), Runner)()
+    return next(
+        (
+            runner
+            for _, runner in iter_imported_additions("runner_class")
+            if runner.runs_cells_with(s)
+        ),
+        Runner,
+    )()

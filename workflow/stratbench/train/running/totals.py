@@ -7,18 +7,18 @@ from typing import Any
 from stratbench.strategies.mesh import Mesh
 
 
-def collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Time, samples and epochs of workers that take every step together. The slowest one's time counts.
+def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+    """Return totals (time, samples, epochs) of workers that step together. The slowest's time counts.
 
-    Workers that share a copy of the network compute on the same samples, which count once.
+    Workers that share a replica of the model compute on the same samples, which count once.
     """
     first = min(workers, key=lambda w: w["rank"])
-    each = [w for w in workers if mesh.speaks(w["rank"])]
+    each = [w for w in workers if mesh.reports_for_replica(w["rank"])]
     updates = first["strategy"]["updates_applied"]
     return {
         "train_time_s": max(w["train_time_s"] for w in workers),
         "samples_seen": sum(w["samples"] for w in each),
-        # All take a step or all skip it.
+        # All workers take a step, or all skip it.
         "samples_applied": sum(w["samples"] // max(1, w["steps"]) * updates for w in each),
         "updates_applied": updates,
         "epoch_times_s": first["epoch_times_s"],

@@ -19,7 +19,7 @@ def get_sample_kind(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The metadata of a data set, as known before it is read.
+    """The metadata of a data set, as far as known before the data set is read.
 
     Shape, classes and numbers of samples of a user's own data set are None until it is prepared, unless its
     specification has them. `own_data.OwnData` opens such a data set, so that `open_source` is None.
@@ -34,8 +34,8 @@ class Dataset:
             folder for downloads (None if they are forbidden).
         crop_padding: Pixels, at the model's input size, by which augmentation may shift a training image in
             each direction (random crop after zero padding).
-        flip: Whether augmentation may mirror a training image.
-        floats: Whether images are stored as float32 instead of uint8.
+        has_random_flips: Whether augmentation may mirror a training image.
+        has_float_samples: Whether images are stored as float32 instead of uint8.
         values: Whether a target is `classes` values of type float32 instead of a class number.
         task: Task of the targets, if the samples' shape does not determine it.
         vocabulary: Number of different tokens of texts whose `classes` are those of whole texts.
@@ -49,8 +49,8 @@ class Dataset:
         default=None, compare=False, repr=False
     )
     crop_padding: int = 0
-    flip: bool = False
-    floats: bool = False
+    has_random_flips: bool = False
+    has_float_samples: bool = False
     values: bool = False
     task: str | None = None
     vocabulary: int | None = None
@@ -60,7 +60,7 @@ class Dataset:
         return self.shape is not None and len(self.shape) == 1
 
     @property
-    def is_read(self) -> bool:
+    def has_known_metadata(self) -> bool:
         """Whether all metadata are known; otherwise the data set has to be prepared first."""
         return self.train_samples is not None
 
@@ -72,12 +72,13 @@ class Dataset:
         """
         return (
             4
-            if self.floats or (self.is_text and (self.vocabulary or self.classes or 0) > 256)
+            if self.has_float_samples
+            or (self.is_text and (self.vocabulary or self.classes or 0) > 256)
             else 1
         )
 
     @property
-    def target(self) -> tuple[str, tuple[int, ...]]:
+    def target_type_and_shape(self) -> tuple[str, tuple[int, ...]]:
         """Stored type and shape of a sample's target."""
         shape = self.shape or ()
         if self.values:

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stratbench.cell.extensions import resolve_all
+from stratbench.cell.extensions import import_named_additions
 from stratbench.workload.data import generated, sources
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.kinds import Generator
-from stratbench.workload.data.own_data import is_own, read_own_data
+from stratbench.workload.data.own_data import is_own_data_set, read_own_data
 from stratbench.workload.data.sources import DataError
 
 #: Sources of generated samples.
 GENERATORS: dict[str, Generator] = {
     "synthetic": Generator(
-        generated.synthetic,
+        generated.generate_synthetic_images,
         {"train_samples": 2048, "test_samples": 512}
         | {"classes": 10, "channels": 3, "size": 32, "seed": 0},
-        shape=("channels", "size", "size"),
+        shape_keys=("channels", "size", "size"),
     ),
     "markov-text": Generator(
-        generated.markov_text,
+        generated.generate_markov_text,
         {"train_samples": 4096, "test_samples": 512, "vocabulary": 64, "sequence": 64, "seed": 0},
-        shape=("sequence",),
-        classes="vocabulary",
+        shape_keys=("sequence",),
+        classes_key="vocabulary",
     ),
-    **resolve_all("generators"),
+    **import_named_additions("generators"),
 }
 #: Sources that take a spec, and the keys of each with their defaults.
 SPECS: dict[str, Mapping[str, int]] = {
@@ -35,7 +35,7 @@ SPECS: dict[str, Mapping[str, int]] = {
 }
 
 
-def describe(
+def describe_data_set(
     name: str,
     spec: Mapping[str, Any] | None = None,
     prepared: Mapping[str, Any] | None = None,
@@ -59,10 +59,10 @@ def describe(
         raise DataError(
             f"data set {name!r}: is built in and takes no specification; choose another name for yours"
         )
-    if is_own(spec):
-        return _describe_own(name, spec, prepared or {})
+    if is_own_data_set(spec):
+        return _describe_own_data_set(name, spec, prepared or {})
     source, values = _read_spec(name, spec)
-    return _describe(source, values)
+    return _describe_source(source, values)
 
 
 def compute_data_identity(
@@ -78,7 +78,7 @@ def compute_data_identity(
     Raises:
         DataError: If the name or the specification is invalid.
     """
-    describe(name, spec)
+    describe_data_set(name, spec)
     spec = {"source": name} if spec is None else spec
     if spec["source"] not in SPECS:
         return None
@@ -86,7 +86,7 @@ def compute_data_identity(
     return {"source": source} | values
 
 
-def _describe_own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
+def _describe_own_data_set(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
     own = read_own_data(name, spec)
     values = own.values
     return Dataset(
@@ -95,8 +95,8 @@ def _describe_own(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -
         train_samples=meta.get("train_samples"),
         test_samples=meta.get("test_samples"),
         crop_padding=values.get("crop_padding", 0),
-        flip=values.get("flip", False),
-        floats=meta.get("floats", False),
+        has_random_flips=values.get("flip", False),
+        has_float_samples=meta.get("floats", False),
         values=meta.get("values", False),
         task=own.task,
         vocabulary=values.get("vocabulary"),
@@ -141,20 +141,22 @@ def _describe_tinyshakespeare(values: Mapping[str, int]) -> Dataset:
         classes=sources.SHAKESPEARE_VOCABULARY,
         train_samples=train,
         test_samples=test,
-        open_source=lambda root, downloads: sources.tinyshakespeare(root, downloads, length),
+        open_source=lambda root, downloads: sources.load_tinyshakespeare(root, downloads, length),
     )
 
 
-def _describe(source: str, values: Mapping[str, int]) -> Dataset:
+def _describe_source(source: str, values: Mapping[str, int]) -> Dataset:
     return (
-        GENERATORS[source].describe(values)
+        GENERATORS[source].describe_data_set(values)
         if source in GENERATORS
         else _describe_tinyshakespeare(values)
     )
 
 
 DATASETS: dict[str, Dataset] = {
-    "digits": Dataset((1, 8, 8), 10, 1437, 360, generated.digits, crop_padding=1),
-    "mnist": Dataset((1, 28, 28), 10, 60_000, 10_000, sources.mnist, crop_padding=2),
-    "cifar10": Dataset((3, 32, 32), 10, 50_000, 10_000, sources.cifar10, crop_padding=4, flip=True),
-} | {source: _describe(source, defaults) for source, defaults in SPECS.items()}
+    "digits": Dataset((1, 8, 8), 10, 1437, 360, generated.load_digits_images, crop_padding=1),
+    "mnist": Dataset((1, 28, 28), 10, 60_000, 10_000, sources.load_mnist, crop_padding=2),
+    "cifar10": Dataset(
+        (3, 32, 32), 10, 50_000, 10_000, sources.load_cifar10, crop_padding=4, has_random_flips=True
+    ),
+} | {source: _describe_source(source, defaults) for source, defaults in SPECS.items()}

@@ -27,7 +27,7 @@ EVAL_IMAGES, EVAL_WAVEFORMS, EVAL_TOKENS = 512, 64, 8192
 
 
 class Augmentation(NamedTuple):
-    """One epoch's random crops and flips of all N training samples: integer tensors [N].
+    """Random crops and flips of all N training samples for one epoch: integer tensors [N].
 
     Attributes:
         top: First row of each crop within the padded image.
@@ -41,20 +41,20 @@ class Augmentation(NamedTuple):
 
 
 class EpochTables(NamedTuple):
-    """An epoch's order of the training samples, int64 [N], and their augmentation, if any."""
+    """One epoch's order of the training samples, int64 [N], and the samples' augmentation, if any."""
 
     order: torch.Tensor
     augmentation: Augmentation | None
 
-    def packed(self) -> EpochTables:
-        """Return the tables in the smallest integer types, to keep them (see `compute_packed_bytes`)."""
+    def pack_tables(self) -> EpochTables:
+        """Return the tables in the smallest integer types, to save memory (`compute_packed_bytes`)."""
         import torch
 
         a = self.augmentation
         small = None if a is None else Augmentation(*(t.to(torch.uint8) for t in a))
         return EpochTables(self.order.to(torch.int32), small)
 
-    def on(self, device: torch.device) -> EpochTables:
+    def to_device(self, device: torch.device) -> EpochTables:
         """Return the tables as int64 on a device."""
         a = self.augmentation
         whole = None if a is None else Augmentation(*(t.to(device).long() for t in a))
@@ -66,7 +66,7 @@ def compute_packed_bytes(data: Dataset, augment: bool) -> int:
 
     A training sample has 4 bytes, and 3 more with augmentation.
     """
-    augmented = augment and (data.crop_padding > 0 or data.flip)
+    augmented = augment and (data.crop_padding > 0 or data.has_random_flips)
     return data.train_samples * (4 + 3 * augmented)
 
 
@@ -186,7 +186,7 @@ class DeviceData(ABC):
         arrays: Mapping[str, torch.Tensor],
         device: torch.device | None = None,
     ) -> None:
-        """Take the arrays of a data set.
+        """Store the arrays of a data set, and the device of its batches.
 
         Args:
             meta: Metadata of the data set.
@@ -210,7 +210,7 @@ class DeviceData(ABC):
         memory_format: torch.memory_format | None = None,
         data_placement: str = "device",
     ) -> DeviceData:
-        """Read a folder that `prepare` has written.
+        """Load the data set in a folder that `prepare` has written.
 
         Args:
             directory: The prepared folder.
@@ -225,7 +225,7 @@ class DeviceData(ABC):
         """
         import torch
 
-        meta, arrays = prepared.read(Path(directory))
+        meta, arrays = prepared.read_data_set(Path(directory))
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         at = torch.device(device) if data_placement == "host" else None
         if at is None:
@@ -246,7 +246,7 @@ class DeviceData(ABC):
     def test_samples(self) -> int:
         return len(self.test_targets)
 
-    def tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
+    def draw_epoch_tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
         """Draw the epoch's order of samples and, with `augment`, its crops and flips.
 
         The tables are in host memory. Augmentation is drawn per sample index, so that it does not depend on
@@ -263,44 +263,45 @@ class DeviceData(ABC):
     def _draw_augmentation(self, seed: int, epoch: int) -> Augmentation | None:
         return None
 
-    def batch(
+    def make_training_batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch of training samples, as a model takes them, and their targets.
+        """Return a batch of training samples in a model's format, and their targets.
 
         Args:
             indices: Indices of the samples, shape [b].
             augmentation: The epoch's augmentation of all samples, if any.
         """
         if self._rows is not None:
-            return self._make_batch(*self._rows.take(indices, augmentation))
+            return self._make_batch(*self._rows.take_fetched_batch(indices, augmentation))
         drawn = augmentation and [table[indices] for table in augmentation]
         return self._make_batch(self.train_inputs[indices], self.train_targets[indices], drawn)
 
-    def practice_batches(
+    def create_practice_batches(
         self, samples: int, s: Settings
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function that makes a batch like those of the training, for warm-up steps."""
+        """Return a function that makes batches like the training's, for warm-up steps."""
         import torch
 
         indices = torch.arange(samples, device=self.index_device) % self.train_samples
-        _, augmentation = self.tables(s.seed, 0, s.augment).on(self.index_device)
-        return lambda: self.batch(indices, augmentation)
+        _, augmentation = self.draw_epoch_tables(s.seed, 0, s.augment).to_device(self.index_device)
+        return lambda: self.make_training_batch(indices, augmentation)
 
     def prefetch(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
-        """Announce the next batch, to fetch it from host memory during the training step.
+        """Announce the next batch, so that it is fetched during the training step.
 
-        It must be called after `batch` has returned a batch, and before the training step on this batch.
+        It must be called after `make_training_batch` has returned a batch, and before the training step on
+        this batch.
         """
         if self._rows is not None:
-            self._rows.fetch(indices, augmentation)
+            self._rows.begin_fetching_batch(indices, augmentation)
 
     @property
     def fetches_ahead(self) -> bool:
         """Whether the next batch is fetched in advance, so that `prefetch` has an effect."""
         return self._rows is not None
 
-    def test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the test samples from `start` to `stop` (exclusive), without augmentation."""
         rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
         return self._make_batch(*rows)
@@ -312,9 +313,7 @@ class DeviceData(ABC):
         targets: torch.Tensor,
         drawn: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch as a model takes it, from stored inputs and targets.
-
-        The stored inputs and targets are on the device.
+        """Return a batch in a model's format, from stored data on the device.
 
         Args:
             inputs: Stored inputs.
@@ -393,9 +392,8 @@ class Images(DeviceData):
             self.train_inputs = enlarge_images(self.train_inputs, height, width)
             self.test_inputs = enlarge_images(self.test_inputs, height, width)
         else:
-            enlarge_images(
-                self.test_inputs[:1], height, width
-            )  # raises DataError now instead of in the first batch
+            # This call raises DataError now instead of in the first batch.
+            enlarge_images(self.test_inputs[:1], height, width)
         self._memory_format = memory_format
         self._padding = meta["crop_padding"]
         self._flip = meta["flip"]
@@ -452,7 +450,7 @@ class Images(DeviceData):
     def _crop(
         self, images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor
     ) -> torch.Tensor:
-        """Crop each zero-padded image at its own offset, and mirror those with `flip` 1."""
+        """Crop each zero-padded image at its own offset, and mirror each image with `flip` 1."""
         import torch.nn.functional as functional
 
         batch, channels, height, width = images.shape

@@ -27,7 +27,7 @@ DIGITS_TEST_SAMPLES = 360
 CHUNK_SAMPLES = 1024
 
 
-def digits(root: Path | None = None, scratch: Path | None = None) -> Source:
+def load_digits_images(root: Path | None = None, scratch: Path | None = None) -> Source:
     """Return scikit-learn's 8x8 digits, scaled from 0..16 to 0..255, in a fixed stratified split.
 
     They are part of scikit-learn, so that neither folder is used.
@@ -51,7 +51,7 @@ def digits(root: Path | None = None, scratch: Path | None = None) -> Source:
     )
 
 
-def synthetic(
+def generate_synthetic_images(
     train_samples: int,
     test_samples: int,
     classes: int,
@@ -119,7 +119,7 @@ class MarkovChain:
         self._up_to = self.odds.cumsum(axis=1)
 
     def entropy(self) -> float:
-        """Return the entropy of a token given the previous one, in nats (Shannon, 1948)."""
+        """Return the conditional entropy of a token after the previous token, in nats (Shannon, 1948)."""
         return float(self.share @ _compute_entropies(self.odds))
 
     def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
@@ -149,15 +149,15 @@ def _compute_entropies(odds: np.ndarray) -> np.ndarray:
     return -np.where(odds > 0, odds * np.log(np.maximum(odds, 1e-300)), 0).sum(axis=1)
 
 
-def make_source(
+def make_generated_source(
     samples: tuple[int, int], chunks: Callable[[int, int], Iterator[Chunk]], least_loss: float
 ) -> Source:
-    """Return a generated training and test set, each from its own stream of random numbers."""
+    """Return a generated training and test set, each with its own random stream."""
     train, test = (Split(n, chunks(n, stream)) for n, stream in zip(samples, (1, 2), strict=True))
     return Source(train, test, [], generated=True, least_loss=least_loss)
 
 
-def markov_text(
+def generate_markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
     """Return texts of a Markov chain, with the next tokens as targets.
@@ -182,4 +182,4 @@ def markov_text(
             text = chain.draw(np.random.default_rng([seed, stream, start]), count, sequence + 1)
             yield text[:, :-1], text[:, 1:]
 
-    return make_source((train_samples, test_samples), chunks, chain.entropy())
+    return make_generated_source((train_samples, test_samples), chunks, chain.entropy())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stratbench.workload.data.sources import DataError, Source, Split, cut_into_pieces
+from stratbench.workload.data.sources import DataError, Source, Split, cut_text_into_samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +20,7 @@ RETURNS = f"return ({', '.join(NAMES)}), ({', '.join(TOKEN_NAMES)}) of tokens, o
 
 
 class Opened(NamedTuple):
-    """A user's data set after it was opened.
+    """A user's data set after opening: samples, shape, and number of classes.
 
     Attributes:
         source: Samples of the data set.
@@ -38,7 +38,7 @@ class Opened(NamedTuple):
 
 
 def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
-    """Return the data set in the arrays that a user's function has returned.
+    """Return a data set made of the arrays that a user's function has returned.
 
     Images are `train_x` and `test_x`, uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C]. Their
     `train_y` and `test_y` are integer labels [N], or values to learn, float32 [N] or [N, values]. A text has
@@ -136,7 +136,7 @@ def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
 
 
 def move_channels_first(x: np.ndarray) -> np.ndarray:
-    """Return images as [N, C, H, W].
+    """Return images with the channel axis moved first: [N, C, H, W].
 
     The last axis is that of the channels if it has 1 to 4 entries and the second axis more.
     """
@@ -171,7 +171,7 @@ def _count_classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
 
 
 def _flatten_values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the targets of both splits, which are values, as [N, values]."""
+    """Return the targets of both splits, which are values instead of classes, as [N, values]."""
     import numpy as np
 
     flat = {}
@@ -223,19 +223,19 @@ def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | Non
                 f"{label}: {name} has {len(tokens):,} tokens, but a sample with sequence = {sequence} needs "
                 f"{sequence + 1}; return more tokens, or lower sequence"
             )
-    lowest = min(int(_reduce_parts(tokens, min)) for tokens in arrays.values())
+    lowest = min(int(_reduce_tokens_by_part(tokens, min)) for tokens in arrays.values())
     if lowest < 0:
         raise DataError(f"{label}: has the token {lowest}; tokens must begin at 0")
-    vocabulary = max(int(_reduce_parts(tokens, max)) for tokens in arrays.values()) + 1
+    vocabulary = max(int(_reduce_tokens_by_part(tokens, max)) for tokens in arrays.values()) + 1
     if not 2 <= vocabulary <= 1 << 31:
         raise DataError(
             f"{label}: the largest token is {vocabulary - 1}; it must be from 1 to 2^31 - 1"
         )
-    splits = [cut_into_pieces(arrays[name], sequence) for name in TOKEN_NAMES]
+    splits = [cut_text_into_samples(arrays[name], sequence) for name in TOKEN_NAMES]
     return Opened(Source(splits[0], splits[1], []), (sequence,), vocabulary)
 
 
-def _reduce_parts(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
+def _reduce_tokens_by_part(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
     """Return the minimum or maximum of tokens, read part by part.
 
     The tokens may be mapped from a file.

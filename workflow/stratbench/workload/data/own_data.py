@@ -14,7 +14,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.extensions import resolve_all
+from stratbench.cell.extensions import import_named_additions
 from stratbench.cell.files import read_json
 from stratbench.workload import users_code
 from stratbench.workload.data import own_arrays, own_files, prepared
@@ -35,15 +35,19 @@ KINDS: dict[str, FileKind] = {
         {"size": 64, "channels": 3, "test_share": 0.1, "seed": 0, **AUGMENTATION},
         samples=own_files.IMAGES,
         shape=("channels", "size", "size"),
-        find_fault=own_files.find_fault_of_images,
+        invalid_values_reason=own_files.invalid_channels_reason,
     ),
     "text": FileKind(
-        own_files.read_text_files, {"sequence": 64, "test_share": 0.1}, more_files=("tokenizer",)
+        own_files.read_text_files,
+        {"sequence": 64, "test_share": 0.1},
+        further_file_keys=("tokenizer",),
     ),
-    **resolve_all("file_kinds"),
+    **import_named_additions("file_kinds"),
 }
 #: Keys that name files, whose content is part of a data set's identity, but not their paths.
-PLACES = tuple(dict.fromkeys(key for name, k in KINDS.items() for key in (name, *k.more_files)))
+PLACES = tuple(
+    dict.fromkeys(key for name, k in KINDS.items() for key in (name, *k.further_file_keys))
+)
 #: Kinds of the extension `labelled`.
 OF_LABELLED = ("masked_text", "labelled_texts", "waveforms")
 
@@ -55,14 +59,14 @@ class OwnData:
     #: Name of the data set in the config.
     name: str
     #: Kind of the data set: one of KINDS.
-    kind: str
+    file_kind: str
     #: Values of the kind's keys, with the defaults, without paths.
     values: dict[str, Any]
     #: Paths of files or folders, by key.
-    places: dict[str, list[Path]]
+    paths_by_key: dict[str, list[Path]]
 
     def __str__(self) -> str:
-        return f"data set {self.name!r} ({self.call or self.kind})"
+        return f"data set {self.name!r} ({self.call or self.file_kind})"
 
     @property
     def call(self) -> str:
@@ -72,18 +76,20 @@ class OwnData:
     @property
     def task(self) -> str | None:
         """Task of the targets, if the samples' shape does not determine it."""
-        return None if self.call else KINDS[self.kind].task
+        return None if self.call else KINDS[self.file_kind].task
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of a sample, or None if it is unknown before the data are read."""
+        """Shape of a sample. None if unknown before the data are read."""
         if self.call:
             return (self.values["sequence"],) if self.values["sequence"] else None
-        shape = KINDS[self.kind].shape
+        shape = KINDS[self.file_kind].shape
         return tuple(self.values[n] if isinstance(n, str) else n for n in shape)
 
-    def identity(self, folders: Iterable[Path] = (), known: Path | None = None) -> dict[str, Any]:
-        """Return the identity for a cell's settings: keys, and hash of files or code.
+    def compute_identity(
+        self, folders: Iterable[Path] = (), known: Path | None = None
+    ) -> dict[str, Any]:
+        """Return the data set's identity: its keys, and a hash of its files or code.
 
         Args:
             folders: Folders of the user's code.
@@ -93,24 +99,26 @@ class OwnData:
             DataError: If a file cannot be read.
         """
         if self.call:
-            fingerprint = users_code.compute_fingerprint(self.call, folders)
+            fingerprint = users_code.compute_code_fingerprint(self.call, folders)
         else:
-            files = [place for places in self.places.values() for place in places]
-            samples = KINDS[self.kind].samples or own_files.IMAGES
+            files = [place for places in self.paths_by_key.values() for place in places]
+            samples = KINDS[self.file_kind].samples or own_files.IMAGES
             sha256 = own_files.hash_files(files, samples, known)
             fingerprint = {"sha256": sha256, "version": None}
-        return {"kind": self.kind} | self.values | fingerprint
+        return {"kind": self.file_kind} | self.values | fingerprint
 
     def open_samples(self) -> Opened:
         """Open the data set, and return its samples with their shape and number of classes."""
         if self.call:
             return own_arrays.open_arrays(str(self), self._call_function(), self.values["sequence"])
-        kind, files = KINDS[self.kind], self.places[self.kind]
+        kind, files = KINDS[self.file_kind], self.paths_by_key[self.file_kind]
         first = files[0] if kind.samples else files
-        others = (next(iter(self.places.get(key, [])), None) for key in kind.more_files)
+        others = (
+            next(iter(self.paths_by_key.get(key, [])), None) for key in kind.further_file_keys
+        )
         options = {k: v for k, v in self.values.items() if k not in AUGMENTATION}
         source, classes = kind.read(self.name, first, *others, **options)
-        return Opened(source, self.shape or (), classes, floats=kind.floats)
+        return Opened(source, self.shape or (), classes, floats=kind.has_float_samples)
 
     def _call_function(self) -> Any:
         try:
@@ -125,11 +133,11 @@ class OwnData:
         except Exception as error:
             called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise DataError(
-                f"{self}: the function, called with ({called}), raised {users_code.format_error(error)}"
+                f"{self}: the function, called with ({called}), raised {users_code.format_user_error(error)}"
             ) from error
 
 
-def is_own(spec: Mapping[str, Any] | None) -> bool:
+def is_own_data_set(spec: Mapping[str, Any] | None) -> bool:
     """Return whether a config's specification describes a user's own data, not a built-in source."""
     return spec is not None and "source" not in spec
 
@@ -137,7 +145,7 @@ def is_own(spec: Mapping[str, Any] | None) -> bool:
 def read_own_data(
     name: str, spec: Mapping[str, Any], places: Mapping[str, Any] | None = None
 ) -> OwnData:
-    """Return a user's data set for a specification.
+    """Return a user's data set, as a specification describes it.
 
     Args:
         name: Name of the data set.
@@ -162,7 +170,7 @@ def read_own_data(
             f"data set {name!r}: must have exactly one of source, {', '.join(known)}; it has {text}"
         )
     [kind] = kinds
-    files = (kind, *KINDS[kind].more_files) if kind in KINDS else ()
+    files = (kind, *KINDS[kind].further_file_keys) if kind in KINDS else ()
     defaults = KINDS[kind].defaults if kind in KINDS else OF_CALL
     allowed = dict.fromkeys([kind, *files, *defaults])
     for key in keys:
@@ -174,14 +182,14 @@ def read_own_data(
     values = {key: value for key, value in {**defaults, **keys}.items() if key not in files}
     locations = _find_files(name, files, keys if places is None else places)
     if kind == "call":
-        if fault := users_code.fault_of_call(values["call"]):
+        if fault := users_code.invalid_call_reason(values["call"]):
             raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
         bad = next((key for key in values["kwargs"] if not key.isidentifier()), None)
         if bad is not None:
             raise DataError(
                 f"data set {name!r}: kwargs: {bad!r} is not a Python parameter name; rename it"
             )
-    elif fault := KINDS[kind].find_fault(values):
+    elif fault := KINDS[kind].invalid_values_reason(values):
         raise DataError(f"data set {name!r}: {fault}")
     if "tokenizer" in locations and util.find_spec("tokenizers") is None:
         raise DataError(f"data set {name!r}: {own_files.NO_TOKENIZERS}")
@@ -212,7 +220,7 @@ def _as_list(paths: str | list[str]) -> list[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
-def format_places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
+def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the paths of all data sets of the config, as JSON for PLACES_VARIABLE."""
     locations = {}
     for name, spec in datasets.items():
@@ -227,10 +235,7 @@ def format_places_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
-    """Return a user's data set within a job.
-
-    The file paths come from the specification or the environment.
-    """
+    """Return a user's data set in a job. Its paths come from the specification or the environment."""
     if spec.keys() & set(PLACES) or spec.get("call"):
         return read_own_data(name, spec)
     return read_own_data(
@@ -241,6 +246,6 @@ def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
 def read_prepared_meta(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the metadata of a folder's prepared data set for an identity, or None."""
     try:
-        return read_json(folder / prepared.name_meta_file(identity))
+        return read_json(folder / prepared.format_meta_file_name(identity))
     except (OSError, ValueError):
         return None

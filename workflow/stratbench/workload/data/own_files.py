@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.files import read_json, write_atomic
-from stratbench.cell.text.progress import progress_bar
+from stratbench.cell.text.progress import create_progress_bar
 from stratbench.workload.data.kinds import Samples
-from stratbench.workload.data.sources import DataError, Source, Split, cut_into_pieces
+from stratbench.workload.data.sources import DataError, Source, Split, cut_text_into_samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,7 +93,7 @@ def hash_files(places: Sequence[Path], samples: Samples, known: Path | None = No
             if cached["listing"] == seen.hexdigest():
                 return str(cached["sha256"])
     digest = hashlib.sha256()
-    with progress_bar(len(files), " files", f"hashing {places[0].name}") as bar:
+    with create_progress_bar(len(files), " files", f"hashing {places[0].name}") as bar:
         for name, path in files:
             digest.update(f"{name}\0".encode() + _hash_file(path))
             bar.update(1)
@@ -121,7 +121,7 @@ Labelled = list[tuple[Any, int]]
 
 
 def list_class_folders(name: str, folder: Path, samples: Samples) -> tuple[ByClass, ByClass | None]:
-    """Return the files by class of FOLDER/train/CLASS, and those of FOLDER/test/CLASS (or val).
+    """Return the files per class in FOLDER/train/CLASS, and those in FOLDER/test/CLASS (or val).
 
     Without a test folder, the second is None, and the class folders may be in FOLDER itself.
     """
@@ -228,8 +228,8 @@ def read_image_folder(
     return Source(split(train), split(test), []), classes
 
 
-def find_fault_of_images(values: Mapping[str, Any]) -> str | None:
-    """Return the reason that makes these channels invalid, or None."""
+def invalid_channels_reason(values: Mapping[str, Any]) -> str | None:
+    """Return why the number of channels in `values` is invalid. None if it is valid."""
     if values["channels"] in (1, 3):
         return None
     return f"channels = {values['channels']}: images become grey (1) or RGB (3)"
@@ -248,7 +248,7 @@ def _iter_image_chunks(
 
 
 def _read_pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
-    """Return an image as uint8 [channels, size, size]."""
+    """Return the pixels of an image file as uint8 [channels, size, size]."""
     import numpy as np
     from PIL import Image
 
@@ -274,7 +274,7 @@ def _read_pixels(name: str, path: Path, size: int, channels: int) -> np.ndarray:
 def read_text_files(
     name: str, files: Sequence[Path], tokenizer: Path | None, sequence: int, test_share: float
 ) -> tuple[Source, int]:
-    """Return a text of concatenated files, and its number of different tokens.
+    """Return the text in some files as samples, and the number of different tokens.
 
     The text is cut into pieces of `sequence` tokens. Without a tokenizer, a character's token is its index
     among the sorted different characters of the text.
@@ -288,7 +288,9 @@ def read_text_files(
     """
     tokens, vocabulary = read_tokens(name, files, tokenizer)
     train, test = split_text(name, tokens, vocabulary, sequence, test_share)
-    return Source(cut_into_pieces(train, sequence), cut_into_pieces(test, sequence), []), vocabulary
+    return Source(
+        cut_text_into_samples(train, sequence), cut_text_into_samples(test, sequence), []
+    ), vocabulary
 
 
 def read_tokens(name: str, files: Sequence[Path], tokenizer: Path | None) -> tuple[np.ndarray, int]:
@@ -338,7 +340,7 @@ def split_text(
 
 
 def read_utf8(name: str, path: Path) -> str:
-    """Return the text of a file in UTF-8; raise DataError if it cannot be read."""
+    """Return the text of a UTF-8 file. Raise DataError if the file cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -351,14 +353,14 @@ def read_utf8(name: str, path: Path) -> str:
 
 
 def open_tokenizer(name: str, path: Path) -> Any:
-    """Return the tokenizer in a file. Raise DataError if it is invalid or its package is missing."""
+    """Return the tokenizer in a file. Raise DataError for an invalid file or a missing package."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise DataError(f"data set {name!r}: {NO_TOKENIZERS}") from None
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception
+    except Exception as error:  # the package `tokenizers` raises plain Exceptions
         raise DataError(
             f"data set {name!r}: {path} is not a tokenizer file ({error}); give a tokenizer.json"
         ) from error

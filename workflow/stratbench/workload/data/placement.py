@@ -14,7 +14,7 @@ BUFFERED_BATCHES = 2
 
 
 class _BatchBuffers:
-    """The buffers of one batch, and the events after which they may be used again.
+    """The buffers of one batch, and the events after which these buffers may be used again.
 
     `staged` are in pinned host memory, `arrived` on the device. `used` is recorded when the device has used
     the batch, `copied` when the copy is complete.
@@ -28,7 +28,7 @@ class _BatchBuffers:
 
 
 class _FetchedBatch(NamedTuple):
-    """A batch that is being fetched.
+    """A batch whose rows are being fetched from host memory.
 
     Attributes:
         indices: Indices of the samples.
@@ -44,15 +44,15 @@ class _FetchedBatch(NamedTuple):
 
 
 class HostRows:
-    """Fetches rows of arrays in host memory to a device, one batch in advance.
+    """Fetches rows of arrays in host memory to a device, one batch ahead of the training.
 
     While the device computes, a thread gathers the rows into pinned memory, and copies them on a stream of
-    its own. In `take`, the current stream waits for the copy, and the host for the gathering only. On a CPU
-    nothing is copied: the thread gathers into one of two buffers.
+    its own. In `take_fetched_batch`, the current stream waits for the copy, and the host for the gathering
+    only. On a CPU nothing is copied: the thread gathers into one of two buffers.
     """
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, device: torch.device) -> None:
-        """Take the arrays and start the thread.
+        """Store the arrays, and start the thread that fetches batches.
 
         Args:
             inputs: Inputs [N, ...] in host memory, which may be mapped from files.
@@ -73,10 +73,13 @@ class HostRows:
             1, "stratbench-rows", initializer=torch.set_num_threads, initargs=(1,)
         )
 
-    def fetch(self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None) -> None:
+    def begin_fetching_batch(
+        self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
+    ) -> None:
         """Begin to fetch a batch: the rows of the arrays and of some tables.
 
-        This overwrites the batch of two fetches before, so all work on that batch must have been queued.
+        The new batch overwrites the batch of two fetches before, so all work on the old batch must have been
+        queued.
 
         Args:
             indices: Indices of the rows, int64 [b] in host memory.
@@ -95,13 +98,13 @@ class HostRows:
         done = self._start_thread.submit(self._gather_rows, slot, sources, indices)
         self._coming = _FetchedBatch(indices, tables, slot, done)
 
-    def take(
+    def take_fetched_batch(
         self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor] | None]:
         """Return a batch on the device: inputs, targets and rows of the augmentation tables.
 
         The rows are None without tables. The batch is fetched now if it was not fetched in advance. The
-        second-next `fetch` overwrites it.
+        second-next fetch overwrites this batch.
 
         Args:
             indices: Indices of the rows, int64 [b] in host memory.
@@ -115,7 +118,7 @@ class HostRows:
             or coming.tables is not tables
             or not torch.equal(coming.indices, indices)
         ):
-            self.fetch(indices, tables)
+            self.begin_fetching_batch(indices, tables)
             coming = self._coming
         self._coming = None
         coming.done.result()
@@ -127,7 +130,7 @@ class HostRows:
     def _allocate_buffers(
         self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], samples: int
     ) -> None:
-        """Allocate buffers for batches of another size. This is rare: a training has one batch size."""
+        """Allocate buffers for another batch size, which is rare: a training has one batch size."""
         import torch
 
         if self._coming is not None:
@@ -146,7 +149,7 @@ class HostRows:
     def _gather_rows(
         self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], indices: torch.Tensor
     ) -> None:
-        """Gather the rows of a batch into its buffers. Start the copy; it runs in the thread."""
+        """Gather a batch's rows into its buffers, and start the copy to the device."""
         import torch
 
         if slot.copied is not None:

@@ -14,22 +14,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.locks import create_held_folder
+from stratbench.cell.locks import create_temporary_locked_folder
 from stratbench.workload import users_code
 from stratbench.workload.data import own_data, prepared, sources
 from stratbench.workload.data.dataset import Dataset, get_sample_kind
-from stratbench.workload.data.datasets import DATASETS, compute_data_identity, describe
+from stratbench.workload.data.datasets import DATASETS, compute_data_identity, describe_data_set
 from stratbench.workload.data.sources import DataError, Source
 
 
-def prepare(
+def prepare_data_set(
     name: str,
     out_dir: str | Path,
     root: str | Path | None = None,
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the arrays of a data set and their metadata to a folder. Return the metadata.
+    """Write a data set's arrays and metadata to a folder, and return the metadata.
 
     An intact earlier result is reused. The folder is either complete or missing, and concurrent calls do not
     disturb each other.
@@ -45,16 +45,16 @@ def prepare(
     Raises:
         DataError: If the data set cannot be prepared; the message has the remedy.
     """
-    if own_data.is_own(spec):
-        return _prepare_own(own_data.read_own_data_in_job(name, spec), Path(out_dir), spec)
-    facts = describe(name, spec)
+    if own_data.is_own_data_set(spec):
+        return _prepare_own_data_set(own_data.read_own_data_in_job(name, spec), Path(out_dir), spec)
+    facts = describe_data_set(name, spec)
     request = {
         "format": prepared.FORMAT,
         "name": name,
         "spec": compute_data_identity(name, spec),
         "classes": facts.classes,
         "crop_padding": facts.crop_padding,
-        "flip": facts.flip,
+        "flip": facts.has_random_flips,
     }
     root = root or os.environ.get(sources.ROOT_VARIABLE)
 
@@ -65,13 +65,15 @@ def prepare(
     return _prepare_unless_intact(request, Path(out_dir), open_source)
 
 
-def _prepare_own(own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]) -> dict[str, Any]:
+def _prepare_own_data_set(
+    own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]
+) -> dict[str, Any]:
     """Prepare a user's own data set in a folder, and return its metadata.
 
     Raises:
         DataError: If the data or code have changed since `spec` was made.
     """
-    identity = json.loads(json.dumps(own.identity(users_code.code_folders())))
+    identity = json.loads(json.dumps(own.compute_identity(users_code.list_code_folders())))
     hashes = {key: spec[key] for key in ("sha256", "version") if key in spec}
     if any(identity[key] != value for key, value in hashes.items()):
         raise DataError(
@@ -99,7 +101,7 @@ def _prepare_unless_intact(
     out_dir: Path,
     open_source: Callable[[Path], tuple[Source, Dataset]],
 ) -> dict[str, Any]:
-    """Prepare a data set in a folder, unless the folder already has it. Return its metadata.
+    """Prepare a data set in a folder, unless the folder has it. Return its metadata.
 
     Args:
         request: Metadata that identify the data set.
@@ -109,13 +111,13 @@ def _prepare_unless_intact(
     if (intact := prepared.read_intact_meta(out_dir, request)) is not None:
         return intact
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with create_held_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
+    with create_temporary_locked_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
         built, downloads = Path(scratch, "built"), Path(scratch, "downloads")
         built.mkdir()
         downloads.mkdir()
         source, facts = open_source(downloads)
-        prepared.write(built, request, source, facts)
-        return prepared.install(built, out_dir, request)
+        prepared.write_data_set(built, request, source, facts)
+        return prepared.install_data_set(built, out_dir, request)
 
 
 def _parse_spec(text: str) -> dict[str, Any] | None:
@@ -131,7 +133,7 @@ def _parse_spec(text: str) -> dict[str, Any] | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepare a data set's arrays in a folder.
+    """Run the command line that prepares a data set's arrays in a folder.
 
     Return 0, or 1 with a message on stderr.
     """
@@ -151,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         download = not options.no_download
-        meta = prepare(options.name, options.out, download=download, spec=options.spec)
+        meta = prepare_data_set(options.name, options.out, download=download, spec=options.spec)
     except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.files import read_json
-from stratbench.cell.text.progress import progress_bar
+from stratbench.cell.text.progress import create_progress_bar
 from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.data.sources import DataError, Source
 
@@ -36,7 +36,7 @@ ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp")
 
 
-def name_meta_file(spec: Mapping[str, Any] | None) -> str:
+def format_meta_file_name(spec: Mapping[str, Any] | None) -> str:
     """Return the name of the metadata file of a data set with an identity.
 
     Each identity has its own name, so that Snakemake finds no such file in a folder with other data.
@@ -50,8 +50,10 @@ def name_meta_file(spec: Mapping[str, Any] | None) -> str:
     return f"meta-{digest[:12]}.json"
 
 
-def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset) -> dict:
-    """Write the arrays of a data set and their metadata to a folder. Return the metadata.
+def write_data_set(
+    folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset
+) -> dict:
+    """Write a data set's arrays and metadata to a folder, and return the metadata.
 
     The metadata are `request`, the numbers of samples, the source files, and the arrays' SHA-256, size in
     bytes and modification time. For images and waveforms they include the mean and standard deviation of each
@@ -68,20 +70,29 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
 
     shape = facts.shape or ()
     what = get_sample_kind(shape)
-    value = np.float32 if facts.floats else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
-    moments = None if facts.is_text else (_FloatMoments if facts.floats else _ByteMoments)(shape[0])
+    value = (
+        np.float32 if facts.has_float_samples else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
+    )
+    moments = (
+        None
+        if facts.is_text
+        else (_FloatMoments if facts.has_float_samples else _ByteMoments)(shape[0])
+    )
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
         inputs, targets = (
             np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
-            for name, (dtype, one) in {"inputs": (value, shape), "targets": facts.target}.items()
+            for name, (dtype, one) in {
+                "inputs": (value, shape),
+                "targets": facts.target_type_and_shape,
+            }.items()
         )
         start = 0
-        with progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
+        with create_progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
             for chunk_inputs, chunk_targets in chunks:
                 stop = start + len(chunk_targets)
                 inputs[start:stop], targets[start:stop] = chunk_inputs, chunk_targets
                 if split == "train" and moments is not None:
-                    moments.add(chunk_inputs)
+                    moments.add_images(chunk_inputs)
                 start = stop
                 bar.update(len(chunk_targets))
         if start != samples:
@@ -91,7 +102,7 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
             )
         inputs.flush()
         targets.flush()
-    moments_meta = {} if moments is None else moments.as_meta()
+    moments_meta = {} if moments is None else moments.as_metadata()
     if 0 in moments_meta.get("std", ()):
         raise DataError(
             f"data set {request['name']!r}: channel {moments_meta['std'].index(0)} has the same value in all "
@@ -105,14 +116,15 @@ def write(folder: Path, request: Mapping[str, Any], source: Source, facts: Datas
         "test_samples": source.test.samples,
         **moments_meta,
         **({"least_loss": source.least_loss} if facts.is_text or source.least_loss else {}),
-        **{key: True for key in ("floats", "values") if getattr(facts, key)},
+        **({"floats": True} if facts.has_float_samples else {}),
+        **({"values": True} if facts.values else {}),
         **({"vocabulary": facts.vocabulary} if facts.vocabulary else {}),
         "generated": source.generated,
         "sources": source.files,
         "sha256": _hash_arrays(folder),
         "arrays": {array: _get_size_and_time(folder, array) for array in ARRAYS},
     }
-    path = folder / name_meta_file(request["spec"])
+    path = folder / format_meta_file_name(request["spec"])
     path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
 
@@ -125,13 +137,13 @@ class _ByteMoments:
 
         self._counts = np.zeros((channels, 256), dtype=np.int64)
 
-    def add(self, images: np.ndarray) -> None:
+    def add_images(self, images: np.ndarray) -> None:
         import numpy as np
 
         channels = images.swapaxes(0, 1)
         self._counts += [np.bincount(c.ravel(), minlength=256) for c in channels]
 
-    def as_meta(self) -> dict[str, list[float]]:
+    def as_metadata(self) -> dict[str, list[float]]:
         import numpy as np
 
         values, share = np.arange(256) / 255, self._counts / self._counts.sum(1, keepdims=True)
@@ -153,7 +165,7 @@ class _FloatMoments:
 
         self._n, self._mean, self._squares = 0, np.zeros(channels), np.zeros(channels)
 
-    def add(self, images: np.ndarray) -> None:
+    def add_images(self, images: np.ndarray) -> None:
         import numpy as np
 
         values = images.swapaxes(0, 1).reshape(images.shape[1], -1).astype(np.float64)
@@ -163,14 +175,14 @@ class _FloatMoments:
         self._mean += (mean - self._mean) * n / (self._n + n)
         self._n += n
 
-    def as_meta(self) -> dict[str, list[float]]:
+    def as_metadata(self) -> dict[str, list[float]]:
         import numpy as np
 
         return {"mean": self._mean.tolist(), "std": np.sqrt(self._squares / self._n).tolist()}
 
 
 def _get_size_and_time(folder: Path, array: str) -> list[int]:
-    """Return the bytes of an array's file, and its modification time in ns.
+    """Return the size of an array's file in bytes, and its modification time in ns.
 
     Raises:
         DataError: If it is not a regular file.
@@ -197,10 +209,7 @@ def _hash_arrays(folder: Path) -> str:
 
 
 def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata of a folder if it has the requested data set undamaged.
-
-    Otherwise, the result is None.
-    """
+    """Return a data set folder's metadata, or None unless the requested data are intact."""
     try:
         meta = _read_meta_file(folder)
         same = all(meta[key] == value for key, value in request.items())
@@ -209,8 +218,8 @@ def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]
         return None
 
 
-def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Move a new data set to its folder in one step. Return the metadata of the folder afterwards.
+def install_data_set(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Move a new data set to its folder in one step. Return the folder's metadata afterwards.
 
     If another process has prepared the same data set there, that one stays. A damaged or different data set
     is first moved next to `built`.
@@ -232,10 +241,10 @@ def install(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, 
                 raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
         if (other := read_intact_meta(folder, request)) is not None:
             return other
-        _move_aside(folder, built.parent)
+        _move_old_data_aside(folder, built.parent)
 
 
-def _move_aside(folder: Path, where: Path) -> None:
+def _move_old_data_aside(folder: Path, where: Path) -> None:
     try:
         foreign = sorted(e.name for e in folder.iterdir() if not OURS.fullmatch(e.name))
         if foreign:
@@ -272,7 +281,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         return _read_meta_file(folder)
     except (OSError, ValueError) as error:
-        raise _incomplete_error(folder, error) from error
+        raise _make_incomplete_data_error(folder, error) from error
 
 
 def read_verified_meta(folder: Path) -> dict[str, Any]:
@@ -293,20 +302,20 @@ def read_verified_meta(folder: Path) -> dict[str, Any]:
                 f"the arrays {', '.join(changed)} have changed since the data set was prepared"
             )
     except OSError as error:
-        raise _incomplete_error(folder, error.strerror or error) from error
+        raise _make_incomplete_data_error(folder, error.strerror or error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _incomplete_error(folder, error) from error
+        raise _make_incomplete_data_error(folder, error) from error
     return meta
 
 
-def _incomplete_error(folder: Path, reason: object) -> DataError:
+def _make_incomplete_data_error(folder: Path, reason: object) -> DataError:
     return DataError(
         f"{folder} is not a complete prepared data set ({reason}); delete it, and the next run prepares it "
         f"again, as `python -m stratbench.workload.data.prepare NAME --out {folder}` does"
     )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_data_set(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the metadata and the arrays by name, mapped copy-on-write.
 
     Raises:
@@ -336,5 +345,5 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         if _read_meta_file(folder) != meta:  # the arrays may be those of either folder
             raise ValueError("the folder was replaced while it was read")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _incomplete_error(folder, error) from error
+        raise _make_incomplete_data_error(folder, error) from error
     return meta, arrays

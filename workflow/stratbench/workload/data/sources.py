@@ -1,4 +1,4 @@
-"""Reads built-in data sets from files on disk or from a mirror; `generated` has the computed ones.
+"""Reads data sets from files on disk or from a mirror. The module `generated` has computed ones.
 
 MNIST and CIFAR-10 are read in torchvision's layout. No file is parsed before its MD5 was compared with the
 published one. numpy is imported inside functions, since the Snakefile imports this module.
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stratbench.cell.files import read_regular
-from stratbench.cell.text.progress import progress_bar
+from stratbench.cell.files import read_regular_file
+from stratbench.cell.text.progress import create_progress_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,8 +101,8 @@ class Source(NamedTuple):
     Attributes:
         train: Training set.
         test: Test set.
-        files: Files from which they were read, each with `file`, `md5` and `bytes`.
-        generated: Whether a random generator has made them.
+        files: Files from which the samples were read, each with `file`, `md5` and `bytes`.
+        generated: Whether a random generator has made the samples.
         least_loss: Least possible mean loss of any model, in nats, or None if unknown.
     """
 
@@ -116,10 +116,10 @@ class Source(NamedTuple):
 # ---------------------------------------------------------------- files: find, download, verify
 
 
-def read_verified(path: Path, md5: str) -> bytes:
-    """Return the bytes of a file; raise DataError if their MD5 is not `md5`."""
+def read_verified_file(path: Path, md5: str) -> bytes:
+    """Return the bytes of a file. Raise DataError if the MD5 of the file is not `md5`."""
     try:
-        content = read_regular(path, MAX_FILE_BYTES)
+        content = read_regular_file(path, MAX_FILE_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     actual = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -135,7 +135,7 @@ def read_verified(path: Path, md5: str) -> bytes:
     return content
 
 
-def fetch(
+def download_and_verify_files(
     name: str, mirrors: Sequence[str], files: Mapping[str, str], scratch: Path | None, missing: str
 ) -> Path:
     """Download files to a folder, verify them, and return the folder.
@@ -179,7 +179,7 @@ def _fetch_from_mirrors(mirrors: Sequence[str], filename: str, md5: str, folder:
     for mirror in mirrors:
         try:
             _download(mirror + filename, folder / filename)
-            read_verified(folder / filename, md5)
+            read_verified_file(folder / filename, md5)
             return
         except (OSError, ValueError, HTTPException) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
@@ -193,7 +193,9 @@ def _download(url: str, target: Path) -> None:
     with (
         urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response,
         target.open("wb") as file,
-        progress_bar(int(response.headers.get("Content-Length", 0)), "B", target.name) as bar,
+        create_progress_bar(
+            int(response.headers.get("Content-Length", 0)), "B", target.name
+        ) as bar,
     ):
         while block := response.read(1 << 16):
             if file.tell() > MAX_FILE_BYTES:
@@ -209,7 +211,7 @@ def _describe_file(path: Path, md5: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- MNIST
 
 
-def mnist(root: Path | None, scratch: Path | None) -> Source:
+def load_mnist(root: Path | None, scratch: Path | None) -> Source:
     """Return MNIST from the files in ROOT/MNIST/raw, or else from torchvision's mirrors.
 
     Args:
@@ -223,11 +225,13 @@ def mnist(root: Path | None, scratch: Path | None) -> Source:
         return read_mnist_folder(folder)
     compressed = {f"{name}.gz": gz_md5 for name, (gz_md5, _) in MNIST_FILES.items()}
     looked_for = f"Not all in {folder}: {', '.join(MNIST_FILES)} (or .gz)." if folder else NO_ROOT
-    return read_mnist_folder(fetch("mnist", MNIST_MIRRORS, compressed, scratch, looked_for))
+    return read_mnist_folder(
+        download_and_verify_files("mnist", MNIST_MIRRORS, compressed, scratch, looked_for)
+    )
 
 
 def read_mnist_folder(folder: Path) -> Source:
-    """Return MNIST from a folder with its four files.
+    """Return MNIST from a folder with its four IDX files.
 
     The folder has, for each of them, the file, its .gz, or both.
     """
@@ -236,10 +240,10 @@ def read_mnist_folder(folder: Path) -> Source:
         compressed, plain = folder / f"{name}.gz", folder / name
         content = b""
         if compressed.exists():
-            content = gzip.decompress(read_verified(compressed, gz_md5))
+            content = gzip.decompress(read_verified_file(compressed, gz_md5))
             files.append(_describe_file(compressed, gz_md5))
         if plain.exists():
-            content = read_verified(plain, raw_md5)
+            content = read_verified_file(plain, raw_md5)
             files.append(_describe_file(plain, raw_md5))
         arrays[name] = _parse_idx(content, name)
     (train_images, train_labels, test_images, test_labels) = arrays.values()
@@ -267,7 +271,7 @@ def _parse_idx(content: bytes, name: str) -> np.ndarray:
 # ---------------------------------------------------------------- CIFAR-10
 
 
-def cifar10(root: Path | None, scratch: Path | None) -> Source:
+def load_cifar10(root: Path | None, scratch: Path | None) -> Source:
     """Return CIFAR-10 from a folder's batch files or archive, or else from its home page.
 
     Args:
@@ -278,7 +282,10 @@ def cifar10(root: Path | None, scratch: Path | None) -> Source:
     folder = root / CIFAR10_FOLDER if root else None
     if folder and all((folder / batch).exists() for batch in CIFAR10_FILES):
         return _make_cifar10_source(
-            {batch: read_verified(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()},
+            {
+                batch: read_verified_file(folder / batch, md5)
+                for batch, md5 in CIFAR10_FILES.items()
+            },
             [_describe_file(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()],
         )
     if root and (root / name).exists():
@@ -289,14 +296,17 @@ def cifar10(root: Path | None, scratch: Path | None) -> Source:
             if root
             else NO_ROOT
         )
-        archive = fetch("cifar10", CIFAR10_MIRRORS, {name: md5}, scratch, looked_for) / name
+        archive = (
+            download_and_verify_files("cifar10", CIFAR10_MIRRORS, {name: md5}, scratch, looked_for)
+            / name
+        )
     return _make_cifar10_source(
-        _unpack_cifar10(read_verified(archive, md5)), [_describe_file(archive, md5)]
+        _unpack_cifar10(read_verified_file(archive, md5)), [_describe_file(archive, md5)]
     )
 
 
 def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
-    """Return the batch files in an archive. They are read in memory, so that no path is written to."""
+    """Return the batch files in CIFAR-10's archive. They are read in memory, not unpacked to disk."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         return {
             name: member.read()
@@ -342,7 +352,7 @@ def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndar
 # ---------------------------------------------------------------- text
 
 
-def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> Source:
+def load_tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> Source:
     """Return Shakespeare's works as characters, cut into pieces of `sequence` characters.
 
     The last tenth is the test set, as in nanoGPT. A character's token is its index in the text's alphabet.
@@ -358,15 +368,19 @@ def tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> S
     folder = root / SHAKESPEARE_FOLDER if root else None
     if folder is None or not (folder / name).exists():
         missing = f"Not in {folder}: {name}." if folder else NO_ROOT
-        folder = fetch("tinyshakespeare", SHAKESPEARE_MIRRORS, SHAKESPEARE_FILES, scratch, missing)
-    content = np.frombuffer(read_verified(folder / name, md5), np.uint8)
+        folder = download_and_verify_files(
+            "tinyshakespeare", SHAKESPEARE_MIRRORS, SHAKESPEARE_FILES, scratch, missing
+        )
+    content = np.frombuffer(read_verified_file(folder / name, md5), np.uint8)
     _, tokens = np.unique(content, return_inverse=True)
     train, test = np.split(tokens.astype(np.uint8), [SHAKESPEARE_TOKENS[0]])
     files = [_describe_file(folder / name, md5)]
-    return Source(cut_into_pieces(train, sequence), cut_into_pieces(test, sequence), files)
+    return Source(
+        cut_text_into_samples(train, sequence), cut_text_into_samples(test, sequence), files
+    )
 
 
-def cut_into_pieces(tokens: np.ndarray, sequence: int) -> Split:
+def cut_text_into_samples(tokens: np.ndarray, sequence: int) -> Split:
     """Cut a text into pieces of `sequence` tokens, with the next tokens as targets."""
     samples = (len(tokens) - 1) // sequence
     inputs, targets = (tokens[i : i + samples * sequence].reshape(-1, sequence) for i in (0, 1))

@@ -1,1 +1,1 @@
-"""Networks: the models, a user's own, precision, checkpointing and how they are sharded."""
+"""Builds models, built-in and a user's own, with precision, activation checkpointing and sharding."""

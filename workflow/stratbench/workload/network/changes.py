@@ -15,7 +15,7 @@ from stratbench.workload.torch_internals import (
     get_arguments,
     get_buffers,
     get_storage_key,
-    get_version,
+    get_write_count,
     has_mutable_argument,
     tree_leaves,
 )
@@ -45,7 +45,7 @@ class Attributes:
     def _is_included(self, prefix: str, key: str) -> bool:
         return self._names is None or _join_path(prefix, key) in self._names
 
-    def changed(self) -> list[str]:
+    def list_changed_paths(self) -> list[str]:
         """Return the paths of attributes that were changed, added or removed since the copy."""
         return [
             _join_path(prefix, key)
@@ -60,7 +60,7 @@ class Attributes:
         return saved is None or key not in now or saved.differs_from(now[key])
 
     def put_back(self) -> None:
-        """Restore the attributes: each is the same object as before, with the same content."""
+        """Restore the attributes, which become the same objects as before with the same content."""
         for prefix, (module, own) in self._modules.items():
             for key in [
                 k
@@ -87,7 +87,7 @@ class _SavedValue:
     def __init__(self, value: Any) -> None:
         self.value, self._content = value, None
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            self._version = get_version(value)
+            self._version = get_write_count(value)
             self._content = value.detach().clone()
         elif isinstance(value, np.ndarray):
             self._content = value.copy()
@@ -108,7 +108,7 @@ class _SavedValue:
         if now is not self.value:
             return True
         if isinstance(now, Tensor):
-            return get_version(now) != self._version
+            return get_write_count(now) != self._version
         if isinstance(now, np.ndarray):
             return not np.array_equal(now, content)
         if isinstance(now, set):
@@ -122,7 +122,7 @@ class _SavedValue:
     def put_back(self) -> Any:
         value, content = self.value, self._content
         if isinstance(content, Tensor):
-            if get_version(value) != self._version:
+            if get_write_count(value) != self._version:
                 with torch.no_grad():
                     value.copy_(content)
         elif isinstance(content, np.ndarray):
@@ -158,29 +158,29 @@ class Changes(TorchDispatchMode):
             self._by_storage.setdefault(get_storage_key(p.untyped_storage()), []).append((name, p))
         self._parameters: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._buffers = [
-            (module, key, _join_path(prefix, key), b, b.detach().clone(), get_version(b))
+            (module, key, _join_path(prefix, key), b, b.detach().clone(), get_write_count(b))
             for prefix, module in model.named_modules()
             for key, b in module.named_buffers(recurse=False)
         ]
         self._attributes = Attributes(model)
 
     @property
-    def overwritten(self) -> list[str]:
-        """Names of parameters that were written to."""
+    def overwritten_parameters(self) -> list[str]:
+        """Names of the model's parameters that were written to."""
         return list(self._parameters)
 
     @property
-    def written(self) -> list[str]:
-        """Names of buffers that were changed in place."""
+    def written_buffers(self) -> list[str]:
+        """Names of the model's buffers that were changed in place."""
         return [
             name
             for *_, name, tensor, _copy, version in self._buffers
-            if get_version(tensor) != version
+            if get_write_count(tensor) != version
         ]
 
     @property
-    def replaced(self) -> list[str]:
-        """Names of buffers that were replaced by another tensor."""
+    def replaced_buffers(self) -> list[str]:
+        """Names of the model's buffers that were replaced by another tensor."""
         return [
             name
             for module, key, name, tensor, *_ in self._buffers
@@ -188,21 +188,21 @@ class Changes(TorchDispatchMode):
         ]
 
     @property
-    def attributes(self) -> list[str]:
-        """Paths of plain attributes that were changed."""
-        return self._attributes.changed()
+    def changed_attributes(self) -> list[str]:
+        """Paths of the model's plain attributes that were changed."""
+        return self._attributes.list_changed_paths()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = self.draws or _draws_numbers(func, args, kwargs)
+            self.draws = self.draws or _draws_random_numbers(func, args, kwargs)
         for t in _iter_written_tensors(func, args, kwargs):
             for name, p in self._by_storage.get(get_storage_key(t.untyped_storage()), ()):
                 if name not in self._parameters:
                     self._parameters[name] = p, p.detach().clone()
         return func(*args, **kwargs)
 
-    def values_of(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def copy_parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies of the present values of some parameters, by name."""
         by_name = dict(self.model.named_parameters())
         return {name: by_name[name].detach().clone() for name in names}
@@ -221,10 +221,9 @@ class Changes(TorchDispatchMode):
                 if others:
                     get_buffers(module)[key] = tensor
                 if floats if tensor.is_floating_point() else others:
-                    tensor.copy_(
-                        before
-                    )  # in any case: BatchNorm changes buffers without a new version
-                    self._buffers[i] = (module, key, name, tensor, before, get_version(tensor))
+                    # Buffers are compared in any case, because BatchNorm changes them without a new version.
+                    tensor.copy_(before)
+                    self._buffers[i] = (module, key, name, tensor, before, get_write_count(tensor))
         if others:
             self._attributes.put_back()
 
@@ -239,7 +238,7 @@ def _iter_written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> It
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _draws_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _draws_random_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of an operator draws random numbers.
 
     Attention without dropout draws none.

@@ -33,7 +33,7 @@ def is_recomputing() -> bool:
     return _under_way > 0
 
 
-def blocks_of(groups: Groups) -> list[nn.Module]:
+def list_checkpointable_blocks(groups: Groups) -> list[nn.Module]:
     """Return the modules of a model's sharding groups that have submodules.
 
     Single layers are left out: they only store their input, which checkpointing stores, too.
@@ -41,7 +41,7 @@ def blocks_of(groups: Groups) -> list[nn.Module]:
     return [m for _, modules in groups for m in modules if any(m.children())]
 
 
-def select_checkpointed(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
+def select_checkpointed_blocks(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
     """Return the blocks that a mode of `activation_checkpointing` checkpoints: all, or each N-th."""
     every = str(mode).partition("every-")[2]
     return blocks[int(every) - 1 :: int(every)] if every else blocks
@@ -57,14 +57,14 @@ def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
         groups: The model's sharding groups.
         mode: The setting `activation_checkpointing`, other than false.
     """
-    blocks = select_checkpointed(blocks_of(groups), mode)
+    blocks = select_checkpointed_blocks(list_checkpointable_blocks(groups), mode)
     for block in blocks:
         norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
         block.forward = partial(_forward_checkpointed, block.forward, norms, mode == "selective")
     return len(blocks)
 
 
-def recompute(function: Callable[..., Any], *args: Any) -> Any:
+def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with some arguments, such that backward recomputes its activations."""
     contexts = partial(_make_contexts, [], False)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
@@ -94,7 +94,7 @@ def _forward_checkpointed(
 def _make_contexts(
     norms: list[BatchNorm], selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a block's forward and of its recomputation."""
+    """Return two contexts for a checkpointed block: one for its forward, one for its recomputation."""
     first, again = _make_selective_contexts() if selective else (nullcontext(), nullcontext())
     return first, _Recomputing(again, norms)
 
@@ -108,7 +108,7 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = op in KEPT_BY_SELECTIVE and not _draws_numbers(op, args, kwargs)
+        keeps = op in KEPT_BY_SELECTIVE and not _has_attention_dropout(op, args, kwargs)
         if op in PRODUCTS:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1
@@ -117,8 +117,8 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
     return policy
 
 
-def _draws_numbers(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether attention has dropout.
+def _has_attention_dropout(op: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call of attention has dropout.
 
     Its result must not be stored, since the recomputation would then draw other random numbers.
     """
@@ -127,7 +127,7 @@ def _draws_numbers(op: Any, args: Any, kwargs: Any) -> bool:
 
 
 class _Recomputing:
-    """Context of a block's recomputation. It is entered twice if backward has two parts.
+    """Context of a block's recomputation, which is entered twice if backward has two parts.
 
     Args:
         selected: Context with the stored results.
@@ -141,7 +141,7 @@ class _Recomputing:
     def __enter__(self) -> None:
         global _under_way
         with ExitStack() as stack:
-            stack.enter_context(_freezing_statistics(self._norms))
+            stack.enter_context(_freeze_running_statistics(self._norms))
             stack.enter_context(self._selected)
             self._entered.append(stack.pop_all())
         _under_way += 1
@@ -159,7 +159,7 @@ class _Recomputing:
 
 
 @contextmanager
-def _freezing_statistics(norms: list[BatchNorm]) -> Iterator[None]:
+def _freeze_running_statistics(norms: list[BatchNorm]) -> Iterator[None]:
     """Prevent changes of running statistics within the block, since forward has already updated them.
 
     With a momentum of 0 a statistic becomes 1 x old + 0 x new, which is bit for bit the old one.

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from stratbench.workload.generators import restoring_generators
+from stratbench.workload.generators import restore_random_generators
 from stratbench.workload.network.changes import Changes
-from stratbench.workload.network.checkpointing import recompute
+from stratbench.workload.network.checkpointing import run_checkpointed
 from stratbench.workload.users_code import Refused
 
 #: Message on a model whose loss cannot be computed in chunks.
@@ -50,7 +50,7 @@ class ChunkedLoss:
         head.forward = self._forward_loss
 
     @contextmanager
-    def against(self, targets: Tensor) -> Iterator[None]:
+    def compute_loss_against(self, targets: Tensor) -> Iterator[None]:
         """Make the model return its mean loss for some targets until the block ends."""
         self._targets = targets
         try:
@@ -63,7 +63,10 @@ class ChunkedLoss:
             return self._scores(h)
         targets = self._targets
         parts = zip(h.chunk(self._chunks, 1), targets.chunk(self._chunks, 1), strict=True)
-        return sum(recompute(self._sum_loss, part, own) for part, own in parts) / targets.numel()
+        return (
+            sum(run_checkpointed(self._sum_loss, part, own) for part, own in parts)
+            / targets.numel()
+        )
 
     def _sum_loss(self, h: Tensor, targets: Tensor) -> Tensor:
         scores = self._scores(h)
@@ -80,7 +83,7 @@ def find_head(model: nn.Module, tokens: Tensor) -> nn.Linear:
         for module in model.modules()
         if isinstance(module, nn.Linear)
     ]
-    with restoring_generators(tokens.device), Changes(model) as changes:
+    with restore_random_generators(tokens.device), Changes(model) as changes:
         try:
             with torch.no_grad():
                 scores = model.eval()(tokens)

@@ -53,12 +53,12 @@ class CompactVGG(nn.Module):
         return self.classifier(self.avgpool(self.features(images)))
 
 
-def vgg(classes: int, shape: tuple[int, ...]) -> nn.Module:
+def build_vgg(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return a small VGG with three linear layers, the first of which has most parameters."""
     return CompactVGG(classes, shape[0])
 
 
-def efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
+def build_efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return a small EfficientNetV2: fused MBConv blocks, then MBConv with squeeze-and-excitation."""
     model = EfficientNet(
         [
@@ -79,7 +79,7 @@ def efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return model
 
 
-def convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
+def build_convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return a small ConvNeXt with a 2x2 stem. Its blocks learn from the first step."""
     model = ConvNeXt(
         [CNBlockConfig(24, 48, 1), CNBlockConfig(48, 96, 1), CNBlockConfig(96, None, 2)],
@@ -94,7 +94,7 @@ def convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return model
 
 
-def resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
+def build_resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return a small ResNet of four stages with one bottleneck each.
 
     The stages follow a 3x3 stem that halves the image.
@@ -124,7 +124,7 @@ def resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return model
 
 
-def densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
+def build_densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return a DenseNet-BC with growth rate 16, whose stem has no pooling, for small images."""
     model = DenseNet(16, (3, 4, 4), num_init_features=32, num_classes=classes)
     stem = nn.Conv2d(shape[0], 32, 3, stride=2, padding=1, bias=False)
@@ -134,7 +134,7 @@ def densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
     return model
 
 
-def vit(classes: int, shape: tuple[int, ...]) -> nn.Module:
+def build_vit(classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Return a small vision transformer: four layers of width 64 on patches of 4x4 pixels."""
     channels, size, _ = shape
     model = VisionTransformer(size, 4, 4, 4, hidden_dim=64, mlp_dim=256, num_classes=classes)

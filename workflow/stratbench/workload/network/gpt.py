@@ -81,28 +81,28 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = embed(self, tokens)
+        x = embed_tokens(self, tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def embed(model: GPT, tokens: Tensor) -> Tensor:
+def embed_tokens(model: GPT, tokens: Tensor) -> Tensor:
     """Return the input [batch, time, width] of the first block: embeddings of tokens and positions."""
     return model.embedding(tokens) + model.position.weight[: tokens.shape[1]]
 
 
-def compact(classes: int, shape: tuple[int, ...]) -> GPT:
+def build_compact_gpt(classes: int, shape: tuple[int, ...]) -> GPT:
     """Return a GPT of nanoGPT's size for characters on CPUs: 4 layers, width 128."""
     return GPT(classes, *shape, layers=4, heads=4, width=128)
 
 
-def char(classes: int, shape: tuple[int, ...]) -> GPT:
+def build_character_gpt(classes: int, shape: tuple[int, ...]) -> GPT:
     """Return a GPT of nanoGPT's size for characters on GPUs: 6 layers, width 384."""
     return GPT(classes, *shape, layers=6, heads=6, width=384)
 
 
-def gpt2_small(classes: int, shape: tuple[int, ...]) -> GPT:
+def build_gpt2_small(classes: int, shape: tuple[int, ...]) -> GPT:
     """Return a GPT of the smallest GPT-2's size: twelve layers of width 768."""
     return GPT(classes, *shape, layers=12, heads=12, width=768)
 
@@ -125,4 +125,4 @@ TENSOR_PLAN = {
 }
 
 #: A GPT's forward as a chain of pieces (`extensions/splitting/pieces.py`).
-PIECES = ((embed, ("embedding", "position")), "blocks.*", "norm", "head")
+PIECES = ((embed_tokens, ("embedding", "position")), "blocks.*", "norm", "head")

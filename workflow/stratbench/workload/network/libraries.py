@@ -1,4 +1,4 @@
-"""Models that config.yaml names in a library; extensions make calls of their entries.
+"""Defines the interface to model libraries; extensions turn a library's entries in config.yaml into calls.
 
 Imported on every parse of the Snakefile: no library is imported, nor an extension that no entry needs.
 """
@@ -15,9 +15,9 @@ from stratbench.workload.users_code import Unsuitable, get_top_module
 
 #: Keys of an entry that name a model in a library, each the name of the library's package.
 LIBRARIES = ("transformers", "timm")
-#: The call of a model that has a name alone: a trainer of the user's builds it.
-NAME_ALONE = f"{__name__}:name_alone"
-#: Why nothing here can build it.
+#: The `call` of a model that has only a name, because a user's program builds the model.
+NAME_ALONE = f"{__name__}:raise_unbuildable_model"
+#: Reason why stratbench cannot build a model that has only a name.
 BUILT_BY_COMMAND = (
     "it has a name alone, so only a trainer of your own (strategy `command`) builds it; give it `call`, "
     "`transformers` or `timm` for other strategies"
@@ -25,17 +25,18 @@ BUILT_BY_COMMAND = (
 
 
 class Library:
-    """A package with models; the base stands for any other call."""
+    """A Python package with models. The base class handles calls of packages without a library."""
 
-    #: The module that builds its models, which takes long to import; None if it is the package alone.
+    #: The module that builds the library's models, which takes long to import; None if it is the package
+    #: alone.
     built_by: ClassVar[str | None] = None
 
     def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-        """Return call, kwargs and declarations of an entry of `models`.
+        """Return the call, keyword arguments and declarations for an entry of `models` in the config.
 
         Args:
-            spec: The entry, with its defaults.
-            known: The file that caches the hash of its weights.
+            spec: The entry of `models`, with defaults filled in.
+            known: File that caches the hash of the model's weights.
 
         Raises:
             ValueError: The entry is invalid, as `.key = value: reason`.
@@ -46,36 +47,38 @@ class Library:
             "here; put it back, or give `call`"
         )
 
-    def find_fault(self, spec: Mapping[str, Any]) -> str | None:
-        """Return why a call cannot build a model, by the package's files, or None."""
+    def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
+        """Return why a call cannot build a model, by the package's files. None if it can."""
         return None
 
-    def packages_beside(self, spec: Mapping[str, Any]) -> list[str]:
-        """Return the packages that a call needs besides its own."""
+    def list_further_packages(self, spec: Mapping[str, Any]) -> list[str]:
+        """Return the packages that a call needs besides the package that it names."""
         return []
 
-    def tasks_of_head(self, call: str) -> tuple[str, ...]:
-        """Return the tasks that the class of a call has a head for."""
+    def list_head_tasks(self, call: str) -> tuple[str, ...]:
+        """Return the tasks for which the class that a call names has a head."""
         return ()
 
-    def task_of_entry(self, spec: Mapping[str, Any]) -> str | None:
-        """Return the task of an entry, or None if its code alone knows.
+    def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
+        """Return the task of an entry of `models`. None if only its code determines the task.
 
         Raises:
             ValueError: The entry is invalid, as `.key = value: reason`.
         """
         return None
 
-    def vocabulary_of_entry(self, spec: Mapping[str, Any]) -> int | None:
-        """Return the vocabulary that an entry states, or None if it follows from the data."""
+    def get_entry_vocabulary(self, spec: Mapping[str, Any]) -> int | None:
+        """Return the vocabulary size that an entry of `models` states. None if the data determine it."""
         return None
 
     def find_builder(self, named: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that builds a model of what a call names."""
+        """Return the function that builds a model from the object that a call names."""
         return named
 
-    def more_arguments(self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments that follow from the data, for a callable that passes keywords on.
+    def list_data_arguments(
+        self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return arguments that follow from the data, for a callable with `**kwargs`.
 
         Args:
             kwargs: The configured arguments.
@@ -84,20 +87,22 @@ class Library:
         return {}
 
 
-def library_of(call: str) -> Library:
-    """Return the library of a call, by its package."""
+def find_library_of_call(call: str) -> Library:
+    """Return the library of a call, by the package that the call names."""
     package = get_top_module(call)
     names = (e.libraries[package] for e in load_extensions().values() if package in e.libraries)
     return import_attribute(next(names, f"{__name__}:Library"))()
 
 
-def library_of_entry(spec: Mapping[str, Any]) -> Library:
+def find_library_of_entry(spec: Mapping[str, Any]) -> Library:
     """Return the library of an entry of `models`."""
-    return library_of(next((key for key in LIBRARIES if key in spec), spec.get("call", "")))
+    return find_library_of_call(
+        next((key for key in LIBRARIES if key in spec), spec.get("call", ""))
+    )
 
 
-def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-    """Return the entry of `models` as one with a call.
+def convert_entry_to_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
+    """Return an entry of `models` as an entry with a `call`, which builds the model.
 
     ValueError for an invalid one, as `.key = value: why`. The content of a config file becomes an argument,
     so that cells depend on it and not on its path. `known`: the file that caches the hash of its weights.
@@ -120,9 +125,9 @@ def as_call(spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
     if spec["kwargs"]:
         raise ValueError(f".kwargs: belongs to `call`; with `{kind}` write arguments")
     declared = ("wrap_classes", "tensor_plan", "num_heads", "pipeline_modules")
-    return {key: spec[key] for key in declared} | library_of(kind).make_call(spec, known)
+    return {key: spec[key] for key in declared} | find_library_of_call(kind).make_call(spec, known)
 
 
-def name_alone() -> None:
-    """Raise Unsuitable, in place of the call of a model with a name alone."""
+def raise_unbuildable_model() -> None:
+    """Raise Unsuitable when a model is built that the config declares by name only."""
     raise Unsuitable(BUILT_BY_COMMAND)

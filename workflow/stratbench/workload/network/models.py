@@ -1,4 +1,4 @@
-"""Builds models, and tells how their layers are divided.
+"""Builds models, and determines how their layers are divided for sharding.
 
 The Snakefile imports this module, so torch is imported inside functions only.
 """
@@ -34,17 +34,17 @@ NO_BLOCKS = (
 )
 
 
-def _get_name(model: str | Model) -> str:
-    return model if isinstance(model, str) else model.own.name
+def _get_model_name(model: str | Model) -> str:
+    return model if isinstance(model, str) else model.own_model.name
 
 
 def get_model(s: Settings) -> str | Model:
-    """Return the model of a cell: the name of a built-in one, or a `Model`."""
-    return named_model(s.model, s.own_model)
+    """Return the model of a cell: a built-in model's name, or a `Model` with metadata."""
+    return make_model_metadata(s.model, s.own_model)
 
 
-def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """Return a model: a built-in one's name, or a `Model` for a user's specification.
+def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Model:
+    """Return the name of a built-in model, or a `Model` for a user's specification.
 
     Args:
         name: Name of the model.
@@ -56,10 +56,12 @@ def named_model(name: str, spec: Mapping[str, Any] | None) -> str | Model:
     own = OwnModel(name, **{key: value for key, value in spec.items() if key in keys})
     torchvisions = own.torchvision_name
     if torchvisions is None:
-        return Model("own", None, own=own)
+        return Model("own", None, own_model=own)
     patch = int(torchvisions.rpartition("_")[2]) if torchvisions.startswith("vit_") else 1
     patch = _SIDES.get(torchvisions, patch)
-    return Model("torchvision", None, _SMALLEST.get(torchvisions, 32), patch=patch, own=own)
+    return Model(
+        "torchvision", None, _SMALLEST.get(torchvisions, 32), patch_size=patch, own_model=own
+    )
 
 
 #: Smallest side in pixels of torchvision's models that need more than 32, and side of which a model takes
@@ -68,7 +70,7 @@ _SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
 _SIDES = {"maxvit_t": 224}
 
 
-def get_specification(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
+def get_model_specification(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the specification of a model that is not built in. The result is None for a built-in model.
 
     A name that `entries`, the config's `models`, does not have is that of a torchvision model.
@@ -79,17 +81,17 @@ def get_specification(name: str, entries: Mapping[str, Any]) -> dict[str, Any] |
     return dict(entries.get(name, call))
 
 
-def check_reads(name: str | Model, kind: str) -> None:
+def check_sample_kind(name: str | Model, kind: str) -> None:
     """Raise ValueError if a model does not take samples of a kind, such as `texts`."""
     reads_text = get_metadata(name).reads_text
     reads = "texts" if reads_text else "images"
     if reads_text is not None and reads != kind:
         raise ValueError(
-            f"{_get_name(name)} takes {reads}, but the data set has {kind}; use another model"
+            f"{_get_model_name(name)} takes {reads}, but the data set has {kind}; use another model"
         )
 
 
-def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
+def compute_input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a model's input for samples of a shape.
 
     Images (channels, height, width) are enlarged if the model needs it. Other samples keep their shape.
@@ -97,52 +99,55 @@ def input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     Raises:
         ValueError: If the model does not take such samples.
     """
-    check_reads(name, get_sample_kind(shape))
-    model, name = get_metadata(name), _get_name(name)
+    check_sample_kind(name, get_sample_kind(shape))
+    model, name = get_metadata(name), _get_model_name(name)
     if model.reads_text is None:
         return tuple(shape)
     if model.reads_text:
         return shape
     channels, height, width = shape
-    if model.is_torchvisions and channels not in (1, 3):
+    if model.is_from_torchvision and channels not in (1, 3):
         raise ValueError(
             f"{name} takes images with 3 channels, or with 1, which is repeated; those of the data set have "
             f"{channels}"
         )
-    if model.patch > 1 and height != width:
+    if model.patch_size > 1 and height != width:
         raise ValueError(
             f"{name} takes square images; those of the data set have {height}x{width} pixels"
         )
     height, width = (
-        -(-max(side, model.min_size) // model.patch) * model.patch for side in (height, width)
+        -(-max(side, model.min_size) // model.patch_size) * model.patch_size
+        for side in (height, width)
     )
-    return 3 if model.is_torchvisions else channels, height, width
+    return 3 if model.is_from_torchvision else channels, height, width
 
 
-def build(name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)) -> nn.Module:
-    """Build a model with random weights, which it draws from the global random generators.
+def build_model(
+    name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)
+) -> nn.Module:
+    """Build a model with random weights, drawn from the global random generators.
 
     Args:
         name: The model.
         classes: Number of classes or tokens.
-        shape: Shape of the input, from `input_shape`.
+        shape: Shape of the input, from `compute_input_shape`.
     """
     model = get_metadata(name)
     import_torchvision()
-    if model.own:
-        return own.build(model.own, classes, shape)
-    if model.builder:
-        return import_attribute(model.builder)(classes, shape)
+    if model.own_model:
+        return own.build_own_model(model.own_model, classes, shape)
+    if model.builder_path:
+        return import_attribute(model.builder_path)(classes, shape)
     if shape[0] != 3:
         raise ValueError(f"{name} takes 3 channels, not {shape[0]}; repeat a single channel")
     from torchvision import models
 
-    size = {"image_size": shape[1]} if model.patch > 1 else {}
+    size = {"image_size": shape[1]} if model.patch_size > 1 else {}
     return models.get_model(name, weights=None, num_classes=classes, **size)
 
 
-def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Build a model of fake tensors in the active fake mode. It takes neither memory nor time.
+def build_fake_model(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
+    """Build a model of fake tensors in the active fake mode, without memory for weights.
 
     Plain tensors that its code creates are fake, too. A user's model whose code reads a tensor's values is
     first built on the CPU.
@@ -157,21 +162,23 @@ def build_without_memory(model: str | Model, classes: int, shape: tuple[int, ...
     from stratbench.workload.torch_internals import unset_fake_temporarily
 
     try:
-        with _skipping_draws():
-            return build(model, classes, shape)
+        with _skip_random_weights():
+            return build_model(model, classes, shape)
     except users_code.ModelError:
-        with unset_fake_temporarily(), _skipping_draws():
-            made = build(model, classes, shape)
-        replace_tensors(made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
+        with unset_fake_temporarily(), _skip_random_weights():
+            made = build_model(model, classes, shape)
+        replace_model_tensors(
+            made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+        )
         return made
 
 
 @contextmanager
-def _skipping_draws() -> Iterator[None]:
-    """Skip the drawing of random weights within the block. Unwritten memory takes no space or time."""
+def _skip_random_weights() -> Iterator[None]:
+    """Skip the drawing of random weights within the block, which leaves their memory unwritten."""
     from torch.overrides import TorchFunctionMode
 
-    from stratbench.workload.torch_internals import skipping_truncated_normals
+    from stratbench.workload.torch_internals import skip_truncated_normals
 
     class Undrawn(TorchFunctionMode):
         def __torch_function__(
@@ -182,7 +189,7 @@ def _skipping_draws() -> Iterator[None]:
                 return args[0] if args else kwargs["tensor"]
             return func(*args, **kwargs)
 
-    with skipping_truncated_normals(), Undrawn():
+    with skip_truncated_normals(), Undrawn():
         yield
 
 
@@ -193,7 +200,7 @@ def build_for_training(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build,
+    build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build_model,
     checkpointing: bool | str = False,
 ) -> nn.Module:
     """Build a model on a device in training mode, for strategies and the plan.
@@ -214,24 +221,27 @@ def build_for_training(
     Raises:
         ModelError: If checkpointing would have no effect.
     """
-    from stratbench.workload.generators import seed_generators
+    from stratbench.workload.generators import seed_random_generators
 
-    seed_generators(seed)
+    seed_random_generators(seed)
     model = build(name, classes, shape)
-    _made_in[model] = _list_formats(model)
-    place_tensors(model, device, dtype)
+    _made_in[model] = _list_parameter_formats(model)
+    move_model_tensors(model, device, dtype)
     model.train()
     if checkpointing:
-        from stratbench.workload.network.checkpointing import blocks_of, checkpoint_blocks
+        from stratbench.workload.network.checkpointing import (
+            checkpoint_blocks,
+            list_checkpointable_blocks,
+        )
 
-        groups = wrap_groups(name, model)
+        groups = list_wrap_groups(name, model)
         if not checkpoint_blocks(groups, checkpointing):
-            count = len(blocks_of(groups))
+            count = len(list_checkpointable_blocks(groups))
             few = (
                 f"activation_checkpointing = {checkpointing!r}: it has only {count} blocks; lower N"
             )
             reason = few if count else NO_BLOCKS
-            raise users_code.ModelError(f"{get_metadata(name).own or name}: {reason}")
+            raise users_code.ModelError(f"{get_metadata(name).own_model or name}: {reason}")
     return model
 
 
@@ -239,22 +249,24 @@ def build_for_training(
 _made_in: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
-def _list_formats(model: nn.Module) -> tuple[str, ...]:
+def _list_parameter_formats(model: nn.Module) -> tuple[str, ...]:
     real = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return tuple(sorted(str(dtype).removeprefix("torch.") for dtype in real))
 
 
-def changed_formats(model: nn.Module) -> str | None:
+def changed_formats_reason(model: nn.Module) -> str | None:
     """Return a sentence if a model's code creates parameters in formats other than training's.
 
     Return None for the usual float32, which the user's code need not have chosen.
     """
-    others = [f for f in _made_in.get(model, ()) if f not in ("float32", *_list_formats(model))]
+    others = [
+        f for f in _made_in.get(model, ()) if f not in ("float32", *_list_parameter_formats(model))
+    ]
     if not others:
         return None
     return (
         f"its code creates parameters in {', '.join(others)}, but all strategies train them in "
-        f"{', '.join(_list_formats(model))} (`precision`)"
+        f"{', '.join(_list_parameter_formats(model))} (`precision`)"
     )
 
 
@@ -267,7 +279,7 @@ def take_model_trial(
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
-    """Take trial steps of a built model with two samples each, and return their result.
+    """Take trial steps of a built model with two samples each, and return the findings.
 
     The model's state does not change.
 
@@ -290,8 +302,8 @@ def take_model_trial(
     from stratbench.workload.network import trial
 
     device = next(model.parameters()).device
-    values, layout = tasks.takes_values(task), torch.contiguous_format
-    own = get_metadata(name).own
+    values, layout = tasks.has_value_targets(task), torch.contiguous_format
+    own = get_metadata(name).own_model
     vocabulary = own and own.vocabulary
     x, y = make_example_batch(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
@@ -302,25 +314,25 @@ def take_model_trial(
         tokens = vocabulary or classes
         return trial.take_trial(describe_model(name), model, x, y, outputs, groups, tokens)
     except users_code.ModelError as e:
-        if "dtype" not in str(e) or (formats := changed_formats(model)) is None:
+        if "dtype" not in str(e) or (formats := changed_formats_reason(model)) is None:
             raise
         cast = "cast a layer's input to the dtype of its weight"
         raise type(e)(f"{e}; {formats}: {cast}") from e
 
 
-def has_name_alone(name: str | Model) -> bool:
+def is_built_by_user_program(name: str | Model) -> bool:
     """Return whether only a user's own training program can build the model."""
-    own = get_metadata(name).own
+    own = get_metadata(name).own_model
     return own is not None and own.call == libraries.NAME_ALONE
 
 
 def describe_model(name: str | Model) -> str:
     """Return the text that names a model in a sentence."""
-    own = get_metadata(name).own
-    return str(own) if own is not None else f"model {_get_name(name)!r}"
+    own = get_metadata(name).own_model
+    return str(own) if own is not None else f"model {_get_model_name(name)!r}"
 
 
-def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def move_model_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move all tensors of a model to a device, in place.
 
     Real tensors also get the number format `dtype`. The tensor objects stay the same, so that hooks,
@@ -345,7 +357,7 @@ def place_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
             t.data = t.data.clone(memory_format=torch.contiguous_format)
 
 
-def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+def replace_model_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter and buffer of a model; a shared parameter stays shared.
 
     It replaces real tensors by fake ones, for which the memory cannot be replaced in place.
@@ -362,23 +374,23 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
             setattr(module, key, replacement(b))
 
 
-def wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+def list_wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     """Return a model's shard groups, as (label, modules) in forward order, each module once.
 
     `sharding` defines the groups of a user's model. Other models have the blocks of their family. In VGG, the
     convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,
     head) are sharded with the root.
     """
-    if (own := get_metadata(name).own) is not None:
+    if (own := get_metadata(name).own_model) is not None:
         from stratbench.workload.network import sharding
 
-        if shard := own.wrap_classes or sharding.find_stated_classes(model):
+        if shard := own.wrap_classes or sharding.find_declared_wrap_classes(model):
             return sharding.group_by_class(model, shard, own)
         return sharding.group_by_size(model)
     family = get_metadata(name).family
     if family == "vgg":
         return _group_vgg_layers(model)
-    blocks = tuple(import_attribute(path) for path in FAMILIES[family].blocks)
+    blocks = tuple(import_attribute(path) for path in FAMILIES[family].block_classes)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
@@ -390,13 +402,13 @@ def describe_sharding_rule(name: str | Model, built: nn.Module | None = None) ->
         built: The built model, if any.
     """
     model = get_metadata(name)
-    if model.own:
+    if model.own_model:
         from stratbench.workload.network import sharding
 
         return sharding.describe_sharding_groups(
-            model.own.wrap_classes or (built and sharding.find_stated_classes(built))
+            model.own_model.wrap_classes or (built and sharding.find_declared_wrap_classes(built))
         )
-    blocks = [path.partition(":")[2] for path in FAMILIES[model.family].blocks]
+    blocks = [path.partition(":")[2] for path in FAMILIES[model.family].block_classes]
     return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
 
 
@@ -426,7 +438,7 @@ def describe_own_model(
         shape: Shape of the input.
     """
     return {
-        "arguments": own.collect_arguments(model.own, classes, shape),
+        "arguments": own.collect_arguments(model.own_model, classes, shape),
         "sharding": describe_sharding_rule(model, built),
     }
 

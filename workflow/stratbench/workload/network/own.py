@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stratbench.workload.data.dataset import get_sample_kind
-from stratbench.workload.network.libraries import library_of
-from stratbench.workload.users_code import ModelError, Unsuitable, format_error, import_callable
+from stratbench.workload.network.libraries import find_library_of_call
+from stratbench.workload.users_code import (
+    ModelError,
+    Unsuitable,
+    format_user_error,
+    import_callable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,8 +166,8 @@ def collect_arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
-        filled |= library_of(own.call).more_arguments(kwargs, facts)
-    return filled | _torchvision_arguments(own, shape) | kwargs
+        filled |= find_library_of_call(own.call).list_data_arguments(kwargs, facts)
+    return filled | _list_torchvision_arguments(own, shape) | kwargs
 
 
 def _get_builder(own: OwnModel) -> Callable[..., Any]:
@@ -171,13 +176,13 @@ def _get_builder(own: OwnModel) -> Callable[..., Any]:
     Raises:
         ModelError: If the function cannot be imported, or if the library cannot build the model.
     """
-    library = library_of(own.call)
-    if fault := library.find_fault({"call": own.call, "kwargs": own.kwargs}):
+    library = find_library_of_call(own.call)
+    if fault := library.invalid_call_reason({"call": own.call, "kwargs": own.kwargs}):
         raise ModelError(f"{own}: {fault}")
     return library.find_builder(import_callable(own))
 
 
-def _torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
+def _list_torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
     """Return further arguments that some torchvision models need, for their image size or single output."""
     name = own.torchvision_name or ""
     if name.startswith("vit_"):
@@ -192,7 +197,7 @@ def _torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str, Any
 # --- the network ---------------------------------------------------------------------------------
 
 
-def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
+def build_own_model(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     """Build a user's model.
 
     Args:
@@ -217,7 +222,8 @@ def build(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
         _reraise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
-            f"{own}: called with ({called}), raised {format_error(e)}{_describe_missing_values(shape, e)}"
+            f"{own}: called with ({called}), raised {format_user_error(e)}"
+            f"{_describe_missing_values(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
         raise ModelError(f"{own}: returned {_describe_type(made)}; return a torch.nn.Module")
@@ -250,13 +256,13 @@ def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
         by_storage.setdefault(key, []).append((name, t, i < parameters))
     for each in by_storage.values():
         for (name, t, is_parameter), (other, u, _) in combinations(each, 2):
-            if is_parameter and _overlap(t, u):
+            if is_parameter and _tensors_overlap(t, u):
                 return name, other
     return None
 
 
-def _overlap(t: Tensor, u: Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common."""
+def _tensors_overlap(t: Tensor, u: Tensor) -> bool:
+    """Return whether two tensors of one storage share any element."""
     import torch
 
     from stratbench.workload.torch_internals import unset_fake_temporarily
@@ -276,10 +282,11 @@ def _overlap(t: Tensor, u: Tensor) -> bool:
         return False
     if t.itemsize != u.itemsize:
         return True
+    # Interleaved slices need a comparison per element.
     with (
         unset_fake_temporarily(),
         torch.no_grad(),
-    ):  # interleaved slices need a comparison per element
+    ):
         taken = torch.zeros(max(last, stop) // t.itemsize + 1, dtype=torch.bool)
         taken.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
         return bool(taken.as_strided(u.shape, u.stride(), u.storage_offset()).any())
@@ -302,7 +309,7 @@ def _describe_missing_values(shape: Sequence[int], e: Exception) -> str:
 
 
 def _reraise_out_of_memory(e: Exception) -> None:
-    """Raise an out-of-memory error again, unchanged, since it is no fault of the model."""
+    """Re-raise an out-of-memory error unchanged, because the user's model did not cause it."""
     import torch
 
     if isinstance(e, torch.OutOfMemoryError):

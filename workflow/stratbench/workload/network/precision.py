@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 PURE_BF16 = "bf16-true"
 
 
-def weights_dtype(precision: str) -> torch.dtype:
+def get_weights_dtype(precision: str) -> torch.dtype:
     """Return the number format of weights, batches and all tensors that autocast does not convert."""
     import torch
 
     return {"fp64": torch.float64, PURE_BF16: torch.bfloat16}.get(precision, torch.float32)
 
 
-def scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
+def convert_scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
     """Return a model's outputs in the loss's format: float32 with weights in bfloat16."""
     return outputs.float() if precision == PURE_BF16 else outputs
 
 
-def batch_format(precision: str, device_type: str) -> torch.memory_format:
+def get_batch_memory_format(precision: str, device_type: str) -> torch.memory_format:
     """Return the memory format of the batches; weights are contiguous for every strategy.
 
     Tensor cores are faster with channels_last. A convolution computes in the format of its input, whatever
@@ -37,24 +37,24 @@ def batch_format(precision: str, device_type: str) -> torch.memory_format:
     return torch.channels_last if wanted else torch.contiguous_format
 
 
-def autocast_dtype(precision: str) -> torch.dtype | None:
+def get_autocast_dtype(precision: str) -> torch.dtype | None:
     """Return the dtype of mixed precision, or None without mixed precision."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return a context of mixed precision, or one without effect for other precisions."""
+def create_autocast_context(precision: str, device: torch.device) -> AbstractContextManager:
+    """Return a context of mixed precision. It has no effect for other precisions."""
     import torch
 
-    dtype = autocast_dtype(precision)
+    dtype = get_autocast_dtype(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
-    """Return the number formats of weights and arithmetic that a device really uses."""
-    weights = str(weights_dtype(precision)).removeprefix("torch.")
+def get_effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
+    """Return the number formats of weights and arithmetic that a device uses for a precision."""
+    weights = str(get_weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)
     if precision == "tf32" and (lacking := _describe_device_without_tf32(device)):

@@ -12,10 +12,11 @@ class Family:
     """The properties that all models of a family share.
 
     Attributes:
-        batchnorm: Whether they normalise over the batch, so that a batch of one sample fails. None: unknown
-            before a model is built.
-        blocks: Classes of their blocks, as `module:Class`. FSDP gathers one block at a time.
-        reads_text: Whether their input is tokens instead of images. None: unknown before a model is built.
+        batchnorm: Whether the family's models normalise over the batch, so that a batch of one
+            sample fails. None if unknown before a model is built.
+        block_classes: Classes of the models' blocks, as `module:Class`. FSDP gathers one block at a time.
+        reads_text: Whether the models' input is tokens instead of images. None if unknown before a model is
+            built.
         tensor_plan: `module:NAME` of a dictionary from module paths to how workers divide each module
             (`extensions/splitting/tensor.py`), or None.
         pipeline_modules: `module:NAME` of a plan that cuts forward into a chain of pieces
@@ -23,7 +24,7 @@ class Family:
     """
 
     batchnorm: bool | None
-    blocks: tuple[str, ...] = ()
+    block_classes: tuple[str, ...] = ()
     reads_text: bool | None = False
     tensor_plan: str | None = None
     pipeline_modules: str | None = None
@@ -33,76 +34,76 @@ class Family:
 class Model:
     """The metadata of a model before it is built.
 
-    Without a `builder` it is torchvision's model of the same name. It keeps its three input channels, to
-    which greyscale is repeated, so that its number of parameters stays the published one.
+    Without a `builder_path` the model is torchvision's of the same name. It keeps its three input
+    channels, to which greyscale is repeated, so that its number of parameters stays the published one.
 
     Attributes:
-        family: Name of its family. parameters: Number of parameters with 1000 classes and images of three
-        channels and 224 pixels; that of
-            a GPT with the vocabulary and length of its text. None for a user's model.
-        min_size: Smallest side of its images in pixels.
-        builder: `module:function` of a function of (classes, input shape), whose model takes the data's
+        family: Name of the model's family.
+        parameters: Number of parameters with 1000 classes and images of three channels and 224 pixels; for a
+            GPT with the vocabulary and length of its text. None for a user's model.
+        min_size: Smallest side of the model's images in pixels.
+        builder_path: `module:function` of a function of (classes, input shape), whose model takes the data's
             channels.
-        patch: Number of pixels of which each side of an image is a multiple.
-        own: Specification of a user's model that is not in MODELS.
+        patch_size: Number of pixels of which each side of an image is a multiple.
+        own_model: Specification of a user's model that is not in MODELS.
         num_heads: Number of attention heads, if its layers can be divided among workers.
-        most_stages: Largest number of stages into which it can be cut.
+        max_stages: Maximum number of pipeline stages into which the model can be cut.
     """
 
     family: str
     parameters: int | None
     min_size: int = 1
-    builder: str | None = None
-    patch: int = 1
-    own: OwnModel | None = None
+    builder_path: str | None = None
+    patch_size: int = 1
+    own_model: OwnModel | None = None
     num_heads: int | None = None
-    most_stages: int | None = None
+    max_stages: int | None = None
 
     @property
     def batchnorm(self) -> bool | None:
-        """Whether it normalises over the batch. It is None if this is unknown before it is built."""
+        """Whether the model normalises over the batch. None if unknown before it is built."""
         return FAMILIES[self.family].batchnorm
 
     @property
     def reads_text(self) -> bool | None:
-        """Whether its input is tokens instead of images, or None if both are possible."""
+        """Whether the model's input is tokens instead of images, or None if both are possible."""
         return FAMILIES[self.family].reads_text
 
     @property
-    def is_torchvisions(self) -> bool:
-        """Whether it is a torchvision model, with three input channels."""
-        return self.builder is None and self.family != "own"
+    def is_from_torchvision(self) -> bool:
+        """Whether this is a torchvision model, which has three input channels."""
+        return self.builder_path is None and self.family != "own"
 
 
 FAMILIES: dict[str, Family] = {
-    "vgg": Family(  # `_group_vgg_layers` forms its shard groups
+    "vgg": Family(  # `_group_vgg_layers` forms the shard groups of VGGs
         batchnorm=False, pipeline_modules="stratbench.workload.network.torchvisions:VGG"
     ),
     "efficientnet": Family(
         batchnorm=True,
-        blocks=(
+        block_classes=(
             "torchvision.models.efficientnet:MBConv",
             "torchvision.models.efficientnet:FusedMBConv",
         ),
     ),
-    "convnext": Family(batchnorm=False, blocks=("torchvision.models.convnext:CNBlock",)),
-    "resnet": Family(batchnorm=True, blocks=("torchvision.models.resnet:Bottleneck",)),
+    "convnext": Family(batchnorm=False, block_classes=("torchvision.models.convnext:CNBlock",)),
+    "resnet": Family(batchnorm=True, block_classes=("torchvision.models.resnet:Bottleneck",)),
     "densenet": Family(
         batchnorm=True,
-        blocks=(
+        block_classes=(
             "torchvision.models.densenet:_DenseBlock",
             "torchvision.models.densenet:_Transition",
         ),
     ),
     "vit": Family(
         batchnorm=False,
-        blocks=("torchvision.models.vision_transformer:EncoderBlock",),
+        block_classes=("torchvision.models.vision_transformer:EncoderBlock",),
         tensor_plan="stratbench.workload.network.torchvisions:VIT_TENSOR_PLAN",
         pipeline_modules="stratbench.workload.network.torchvisions:VIT",
     ),
     "gpt": Family(
         batchnorm=False,
-        blocks=("stratbench.workload.network.gpt:Block",),
+        block_classes=("stratbench.workload.network.gpt:Block",),
         reads_text=True,
         tensor_plan="stratbench.workload.network.gpt:TENSOR_PLAN",
         pipeline_modules="stratbench.workload.network.gpt:PIECES",
@@ -112,54 +113,56 @@ FAMILIES: dict[str, Family] = {
 }
 
 MODELS: dict[str, Model] = {
-    "vgg16": Model("vgg", 138_357_544, 32, most_stages=8),
+    "vgg16": Model("vgg", 138_357_544, 32, max_stages=8),
     "efficientnet_v2_l": Model("efficientnet", 118_515_272, 32),
     "convnext_large": Model("convnext", 197_767_336, 32),
     "resnet50": Model("resnet", 25_557_032, 32),
     "densenet121": Model("densenet", 7_978_856, 32),
-    "vit_b_16": Model("vit", 86_567_656, 32, patch=16, num_heads=12, most_stages=14),
+    "vit_b_16": Model("vit", 86_567_656, 32, patch_size=16, num_heads=12, max_stages=14),
     "gpt-char": Model(
         "gpt",
         10_770_816,
-        builder="stratbench.workload.network.gpt:char",
+        builder_path="stratbench.workload.network.gpt:build_character_gpt",
         num_heads=6,
-        most_stages=8,
+        max_stages=8,
     ),
     "gpt2-small": Model(
         "gpt",
         124_439_808,
-        builder="stratbench.workload.network.gpt:gpt2_small",
+        builder_path="stratbench.workload.network.gpt:build_gpt2_small",
         num_heads=12,
-        most_stages=14,
+        max_stages=14,
     ),
     "vgg-compact": Model(
-        "vgg", 645_704, 16, "stratbench.workload.network.compact:vgg", most_stages=6
+        "vgg", 645_704, 16, "stratbench.workload.network.compact:build_vgg", max_stages=6
     ),
     "efficientnet-compact": Model(
-        "efficientnet", 393_792, 16, "stratbench.workload.network.compact:efficientnet"
+        "efficientnet", 393_792, 16, "stratbench.workload.network.compact:build_efficientnet"
     ),
     "convnext-compact": Model(
-        "convnext", 306_688, 16, "stratbench.workload.network.compact:convnext"
+        "convnext", 306_688, 16, "stratbench.workload.network.compact:build_convnext"
     ),
-    "resnet-compact": Model("resnet", 882_744, 16, "stratbench.workload.network.compact:resnet"),
+    "resnet-compact": Model(
+        "resnet", 882_744, 16, "stratbench.workload.network.compact:build_resnet"
+    ),
     "densenet-compact": Model(
-        "densenet", 276_384, 16, "stratbench.workload.network.compact:densenet"
+        "densenet", 276_384, 16, "stratbench.workload.network.compact:build_densenet"
     ),
     "vit-compact": Model(
         "vit",
         469_032,
         16,
-        "stratbench.workload.network.compact:vit",
-        patch=4,
+        "stratbench.workload.network.compact:build_vit",
+        patch_size=4,
         num_heads=4,
-        most_stages=6,
+        max_stages=6,
     ),
     "gpt-compact": Model(
         "gpt",
         809_856,
-        builder="stratbench.workload.network.gpt:compact",
+        builder_path="stratbench.workload.network.gpt:build_compact_gpt",
         num_heads=4,
-        most_stages=6,
+        max_stages=6,
     ),
 }
 

@@ -36,7 +36,7 @@ def describe_sharding_groups(wrap_classes: Sequence[str] | None) -> str:
     return f"by size: groups of about 1/{GROUPS} of the parameters"
 
 
-def find_stated_classes(model: nn.Module) -> list[str]:
+def find_declared_wrap_classes(model: nn.Module) -> list[str]:
     """Return the module classes that a model itself names for sharding, as transformers' models do."""
     names = {type(m).__name__ for m in model.modules()}
     return sorted(names.intersection(getattr(model, "_no_split_modules", None) or ()))
@@ -100,11 +100,11 @@ def group_by_size(model: nn.Module) -> Groups:
                 or isinstance(module, _PARAMETERS)
             ):
                 continue
-            if name in read:  # it is sharded with the root, which stays gathered
+            if name in read:  # the module is sharded with the root, which stays gathered
                 seen.update(id(m) for m in module.modules())
                 continue
             if isinstance(module, _HOLDERS) or (
-                _count_parameters([module]) > limit and _may_divide(module)
+                _count_parameters([module]) > limit and _is_divisible(module)
             ):
                 flush(waiting)
                 divide(f"{label}.", module)
@@ -120,7 +120,7 @@ def group_by_size(model: nn.Module) -> Groups:
     return groups
 
 
-def _may_divide(module: nn.Module) -> bool:
+def _is_divisible(module: nn.Module) -> bool:
     if not any(module.children()):
         return False
     return isinstance(module, _CALLERS) or not type(module).__module__.startswith("torch.nn.")

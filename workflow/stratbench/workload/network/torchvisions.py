@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 
-def flatten(_model: nn.Module, x: Tensor) -> Tensor:
+def flatten_samples(_model: nn.Module, x: Tensor) -> Tensor:
     """Flatten each sample to one dimension."""
     return torch.flatten(x, 1)
 
 
-def patches(model: nn.Module, images: Tensor) -> Tensor:
+def embed_patches(model: nn.Module, images: Tensor) -> Tensor:
     """Return the first input of a vision transformer's layers.
 
     It consists of the class token and a vector per patch.
@@ -21,16 +21,16 @@ def patches(model: nn.Module, images: Tensor) -> Tensor:
     return model.encoder.dropout(x + model.encoder.pos_embedding)
 
 
-def class_scores(model: nn.Module, x: Tensor) -> Tensor:
+def compute_class_scores(model: nn.Module, x: Tensor) -> Tensor:
     """Return a vision transformer's output: the scores of the class token's final vector."""
     return model.heads(model.encoder.ln(x)[:, 0])
 
 
-VGG = ("features.*", "avgpool", (flatten, ()), "classifier.*")
+VGG = ("features.*", "avgpool", (flatten_samples, ()), "classifier.*")
 VIT = (
-    (patches, ("conv_proj", "class_token", "encoder.pos_embedding", "encoder.dropout")),
+    (embed_patches, ("conv_proj", "class_token", "encoder.pos_embedding", "encoder.dropout")),
     "encoder.layers.*",
-    (class_scores, ("encoder.ln", "heads")),
+    (compute_class_scores, ("encoder.ln", "heads")),
 )
 
 #: How workers divide a vision transformer's layers (`extensions/splitting/tensor.py`). The head is not

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stratbench.workload.generators import Generators, restoring_generators, seed_generators
+from stratbench.workload.generators import (
+    Generators,
+    restore_random_generators,
+    seed_random_generators,
+)
 from stratbench.workload.network.changes import Changes
 from stratbench.workload.tasks import Classification
 from stratbench.workload.torch_internals import (
@@ -24,12 +28,12 @@ from stratbench.workload.torch_internals import (
     FakeTensor,
     UnsupportedOperatorException,
     get_parameters,
-    get_version,
+    get_write_count,
     has_gradient_hooks,
     is_view,
     tree_leaves,
 )
-from stratbench.workload.users_code import ModelError, format_error
+from stratbench.workload.users_code import ModelError, format_user_error
 
 #: Number of samples of a trial step; BatchNorm cannot normalise one sample.
 SAMPLES = 2
@@ -51,74 +55,85 @@ NO_VALUES = (
 
 
 class PassFailed(ModelError):
-    """A forward or backward of the model failed; with fake tensors, these may be the cause."""
+    """A forward or backward of the model failed, perhaps only because its tensors are fake."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The properties of a model that trial steps have detected; the texts are names in the model."""
+    """The properties of a model that trial steps have found, as names of parameters, buffers and modules."""
 
     #: Trainable parameters that got no gradient.
-    unused: tuple[str, ...] = ()
+    parameters_without_gradient: tuple[str, ...] = ()
     #: Parameters whose gradient is sparse.
-    sparse: tuple[str, ...] = ()
+    sparse_gradient_parameters: tuple[str, ...] = ()
     #: Parameters to whose gradient one backward adds several times.
-    again: tuple[str, ...] = ()
+    repeatedly_added_parameters: tuple[str, ...] = ()
     #: Parameters with gradient hooks.
-    hooked: tuple[str, ...] = ()
+    hooked_parameters: tuple[str, ...] = ()
     #: Parameters of a shard group that forward reads before it calls a module of the group.
-    uncalled: tuple[str, ...] = ()
+    parameters_read_before_call: tuple[str, ...] = ()
     #: Parameters of a shard group that forward reads after it has called all modules of the group.
-    late: tuple[str, ...] = ()
+    parameters_read_after_calls: tuple[str, ...] = ()
     #: Parameters that forward reads from other references than their modules' attributes.
-    elsewhere: tuple[str, ...] = ()
+    parameters_read_elsewhere: tuple[str, ...] = ()
     #: Parameters of a subclass or with attributes, on which the result of forward depends.
-    remade: tuple[str, ...] = ()
+    class_dependent_parameters: tuple[str, ...] = ()
     #: Buffers that forward changes in place.
-    written: tuple[str, ...] = ()
+    written_buffers: tuple[str, ...] = ()
     #: Buffers that forward replaces by another tensor.
-    replaced: tuple[str, ...] = ()
+    replaced_buffers: tuple[str, ...] = ()
     #: Parameters that forward changes.
-    overwritten: tuple[str, ...] = ()
+    overwritten_parameters: tuple[str, ...] = ()
     #: Parameters that forward changes depending on its data.
-    parted: tuple[str, ...] = ()
+    data_dependent_parameters: tuple[str, ...] = ()
     #: Plain attributes that forward changes.
-    attributes: tuple[str, ...] = ()
+    changed_attributes: tuple[str, ...] = ()
     #: State besides float buffers that forward changes and on which the evaluation depends.
-    kept_aside: tuple[str, ...] = ()
+    unsaved_evaluation_state: tuple[str, ...] = ()
     #: State that forward changes and on which the training depends.
-    counts: tuple[str, ...] = ()
-    #: Modules that only some forwards call, at random (`modules_by_chance`).
-    by_chance: tuple[str, ...] = ()
+    changing_training_state: tuple[str, ...] = ()
+    #: Modules that only some forwards call, at random (`find_randomly_called_modules`).
+    randomly_called_modules: tuple[str, ...] = ()
     #: Modules that only some batches call, and parameters that get a gradient from only some batches.
-    by_data: tuple[str, ...] = ()
+    data_dependent_modules: tuple[str, ...] = ()
     #: Labels of shard groups of which forward calls no module.
-    unopened: tuple[str, ...] = ()
+    uncalled_groups: tuple[str, ...] = ()
     #: Whether forward reads values of tensors, so that it may call other modules with other data.
     reads_values: bool = False
     #: Whether forward draws random numbers.
-    draws: bool = False
+    draws_random_numbers: bool = False
     #: Indices of the shard groups that forward calls, in this order, and whether backward reaches each. It
     #: does not reach a group if this group and all preceding ones are frozen.
-    in_backward: dict[int, bool] = field(default_factory=dict)
+    group_in_backward: dict[int, bool] = field(default_factory=dict)
     #: Labels of shard groups that return a view of a tensor, which forward then changes in place.
-    written_views: tuple[str, ...] = ()
+    groups_with_written_views: tuple[str, ...] = ()
 
     @property
-    def skipped(self) -> tuple[str, ...]:
-        """Parameters without a gradient in some steps, and modules that forward may skip."""
-        return self.unused + self.by_chance + self.by_data
+    def skippable_names(self) -> tuple[str, ...]:
+        """Parameters without a gradient in some steps, and modules that forward may skip, by name."""
+        return (
+            self.parameters_without_gradient
+            + self.randomly_called_modules
+            + self.data_dependent_modules
+        )
 
     @property
-    def at_times(self) -> tuple[str, ...]:
-        """Parameters and modules that may get a gradient in some steps, but not in others."""
-        return self.by_chance or self.by_data or (self.unused if self.reads_values else ())
+    def sometimes_without_gradient(self) -> tuple[str, ...]:
+        """Parameters and modules that get a gradient in some steps, but not in others."""
+        return (
+            self.randomly_called_modules
+            or self.data_dependent_modules
+            or (self.parameters_without_gradient if self.reads_values else ())
+        )
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
         """Return the trial that `dataclasses.asdict`, and perhaps JSON, has converted."""
         each = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        return cls(**each | {"in_backward": {int(i): v for i, v in each["in_backward"].items()}})
+        return cls(
+            **each
+            | {"group_in_backward": {int(i): v for i, v in each["group_in_backward"].items()}}
+        )
 
 
 def take_trial(
@@ -146,15 +161,17 @@ def take_trial(
     Raises:
         ModelError: If the model does not return a tensor of this shape, or if forward or backward fails.
     """
-    with restoring_generators(x.device), Changes(model) as changes:
+    with restore_random_generators(x.device), Changes(model) as changes:
         try:
-            return _TrialRun(label, model, x, y, list(outputs), groups, classes, changes).trial()
+            return _TrialRun(
+                label, model, x, y, list(outputs), groups, classes, changes
+            ).run_trial()
         finally:
             changes.put_back()
 
 
 class _TrialRun:
-    """A trial in progress. Each method tests one property, and restores the model afterwards."""
+    """A trial in progress. Each method tests one property of the model, and restores the model."""
 
     def __init__(
         self,
@@ -172,51 +189,61 @@ class _TrialRun:
         self.names = {p: name for name, p in model.named_parameters()}
         self.on_fakes = isinstance(x, FakeTensor)
 
-    def trial(self) -> Trial:
+    def run_trial(self) -> Trial:
         model, changes, names = self.model, self.changes, self.names
-        before = self.evaluated(), self.seeded()
-        draws, changes.draws = Generators.now(self.x.device), False
+        before = self.compute_evaluation_scores(), self.compute_training_scores()
+        draws, changes.draws = Generators.capture_states(self.x.device), False
         gathering = _Gathering(self.groups)
         with gathering:
             scores = self.forward(self.x)
         written_views = gathering.written_views
         advanced = (
-            changes.draws if self.on_fakes else draws.differ_from(Generators.now(self.x.device))
+            changes.draws
+            if self.on_fakes
+            else draws.differ_from(Generators.capture_states(self.x.device))
         )
         changed_names = {
-            "overwritten": changes.overwritten,
-            "written": changes.written,
-            "replaced": changes.replaced,
-            "attributes": changes.attributes,
+            "overwritten_parameters": changes.overwritten_parameters,
+            "written_buffers": changes.written_buffers,
+            "replaced_buffers": changes.replaced_buffers,
+            "changed_attributes": changes.changed_attributes,
         }
-        reached = self.backward(scores)
-        kept_aside, counts = self.dependence(changed_names, *before)
+        reached = self.run_backward(scores)
+        kept_aside, counts = self.find_state_dependence(changed_names, *before)
         changes.put_back()
-        by_data, parted = self.by_data(gathering, changed_names["overwritten"])
-        elsewhere, remade = self.elsewhere()
+        by_data, parted = self.find_data_dependence(
+            gathering, changed_names["overwritten_parameters"]
+        )
+        elsewhere, remade = self.find_parameters_read_elsewhere()
         trainable = {p: name for p, name in names.items() if p.requires_grad}
         return Trial(
             **{key: tuple(value) for key, value in changed_names.items()},
-            unused=tuple(name for p, name in trainable.items() if p not in reached),
-            sparse=tuple(n for p, n in trainable.items() if p in reached and reached[p].sparse),
-            again=tuple(n for p, n in trainable.items() if p in reached and reached[p].times > 1),
-            hooked=tuple(name for p, name in names.items() if has_gradient_hooks(p)),
-            uncalled=tuple(names[p] for p in gathering.uncalled),
-            late=tuple(names[p] for p in gathering.late),
-            elsewhere=elsewhere,
-            remade=remade,
-            parted=parted,
-            kept_aside=kept_aside,
-            counts=counts,
-            by_chance=modules_by_chance(model, self.x, changes),
-            by_data=by_data,
-            unopened=tuple(
+            parameters_without_gradient=tuple(
+                name for p, name in trainable.items() if p not in reached
+            ),
+            sparse_gradient_parameters=tuple(
+                n for p, n in trainable.items() if p in reached and reached[p].is_sparse
+            ),
+            repeatedly_added_parameters=tuple(
+                n for p, n in trainable.items() if p in reached and reached[p].times > 1
+            ),
+            hooked_parameters=tuple(name for p, name in names.items() if has_gradient_hooks(p)),
+            parameters_read_before_call=tuple(names[p] for p in gathering.uncalled),
+            parameters_read_after_calls=tuple(names[p] for p in gathering.late),
+            parameters_read_elsewhere=elsewhere,
+            class_dependent_parameters=remade,
+            data_dependent_parameters=parted,
+            unsaved_evaluation_state=kept_aside,
+            changing_training_state=counts,
+            randomly_called_modules=find_randomly_called_modules(model, self.x, changes),
+            data_dependent_modules=by_data,
+            uncalled_groups=tuple(
                 g[0] for i, g in enumerate(self.groups) if i not in gathering.in_backward
             ),
             reads_values=gathering.reads_values,
-            draws=advanced,
-            in_backward=gathering.in_backward,
-            written_views=tuple(self.groups[i][0] for i in written_views),
+            draws_random_numbers=advanced,
+            group_in_backward=gathering.in_backward,
+            groups_with_written_views=tuple(self.groups[i][0] for i in written_views),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -227,9 +254,9 @@ class _TrialRun:
         _check_scores(self.who, scores, x, self.y, self.outputs)
         return scores
 
-    def backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
+    def run_backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
         """Run backward of a loss of the scores. Return the parameters that got a gradient."""
-        with _freeing_gradients(self.names) as reached:
+        with _free_gradients(self.names) as reached:
             try:
                 # A user's own task is not called here, so that its errors are not taken for the model's.
                 are_scores = _are_scores(self.outputs, self.y)
@@ -239,19 +266,19 @@ class _TrialRun:
                 _raise_model_error(self.who, e, f"backward of a batch {list(self.x.shape)}")
         return reached
 
-    def evaluated(self) -> Tensor:
+    def compute_evaluation_scores(self) -> Tensor:
         """Return the scores of the batch in evaluation mode, with seeded generators."""
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
-            with restoring_generators(self.x.device), torch.no_grad():
-                seed_generators(0)
+            with restore_random_generators(self.x.device), torch.no_grad():
+                seed_random_generators(0)
                 return self.forward(self.x)
         finally:
             for module, training in modes:
                 module.training = training
 
-    def seeded(self, watching: AbstractContextManager | None = None) -> Tensor:
+    def compute_training_scores(self, watching: AbstractContextManager | None = None) -> Tensor:
         """Return the batch's scores in training mode with seeded generators.
 
         The model is restored afterwards.
@@ -259,17 +286,17 @@ class _TrialRun:
         Args:
             watching: Context in which forward runs, if any.
         """
-        seed_generators(0)
+        seed_random_generators(0)
         try:
             with torch.no_grad(), watching or nullcontext():
                 return self.forward(self.x)
         finally:
             self.changes.put_back()
 
-    def dependence(
+    def find_state_dependence(
         self, changed_names: Mapping[str, list[str]], evaluated: Tensor, trained: Tensor
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return `Trial.kept_aside` and `Trial.counts`.
+        """Return names of changed state on which evaluation depends, and on which training depends.
 
         Args:
             changed_names: Changed names by kind.
@@ -277,24 +304,32 @@ class _TrialRun:
             trained: Scores of training before any change.
         """
         by_name = dict(self.model.named_parameters())
-        frozen = [name for name in changed_names["overwritten"] if not by_name[name].requires_grad]
+        frozen = [
+            name
+            for name in changed_names["overwritten_parameters"]
+            if not by_name[name].requires_grad
+        ]
         if self.on_fakes:
             return tuple(frozen), ()
         buffers = dict(self.model.named_buffers())
-        others = [n for n in changed_names["written"] if not buffers[n].is_floating_point()]
-        others += changed_names["replaced"] + changed_names["attributes"]
+        others = [n for n in changed_names["written_buffers"] if not buffers[n].is_floating_point()]
+        others += changed_names["replaced_buffers"] + changed_names["changed_attributes"]
         self.changes.put_back(others=False)
-        if not others or _are_equal(self.evaluated(), evaluated):
+        if not others or _are_equal(self.compute_evaluation_scores(), evaluated):
             others = []
         self.changes.put_back()
         self.forward(self.x)
         self.changes.put_back(floats=False, others=False)
-        counted = changed_names["written"] + changed_names["replaced"] + changed_names["attributes"]
-        if not counted or _are_equal(self.seeded(), trained):
+        counted = (
+            changed_names["written_buffers"]
+            + changed_names["replaced_buffers"]
+            + changed_names["changed_attributes"]
+        )
+        if not counted or _are_equal(self.compute_training_scores(), trained):
             counted = []
         return tuple(frozen + others), tuple(counted)
 
-    def by_data(
+    def find_data_dependence(
         self, gathering: _Gathering, overwritten: Sequence[str]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return modules and parameters that only some batches use, and parameters that batches change."""
@@ -304,26 +339,29 @@ class _TrialRun:
         values: list[dict[str, Tensor]] = []
         for seed in range(BATCHES):
             x = _make_batch_like(self.x, self.classes, seed)
-            seed_generators(0)
-            with _recording_calls(self.model) as called:
+            seed_random_generators(0)
+            with _record_called_modules(self.model) as called:
                 scores = self.forward(x)
-            values.append(self.changes.values_of(overwritten))
-            trained = self.backward(scores)
+            values.append(self.changes.copy_parameters(overwritten))
+            trained = self.run_backward(scores)
             reached.append(called | {self.names[p] for p in trained})
             self.changes.put_back()
         parted = [n for n in overwritten if any(not v[n].equal(values[0][n]) for v in values)]
-        return _names_in_some(reached), tuple(parted)
+        return _find_names_in_some_sets(reached), tuple(parted)
 
-    def elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return `Trial.elsewhere` and `Trial.remade`, by a forward with copied parameters, as in FSDP."""
+    def find_parameters_read_elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return parameters that forward reads outside their modules, and class-dependent parameters.
+
+        Both are found by a forward with copied parameters, as in FSDP.
+        """
         more = {n for p, n in self.names.items() if type(p) is not nn.Parameter or vars(p)}
         if self.on_fakes:
             more = set()
         reading = _Reading(self.names)
-        scores, with_copies = self.seeded() if more else None, None
-        with _copied_parameters(self.model):
+        scores, with_copies = self.compute_training_scores() if more else None, None
+        with _replace_parameters_by_copies(self.model):
             try:
-                with_copies = self.seeded(reading)
+                with_copies = self.compute_training_scores(reading)
             except ModelError:
                 if not more:
                     raise
@@ -345,7 +383,7 @@ def _make_batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
     return torch.empty_like(x).copy_(made)
 
 
-def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
+def find_randomly_called_modules(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
     """Return the names of modules that only some of eight forwards call.
 
     A model that skips modules at random draws numbers from torch, numpy or Python. With fake tensors, torch's
@@ -359,19 +397,21 @@ def modules_by_chance(model: nn.Module, x: Tensor, changes: Changes) -> tuple[st
     called: list[set[str]] = []
     with torch.no_grad():
         for seed in range(8):
-            seed_generators(seed)
-            before = Generators.now()
-            with _recording_calls(model) as now:
+            seed_random_generators(seed)
+            before = Generators.capture_states()
+            with _record_called_modules(model) as now:
                 model(x)
             called.append(now)
             changes.put_back()
-            if isinstance(x, FakeTensor) and not before.differ_outside_torch(Generators.now()):
+            if isinstance(x, FakeTensor) and not before.differ_outside_torch(
+                Generators.capture_states()
+            ):
                 break
-    return _names_in_some(called)
+    return _find_names_in_some_sets(called)
 
 
 @contextmanager
-def _recording_calls(model: nn.Module) -> Iterator[set[str]]:
+def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
     """Collect the names of the modules that are called within the block."""
     called: set[str] = set()
     handles = [
@@ -385,14 +425,14 @@ def _recording_calls(model: nn.Module) -> Iterator[set[str]]:
             handle.remove()
 
 
-def _names_in_some(reached: Sequence[set[str]]) -> tuple[str, ...]:
-    """Return names in some but not all sets, without submodules of other such names."""
+def _find_names_in_some_sets(reached: Sequence[set[str]]) -> tuple[str, ...]:
+    """Return the names in some but not all sets, without submodules of other such modules."""
     some = set.union(*reached) - set.intersection(*reached)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
 
 
 @contextmanager
-def _copied_parameters(model: nn.Module) -> Iterator[None]:
+def _replace_parameters_by_copies(model: nn.Module) -> Iterator[None]:
     """Replace each parameter within the block by another object in the same memory."""
     originals = [
         (module, key, p)
@@ -441,21 +481,21 @@ def _raise_model_error(label: object, e: Exception, what: str) -> None:
         raise e
     if isinstance(e, NO_VALUES):
         raise PassFailed(f"{label}: its {what} reads values of tensors ({e})") from e
-    raise PassFailed(f"{label}: its {what} raised {format_error(e)}") from e
+    raise PassFailed(f"{label}: its {what} raised {format_user_error(e)}") from e
 
 
 @dataclass
 class _Gradient:
-    """How one backward computes a parameter's gradient."""
+    """How one backward computes the gradient of a parameter: number of additions, and sparsity."""
 
     #: Number of additions to the gradient.
     times: int = 0
     #: Whether the gradient is sparse.
-    sparse: bool = False
+    is_sparse: bool = False
 
 
 @contextmanager
-def _freeing_gradients(
+def _free_gradients(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
     """Free each gradient as soon as it is accumulated. Yield the parameters that got a gradient."""
@@ -464,7 +504,7 @@ def _freeing_gradients(
     def drop(p: nn.Parameter) -> None:
         gradient = reached.setdefault(p, _Gradient())
         gradient.times += 1
-        gradient.sparse |= p.grad is not None and p.grad.layout != torch.strided
+        gradient.is_sparse |= p.grad is not None and p.grad.layout != torch.strided
         p.grad = None
 
     hooks = [p.register_post_accumulate_grad_hook(drop) for p in parameters if p.requires_grad]
@@ -476,7 +516,7 @@ def _freeing_gradients(
 
 
 class _Reading(TorchFunctionMode):
-    """Context in which `read` collects the names of the parameters that are read."""
+    """Context that collects the names of the model's parameters which torch functions read."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
@@ -498,7 +538,7 @@ class _Reading(TorchFunctionMode):
 
 
 class _Gathering(TorchFunctionMode):
-    """Context that finds parameters which forward reads while FSDP would not hold their group gathered.
+    """Context that finds parameters which forward reads when FSDP would not have gathered their group.
 
     A group is gathered when one of its modules is called, and freed when all of them have been called
     (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _register_group_forward_hooks).
@@ -523,9 +563,9 @@ class _Gathering(TorchFunctionMode):
         for i, modules in enumerate(self._groups):
             for m in modules:
                 # FSDP gathers a group before the user's hooks, which may read or create a parameter.
-                opens = m.register_forward_pre_hook(partial(self._open, i), prepend=True)
+                opens = m.register_forward_pre_hook(partial(self._gather_group, i), prepend=True)
                 self._hooks.append(opens)
-                self._hooks.append(m.register_forward_hook(partial(self._close, i)))
+                self._hooks.append(m.register_forward_hook(partial(self._release_group, i)))
         super().__enter__()
         return self
 
@@ -534,21 +574,21 @@ class _Gathering(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
-    def _open(self, i: int, _module: nn.Module, _inputs: Any) -> None:
+    def _gather_group(self, i: int, _module: nn.Module, _inputs: Any) -> None:
         if not self._waiting[i]:
             self._waiting[i] = set(self._groups[i])
 
-    def _close(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _release_group(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
         self._waiting[i].discard(module)
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        self._views += [(i, t, get_version(t)) for t in tensors if is_view(t)]
+        self._views += [(i, t, get_write_count(t)) for t in tensors if is_view(t)]
         needs_gradient = any(t.requires_grad for t in tensors)
         self.in_backward[i] = self.in_backward.get(i, False) or needs_gradient
 
     @property
     def written_views(self) -> list[int]:
         """Indices of the groups that returned a view which was changed afterwards."""
-        changed = (i for i, view, version in self._views if get_version(view) != version)
+        changed = (i for i, view, version in self._views if get_write_count(view) != version)
         return list(dict.fromkeys(changed))
 
     def __torch_function__(
@@ -579,7 +619,7 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 def _iter_read_parameters(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a function reads. Without a tensor as result, it reads metadata only."""
+    """Yield the parameters whose values a function reads. A result without tensors means metadata only."""
     if isinstance(result, Tensor | tuple | list):
         yield from _iter_parameters_in([*args, *(kwargs or {}).values()])
 

@@ -77,7 +77,7 @@ def find_repeats_that_end_differently(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("loss-in-parts", "note", "score")
-def find_loss_in_parts(evidence: AuditData) -> Iterator[Case]:
+def find_losses_unlike_mean_of_parts(evidence: AuditData) -> Iterator[Case]:
     """The loss of a batch is not the mean over its parts (because of class weights, ignored targets or
     pairs). So the number of workers or micro-batches changes what is trained. A task that returns (sum,
     weight) avoids this.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.records.derived import device_name, get_by_path
+from stratbench.analysis.records.derived import format_device_names, get_by_path
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, rule
@@ -31,14 +31,14 @@ NEIGHBOURS = 3.3
 class TimedRun(NamedTuple):
     """One repeat of a cell. Start and end are in seconds since 1970, or None if not recorded.
 
-    `log_s` is the logarithm of its training time, and `device` the names of its GPUs or processors.
+    `log_train_time` is the logarithm of its training time, and `device` the names of its GPUs or processors.
     """
 
     repeat: int
-    begun_s: float | None
-    ended_s: float | None
+    began_unix_s: float | None
+    ended_unix_s: float | None
     hosts: str
-    log_s: float
+    log_train_time: float
     device: str
 
 
@@ -53,13 +53,13 @@ def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
         cell, time_s = record["cell"], get_by_path(record, "time.train_time_s")
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
-            ends = (parse_moment(record, name) for name in ("started", "finished"))
-            place = list_hosts(record), math.log(time_s), device_name(record) or ""
+            ends = (parse_recorded_time_s(record, name) for name in ("started", "finished"))
+            place = join_host_names(record), math.log(time_s), format_device_names(record) or ""
             by_group[group].append(TimedRun(cell["repeat"], *ends, *place))
     return {group: runs for group, runs in by_group.items() if len(runs) > 1}
 
 
-def parse_moment(record: Record, name: str) -> float | None:
+def parse_recorded_time_s(record: Record, name: str) -> float | None:
     """Return a date in a record's provenance as seconds since 1970.
 
     The result is None if the date is missing.
@@ -68,7 +68,7 @@ def parse_moment(record: Record, name: str) -> float | None:
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
-def list_hosts(record: Record) -> str:
+def join_host_names(record: Record) -> str:
     """Return the names of a record's hosts as one text.
 
     The text is empty if they are not recorded.
@@ -77,13 +77,20 @@ def list_hosts(record: Record) -> str:
     return ", ".join(sorted(names - {None}))
 
 
-def iter_rivals(evidence: AuditData, on_equal_counts: bool) -> Iterator[tuple[Group, list[Group]]]:
-    """Yield each group of repeats with its competitors of similar time (within EXPLAINED)."""
+def iter_groups_of_similar_time(
+    evidence: AuditData, on_equal_counts: bool
+) -> Iterator[tuple[Group, list[Group]]]:
+    """Yield each group of repeats with the groups whose mean training time is similar.
+
+    Times are similar if their logarithms differ by at most EXPLAINED.
+    """
     runs = list_timed_runs(evidence)
-    means = {group: float(np.mean([run.log_s for run in own])) for group, own in runs.items()}
+    means = {
+        group: float(np.mean([run.log_train_time for run in own])) for group, own in runs.items()
+    }
     compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)
     for group in runs:
-        compared[(*group.comparison, group.gpus if on_equal_counts else 0)].append(group)
+        compared[(*group.comparison_key, group.gpus if on_equal_counts else 0)].append(group)
     for members in compared.values():
         for group in members:
             yield (
@@ -103,38 +110,40 @@ def find_confounded_order(evidence: AuditData) -> Iterator[Case]:
     the same difference. Train all of these strategies again as one study.
     """
     yield from (
-        (group, how) for group, how, doubtful in find_groups_out_of_turn(evidence) if doubtful
+        (group, how) for group, how, doubtful in list_groups_not_alternated(evidence) if doubtful
     )
 
 
 @rule("not-in-turns", "note", "time")
-def find_strategies_not_in_turns(evidence: AuditData) -> Iterator[Case]:
+def find_strategies_not_alternated(evidence: AuditData) -> Iterator[Case]:
     """The strategy did not alternate with most strategies that are about as fast, for example because a
     scheduler fills gaps with small jobs. There is no sign that the machine changed meanwhile.
     """
     yield from (
-        (group, how) for group, how, doubtful in find_groups_out_of_turn(evidence) if not doubtful
+        (group, how)
+        for group, how, doubtful in list_groups_not_alternated(evidence)
+        if not doubtful
     )
 
 
 @lru_cache(maxsize=1)
-def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]]:
-    """Return groups that did not alternate with most of their competitors.
+def list_groups_not_alternated(evidence: AuditData) -> list[tuple[Group, str, bool]]:
+    """Return the groups whose runs did not alternate in time with those of most competitors.
 
     Each group has a text on the order of the runs, and whether the order matters.
     """
-    groups, drifting = [], find_trends(evidence)
+    groups, drifting = [], describe_trends_by_experiment(evidence)
     timed = {
-        group: {run.repeat: run for run in runs if None not in (run.begun_s, run.ended_s)}
+        group: {run.repeat: run for run in runs if None not in (run.began_unix_s, run.ended_unix_s)}
         for group, runs in list_timed_runs(evidence).items()
     }
-    for group, rivals in iter_rivals(evidence, on_equal_counts=False):
+    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_counts=False):
         named: defaultdict[str, list[str]] = defaultdict(list)
         wholly = 0
         for other in rivals:
-            if how := describe_order(timed[group], timed[other]):
+            if how := describe_run_order(timed[group], timed[other]):
                 named[how].append(f"{other.strategy} on {other.gpus}")
-                wholly += are_apart(timed[group].values(), timed[other].values())
+                wholly += have_disjoint_times(timed[group].values(), timed[other].values())
         # A strategy that was added later is out of turn with all others, but each of these only with it.
         if 2 * sum(map(len, named.values())) > len(rivals):
             text = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
@@ -143,41 +152,43 @@ def find_groups_out_of_turn(evidence: AuditData) -> list[tuple[Group, str, bool]
     return groups
 
 
-def are_apart(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
+def have_disjoint_times(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> bool:
     """Return whether one group's runs all ended before the other's began, in either order."""
     (begun, ended), (from_s, to_s) = (
-        (min(run.begun_s for run in runs), max(run.ended_s for run in runs))
+        (min(run.began_unix_s for run in runs), max(run.ended_unix_s for run in runs))
         for runs in map(list, (own, others))
     )
     return ended <= from_s or to_s <= begun
 
 
-def describe_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str:
-    """Return `before` or `after` if most pairs of equal repeats were not adjacent.
+def describe_run_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str:
+    """Return `before` or `after`, the order of two groups, or "" without a clear order.
 
-    A pair is not adjacent if another repeat of the two groups ran between.
+    The order is clear if most pairs of equal repeats have it, with another repeat of the groups between.
     """
     pairs = [(run, others[repeat]) for repeat, run in own.items() if repeat in others]
     if len(pairs) < 2:
         return ""
     both = [*own.values(), *others.values()]
-    ahead = sum(compare_order(one, other, both) for one, other in pairs) / len(pairs)
+    ahead = sum(compare_run_order(one, other, both) for one, other in pairs) / len(pairs)
     return "" if abs(ahead) <= 0.5 else "before" if ahead > 0 else "after"
 
 
-def compare_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> int:
-    """Return 1 or -1 if another run came between `one` and `other`, else 0.
+def compare_run_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> int:
+    """Return 1 if `one` clearly ran before `other`, -1 if after, else 0.
 
-    The result is 1 if `one` ran before `other`, and -1 if it ran after.
+    The order is clear only if another run came between both runs.
 
     Args:
         one: A run.
         other: Another run.
         runs: All runs.
     """
-    first, last = (one, other) if one.begun_s <= other.begun_s else (other, one)
-    from_s, to_s = first.ended_s, last.begun_s
-    between = from_s < to_s and any(from_s <= r.begun_s and r.ended_s <= to_s for r in runs)
+    first, last = (one, other) if one.began_unix_s <= other.began_unix_s else (other, one)
+    from_s, to_s = first.ended_unix_s, last.began_unix_s
+    between = from_s < to_s and any(
+        from_s <= r.began_unix_s and r.ended_unix_s <= to_s for r in runs
+    )
     return 0 if not between else 1 if first is one else -1
 
 
@@ -190,7 +201,7 @@ def find_confounded_host(evidence: AuditData) -> Iterator[Case]:
     homes = defaultdict(lambda: defaultdict(list))
     for group, runs in list_timed_runs(evidence).items():
         homes[group.experiment, group.gpus][group.strategy] += [run.hosts for run in runs]
-    for group, rivals in iter_rivals(evidence, on_equal_counts=True):
+    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_counts=True):
         hosts = homes[group.experiment, group.gpus]
         own = hosts[group.strategy]
         elsewhere = [r.strategy for r in rivals if own[0] not in hosts[r.strategy]]
@@ -208,41 +219,43 @@ def find_confounded_host(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("times-follow-time", "warning", "time")
-def find_times_that_follow_time(evidence: AuditData) -> Iterator[Case]:
+def find_training_times_with_trend(evidence: AuditData) -> Iterator[Case]:
     """Training times depend on when a cell ran: the machine became slower or faster during the study.
     Strategies that alternated are compared fairly; single times and comparisons with other studies are not.
     """
-    for experiment, trend in find_trends(evidence).items():
+    for experiment, trend in describe_trends_by_experiment(evidence).items():
         yield {"experiment": experiment}, trend
 
 
 @lru_cache(maxsize=1)
-def find_trends(evidence: AuditData) -> dict[str, str]:
-    """Return how times depend on the order of execution, by experiment in which they do."""
+def describe_trends_by_experiment(evidence: AuditData) -> dict[str, str]:
+    """Return a text on each experiment whose training times depend on the order of execution."""
     experiments: defaultdict[str, list[list[TimedRun]]] = defaultdict(list)
     for group, runs in list_timed_runs(evidence).items():
-        timed = [run for run in runs if run.begun_s is not None]
+        timed = [run for run in runs if run.began_unix_s is not None]
         if len(timed) > 1:
             experiments[group.experiment].append(timed)
     return {
-        name: trend for name, groups in experiments.items() if (trend := describe_trend(groups))
+        name: trend
+        for name, groups in experiments.items()
+        if (trend := describe_time_trend(groups))
     }
 
 
-def describe_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
+def describe_time_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
     """Describe how times depend on the order of execution.
 
     The text is empty if the dependence may be chance. Log times less their group's mean are regressed on the
     position in the order. A correlation of successive runs also counts, which detects a slow hour. Positions
     are relative to the group's mean, so that the order of strategies does not matter.
     """
-    runs = sorted((run.begun_s, i, run) for i, own in enumerate(groups) for run in own)
+    runs = sorted((run.began_unix_s, i, run) for i, own in enumerate(groups) for run in own)
     total, dof = len(runs), len(runs) - len(groups) - 1
     if dof < 3:
         return ""
     group = np.array([i for _, i, _ in runs])
     x = subtract_group_means(np.arange(total) / (total - 1), group)
-    y = subtract_group_means(np.array([run.log_s for *_, run in runs]), group)
+    y = subtract_group_means(np.array([run.log_train_time for *_, run in runs]), group)
     if slope := compute_slope_beyond_chance(x, y, dof, CHANCE):
         return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
     squares, products = float(y @ y), sum(a * b for a, b in pairwise(y))
@@ -294,7 +307,7 @@ def find_slow_hosts(evidence: AuditData) -> Iterator[Case]:
         dof = len(entries) - len(set(group)) - 1
         if len(hosts) < 2 or dof < 3:
             continue
-        y = subtract_group_means(np.array([run.log_s for _, run in entries]), group)
+        y = subtract_group_means(np.array([run.log_train_time for _, run in entries]), group)
         for host in hosts:
             on_host = np.array([float(host in run.hosts.split(", ")) for _, run in entries])
             slope = compute_slope_beyond_chance(

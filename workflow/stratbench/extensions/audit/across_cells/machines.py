@@ -44,13 +44,13 @@ def find_throttled_gpus(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("busy-machine", "warning", "time")
-def find_busy_machine(evidence: AuditData) -> Iterator[Case]:
+def find_busy_machines(evidence: AuditData) -> Iterator[Case]:
     """Other processes used the CPU when the cell started, and may have slowed it down."""
-    for row in iter_rows(evidence.of_any_loop[are_busy(evidence.of_any_loop)]):
+    for row in iter_rows(evidence.of_any_loop[flag_busy_cells(evidence.of_any_loop)]):
         yield row, f"other processes used {row.other_cpu_cores:.2g} CPU cores"
 
 
-def are_busy(cells: pd.DataFrame) -> pd.Series:
+def flag_busy_cells(cells: pd.DataFrame) -> pd.Series:
     """Return per cell whether other processes used more CPU cores than system services do.
 
     The use is that at the cell's start.
@@ -165,24 +165,24 @@ def iter_foreign_processes(facts: Facts) -> Iterator[str]:
 
 
 def iter_foreign_memory(facts: Facts) -> Iterator[str]:
-    """Yield texts on memory of other processes on the cell's GPUs, by worker and timeline."""
+    """Yield texts on GPU memory of other processes, from worker measurements and timelines."""
     for worker in facts.workers:
         # PyTorch may open a CUDA context of each process of a node on the node's first GPU.
         is_first = worker["rank"] % facts.workers_per_node == 0
         workers = min(facts.workers_per_node, facts.gpus - worker["rank"])
         siblings = workers - 1 + len(facts.servers) if is_first else 0
         spare = OTHERS_BYTES + siblings * CONTEXT_BYTES
-        own, one = worker["memory"] or {}, facts.gpu_series(worker)
+        own, one = worker["memory"] or {}, facts.find_gpu_samples(worker)
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
         reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
         if None not in (used, mine) and used - mine > spare:
             yield f"{format_bytes(used - mine)} of {what} belong to other processes"
-        sampled = one.training.get(HELD["gpu"]) if one else None
-        most = max(used or 0, sampled.most if sampled else 0)
+        sampled = one.training_summaries.get(HELD["gpu"]) if one else None
+        most = max(used or 0, sampled.maximum if sampled else 0)
         if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES + spare:
             held = f"{format_bytes(most)} of {what} are in use"
             yield f"{held}, but the worker reserved only {format_bytes(reserved)}"
-        before = one.first.get(HELD["gpu"], 0) if one and not one.first_phase else 0
+        before = one.first_values.get(HELD["gpu"], 0) if one and not one.first_phase else 0
         if before > OTHERS_BYTES:
             yield f"{format_bytes(before)} of {what} were in use before the cell began"
 
@@ -197,7 +197,7 @@ def list_gpus_of_cell(facts: Facts) -> set[tuple[int, int]]:
     for worker in facts.workers:
         index = get_by_path(worker["provenance"], "gpu.index")
         if index is not None:
-            gpus.add((facts.node_of(worker["rank"]), index))
+            gpus.add((facts.compute_node(worker["rank"]), index))
     return gpus
 
 
@@ -213,7 +213,7 @@ def find_groups_across_nodes(facts: Facts) -> Iterator[str]:
     across = [
         first
         for first in range(0, facts.gpus, together)
-        if facts.node_of(first) != facts.node_of(first + together - 1)
+        if facts.compute_node(first) != facts.compute_node(first + together - 1)
     ]
     if across:
         each = facts.workers_per_node
@@ -224,11 +224,11 @@ def find_groups_across_nodes(facts: Facts) -> Iterator[str]:
 def find_shared_devices(evidence: AuditData) -> Iterator[Case]:
     """Two cells used one GPU at the same time, and slowed each other down."""
 
-    def gpus_of(record: Record) -> Iterator[str]:
+    def iter_gpu_uuids(record: Record) -> Iterator[str]:
         uuids = {get_by_path(worker["provenance"], "gpu.uuid") for worker in record["workers"]}
         yield from uuids - {None}
 
-    for uuid, together_s, one, later in iter_concurrent_cells(evidence, gpus_of):
+    for uuid, together_s, one, later in iter_concurrent_cells(evidence, iter_gpu_uuids):
         yield (
             later["cell"],
             f"{uuid} {together_s:.0f} s together with {describe_cells([one['cell']])}",
@@ -241,11 +241,11 @@ def find_shared_cores(evidence: AuditData) -> Iterator[Case]:
     waited for each other.
     """
 
-    def hosts_on_cpu(record: Record) -> Iterator[str]:
+    def iter_hosts_of_cpu_cell(record: Record) -> Iterator[str]:
         if record["provenance"].get("device") == "cpu":
             yield from {get_host_name(worker) for worker in record["workers"]} - {None}
 
-    for host, together_s, one, later in iter_concurrent_cells(evidence, hosts_on_cpu):
+    for host, together_s, one, later in iter_concurrent_cells(evidence, iter_hosts_of_cpu_cell):
         (cores, wanted), (others, more) = (
             list_cores_and_count_threads(host, record) for record in (one, later)
         )
@@ -289,5 +289,5 @@ def iter_concurrent_cells(
             together_s = (min(until, ended) - begun).total_seconds()
             if together_s > TOGETHER_S:
                 yield place, together_s, one, later
-            if ended > until:  # later cells are compared with the cell that ends last
+            if ended > until:  # the next cells are compared with the cell that ends last
                 until, one = ended, later

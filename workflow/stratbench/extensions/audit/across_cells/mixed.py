@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell.record import Record
 from stratbench.cell.settings import OF_A_VARIANT
-from stratbench.cell.text.words import shortened
+from stratbench.cell.text.words import shorten_for_table
 from stratbench.extensions.audit.rule import Affects, AuditData, Case, Rule, Severity, rule
 
 #: Fields of a worker's provenance that depend on the time or the rank, and not on the machine.
@@ -33,17 +33,17 @@ VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")
 
 @dataclass(frozen=True)
 class ComparedFields:
-    """A row of the table: fields that compared cells must have in common, by the beginning of their path.
+    """Row of TABLE: record fields that compared cells must have in common, as path prefixes.
 
-    Cells are compared if they share experiment, model and the coordinates in `within`.
+    Cells are compared if they share experiment, model and the coordinates in `shared_coordinates`.
     """
 
-    rule: str
+    rule_id: str
     severity: Severity
     affects: Affects
     explanation: str
-    fields: tuple[str, ...]
-    within: tuple[str, ...] = ()
+    field_paths: tuple[str, ...]
+    shared_coordinates: tuple[str, ...] = ()
 
 
 # fmt: off
@@ -161,18 +161,19 @@ def find_table_row(path: str) -> int | None:
         return None
     if any(path == f"settings.{key}" or path.startswith(f"settings.{key}.") for key in VARIED):
         return None
-    if (
-        path == "settings.global_batch"
-    ):  # differs with weak scaling; the rule mixed-batches compares it
+    # The global batch differs with weak scaling; the rule mixed-batches compares it.
+    if path == "settings.global_batch":
         return None
     for i, entry in enumerate(TABLE):
-        if any(path == start or path.startswith(f"{start}.") for start in entry.fields):
+        if any(path == start or path.startswith(f"{start}.") for start in entry.field_paths):
             return i
     return None
 
 
 @lru_cache(maxsize=1)
-def list_records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str, set[str]]]]]:
+def collect_records_by_table_row(
+    evidence: AuditData,
+) -> list[list[tuple[Record, dict[str, set[str]]]]]:
     """Return for each row of TABLE all records with their values of the row's fields."""
     by_row: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
     for record in evidence.records:
@@ -185,11 +186,11 @@ def list_records_by_row(evidence: AuditData) -> list[list[tuple[Record, dict[str
     return by_row
 
 
-def iter_differences_of_row(evidence: AuditData, entry: int) -> Iterator[Case]:
-    """Yield the fields of row `entry` of TABLE in which compared cells differ."""
-    names = ("experiment", "model", *TABLE[entry].within)
+def iter_field_differences(evidence: AuditData, entry: int) -> Iterator[Case]:
+    """Yield the record fields in which compared cells differ, for row number `entry` of TABLE."""
+    names = ("experiment", "model", *TABLE[entry].shared_coordinates)
     groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
-    for record, facts in list_records_by_row(evidence)[entry]:
+    for record, facts in collect_records_by_table_row(evidence)[entry]:
         groups[tuple(record["cell"][name] for name in names)].append((record, facts))
     for key, members in groups.items():
         where = dict(zip(names, key, strict=True))
@@ -210,11 +211,11 @@ def describe_values(path: str, by_record: Sequence[tuple[Record, set[str]]]) -> 
     """
     counts = Counter(value for _, values in by_record for value in values)
     usual, *others = (value for value, _ in counts.most_common())
-    parts = [f"{path}: {shortened(usual)}"]
+    parts = [f"{path}: {shorten_for_table(usual)}"]
     for value in others[:3]:
         cells = [record["cell"] for record, values in by_record if value in values]
         named = ", ".join(dict.fromkeys(f"{c['strategy']} on {c['gpus']}" for c in cells))
-        parts.append(f"{shortened(value)} ({shortened(named)})")
+        parts.append(f"{shorten_for_table(value)} ({shorten_for_table(named)})")
     return ", ".join(parts)
 
 
@@ -222,11 +223,11 @@ def make_rule_of_row(entry: int) -> Rule:
     """Make the rule that compares the fields of row `entry` of TABLE."""
     compared = TABLE[entry]
 
-    def check(evidence: AuditData) -> Iterator[Case]:
-        yield from iter_differences_of_row(evidence, entry)
+    def find_differences(evidence: AuditData) -> Iterator[Case]:
+        yield from iter_field_differences(evidence, entry)
 
-    check.__doc__ = compared.explanation
-    return rule(compared.rule, compared.severity, compared.affects)(check)
+    find_differences.__doc__ = compared.explanation
+    return rule(compared.rule_id, compared.severity, compared.affects)(find_differences)
 
 
 MIXED = tuple(map(make_rule_of_row, range(len(TABLE))))

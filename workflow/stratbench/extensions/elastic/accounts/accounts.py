@@ -13,7 +13,7 @@ from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
-from stratbench.cell.files import finite, read_json_lines
+from stratbench.cell.files import finite_or_none, read_json_lines
 from stratbench.extensions.elastic.accounts.history import (
     EpochTotals,
     MemberHistory,
@@ -24,30 +24,32 @@ from stratbench.train.job import Job
 
 
 def read_member_results(job: Job) -> dict[int, dict[str, Any]]:
-    """Read the results of each worker of a cell, by number of the worker.
+    """Read the results of each worker of an elastic cell, by worker number.
 
     Each worker writes its results at its end.
     """
-    results = {e["number"]: job.folder.read_worker(e["number"]) for e in read_worker_jobs(job)}
+    results = {
+        e["number"]: job.folder.read_worker_result(e["number"]) for e in read_worker_jobs(job)
+    }
     return {number: result for number, result in results.items() if result is not None}
 
 
-def sum_members_run(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
+def sum_member_runs(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]:
     """Sum the time, samples and epochs of a training over all its members and launchers.
 
-    The result has the form of `totals.collective_run`. Pauses and repeated steps are part of the time; time
-    without any worker is not. Times and losses are filled into `per_epoch`.
+    The result has the form of `totals.summarize_collective_run`. Pauses and repeated steps are part of
+    the time; time without any worker is not. Times and losses are filled into `per_epoch`.
     """
     s, elapsed_s = job.settings, 0.0
     per_epoch_steps, incarnations = job.train_samples // s.global_batch, _read_histories(job)
     last = max(
         [
             len(per_epoch),
-            *(number + 1 for incarnation in incarnations for number in incarnation.epochs),
+            *(number + 1 for incarnation in incarnations for number in incarnation.totals_by_epoch),
         ]
     )
     epochs = [
-        _sum_epoch_totals(incarnation.epochs.get(number) for incarnation in incarnations)
+        _sum_epoch_totals(incarnation.totals_by_epoch.get(number) for incarnation in incarnations)
         for number in range(last)
     ]
     times_s = [epoch.train_s + epoch.pause_s for epoch in epochs]
@@ -60,10 +62,11 @@ def sum_members_run(job: Job, per_epoch: list[dict[str, Any]]) -> dict[str, Any]
         once = not any(
             max(first, b.from_step) < min(first + per_epoch_steps, a.last_step) for a, b in changes
         )
-        if once and abs(kept.steps - per_epoch_steps) < 0.5 / job.cell.gpus:
-            entry["train_loss"] = finite(kept.loss / kept.steps)
+        if once and abs(kept.reported_steps - per_epoch_steps) < 0.5 / job.cell.gpus:
+            entry["train_loss"] = finite_or_none(kept.loss_sum / kept.reported_steps)
     steps = s.total_steps(job.train_samples)
-    if per_epoch and len(per_epoch) < (s.epochs or 0):  # the training diverged before its end
+    # With fewer epochs, the training diverged before its end.
+    if per_epoch and len(per_epoch) < (s.epochs or 0):
         steps = len(per_epoch) * per_epoch_steps
     return {
         "train_time_s": sum(times_s),
@@ -79,7 +82,11 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `elastic`, for a cell without parameter servers."""
     origin = job.origin_unix_s
     incarnations = _read_histories(job)
-    dates = {n: of for incarnation in reversed(incarnations) for n, of in incarnation.dates.items()}
+    dates = {
+        n: of
+        for incarnation in reversed(incarnations)
+        for n, of in incarnation.dates_by_member.items()
+    }
     jobs = [
         make_job_entry(entry, dates.get(entry["number"], {}), origin)
         for entry in read_worker_jobs(job)
@@ -93,8 +100,8 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     return {
         "incarnations": len(incarnations),
         **sum_job_totals(jobs, _sum_training_s(generations)),
-        "leaves": sum(len(incarnation.left) for incarnation in incarnations),
-        "losses": sum(len(incarnation.lost) for incarnation in incarnations),
+        "leaves": sum(len(incarnation.left_members) for incarnation in incarnations),
+        "losses": sum(len(incarnation.lost_members) for incarnation in incarnations),
         "restarts": sum(g.from_checkpoint for g in generations),
         # Steps whose result was lost with a member, so that they were taken again.
         "steps_repeated": sum(max(0, a.last_step - b.from_step) for a, b in pairwise(generations)),
@@ -115,7 +122,10 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
 
 
 def sum_job_totals(jobs: list[dict[str, Any]], training_s: float) -> dict[str, Any]:
-    """Return the record's totals over all worker jobs, whose training times sum up to `training_s`."""
+    """Return the record's totals over all worker jobs: queue wait, allocated and idle seconds.
+
+    `training_s` is the sum of all workers' training seconds.
+    """
     started = [j["started_s"] for j in jobs if j["started_s"] is not None]
     first_steps = [j["first_step_s"] for j in jobs if j["first_step_s"] is not None]
     allocated_s = sum(j["allocated_s"] for j in jobs)
@@ -131,7 +141,7 @@ def sum_job_totals(jobs: list[dict[str, Any]], training_s: float) -> dict[str, A
 
 def read_worker_jobs(job: Job) -> list[dict[str, Any]]:
     """Read the last known state of each worker job, sorted by number."""
-    entries = read_json_lines(RunFiles(job.folder).worker_jobs)
+    entries = read_json_lines(RunFiles(job.folder).worker_jobs_path)
     return sorted({e["number"]: e for e in entries}.values(), key=lambda e: e["number"])
 
 
@@ -139,7 +149,7 @@ def _read_histories(job: Job) -> list[MemberHistory]:
     """Read each launcher's history of members, and add the work that members could not report."""
     kept = [
         json.loads(path.read_text(encoding="utf-8"))
-        for path in RunFiles(job.folder).list_launcher_files()
+        for path in RunFiles(job.folder).list_incarnation_paths()
     ]
     incarnations = [MemberHistory.from_dict(values) for values in kept]
     for incarnation in incarnations:
@@ -147,9 +157,8 @@ def _read_histories(job: Job) -> list[MemberHistory]:
             if g.to_step is None:
                 _add_unreported_work(incarnation, g, job)
     for a, b in pairwise(_list_generations(incarnations)):
-        if (
-            b.from_checkpoint
-        ):  # if all members were lost, only the checkpoint says how far they came
+        # If all members were lost, only the checkpoint says how far they came.
+        if b.from_checkpoint:
             a.to_step = max(a.last_step, b.from_step)
     return incarnations
 
@@ -160,7 +169,7 @@ def _list_generations(incarnations: Iterable[MemberHistory]) -> list[TrainingGen
 
 
 def _sum_epoch_totals(parts: Iterable[EpochTotals | None]) -> EpochTotals:
-    """Add the totals of one epoch that several launchers trained."""
+    """Sum the totals of one epoch over all launchers that trained in the epoch."""
     return EpochTotals(*map(sum, zip(*(astuple(part) for part in parts if part), strict=True)))
 
 
@@ -170,7 +179,7 @@ def _add_unreported_work(incarnation: MemberHistory, g: TrainingGeneration, job:
     The members of such a generation could not report their end, and write the work to files. The time since
     their last message counts for the epoch in progress if there is no file.
     """
-    files = [RunFiles(job.folder).read_unreported_result(number) for number in g.members]
+    files = [RunFiles(job.folder).read_orphaned_result(number) for number in g.members]
     unheard = [file for file in files if file and file["generation"] == g.number]
     for file in unheard:
         g.ended_unix_s = max(file["ended_unix_s"], g.ended_unix_s or 0.0)
@@ -180,8 +189,8 @@ def _add_unreported_work(incarnation: MemberHistory, g: TrainingGeneration, job:
         return
     g.ended_unix_s = g.ended_unix_s or max(incarnation.written_unix_s, g.reported_unix_s)
     first = g.from_step // (job.train_samples // job.settings.global_batch)
-    number = max((epoch + 1 for epoch in g.train_s), default=first)
-    incarnation.epochs.setdefault(number, EpochTotals()).train_s += (
+    number = max((epoch + 1 for epoch in g.train_s_by_member), default=first)
+    incarnation.totals_by_epoch.setdefault(number, EpochTotals()).train_s += (
         g.ended_unix_s - g.reported_unix_s
     )
 
@@ -197,9 +206,8 @@ def make_job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float
         origin: Origin of the record's times, in seconds since 1970.
     """
     submitted, ended = entry["submitted_unix_s"], entry["ended_unix_s"]
-    started = entry["started_unix_s"] or dates.get(
-        "admitted"
-    )  # no poll may have seen the job running
+    # A job without a start was never seen running by a poll.
+    started = entry["started_unix_s"] or dates.get("admitted")
     started = started and max(started, submitted)
     ended = ended and max(ended, started or submitted)
     return {
@@ -217,7 +225,7 @@ def make_job_entry(entry: dict[str, Any], dates: dict[str, float], origin: float
 
 
 def _make_generation_entry(g: TrainingGeneration, origin: float) -> dict[str, Any]:
-    """Return the record's entry of one generation, with times from `origin`."""
+    """Return the record's entry of one generation, with times relative to `origin`."""
     keys = (
         "number",
         "members",

@@ -1,4 +1,4 @@
-"""The history of the members of an elastic synchronous training, from which its record is made."""
+"""History of the members of an elastic synchronous training. The cell's record is made from it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class TrainingGeneration:
     from_checkpoint: bool = False
     broken: bool = False
     #: Seconds of its steps by epoch as members have reported them, and when the last report came.
-    train_s: dict[int, float] = field(default_factory=dict)
+    train_s_by_member: dict[int, float] = field(default_factory=dict)
     reported_unix_s: float | None = None
 
     @property
     def last_step(self) -> int:
-        """Number of steps taken when it stopped.
+        """Number of steps that the training had taken when the generation stopped.
 
-        It is the number when the generation began if the stop is unknown.
+        If the stop is unknown, the number is that at the generation's begin.
         """
         return self.from_step if self.to_step is None else self.to_step
 
 
 @dataclass
 class EpochTotals:
-    """Totals of one epoch: sum of losses over the reported `steps`, seconds of steps and of pauses."""
+    """Totals of one epoch: sum of losses over the reported steps, seconds of steps and of pauses."""
 
-    loss: float = 0.0
-    steps: float = 0.0
+    loss_sum: float = 0.0
+    reported_steps: float = 0.0
     train_s: float = 0.0
     pause_s: float = 0.0
 
@@ -55,12 +55,12 @@ class MemberHistory:
 
     generations: list[TrainingGeneration] = field(default_factory=list)
     #: When each member was admitted, ready and at its first step, by its number, in seconds since 1970.
-    dates: dict[int, dict[str, float]] = field(default_factory=dict)
+    dates_by_member: dict[int, dict[str, float]] = field(default_factory=dict)
     #: Numbers of the members that left in order, and of those that were lost.
-    left: list[int] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
+    left_members: list[int] = field(default_factory=list)
+    lost_members: list[int] = field(default_factory=list)
     #: Totals of each epoch over all generations.
-    epochs: dict[int, EpochTotals] = field(default_factory=dict)
+    totals_by_epoch: dict[int, EpochTotals] = field(default_factory=dict)
     #: When this history was written, in seconds since 1970.
     written_unix_s: float | None = None
 
@@ -75,21 +75,26 @@ class MemberHistory:
         """
         for key, (loss, steps, world, seconds) in done.items():
             number = int(key)
-            epoch = self.epochs.setdefault(number, EpochTotals())
-            epoch.loss += loss / world
-            epoch.steps += steps / world
+            epoch = self.totals_by_epoch.setdefault(number, EpochTotals())
+            epoch.loss_sum += loss / world
+            epoch.reported_steps += steps / world
             # The slowest member's time counts.
-            longest_s = generation.train_s.get(number, 0.0)
+            longest_s = generation.train_s_by_member.get(number, 0.0)
             epoch.train_s += max(0.0, seconds - longest_s)
-            generation.train_s[number] = max(seconds, longest_s)
+            generation.train_s_by_member[number] = max(seconds, longest_s)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemberHistory:
         """Make a history from the values of `asdict`, which may come from JSON."""
         generations = [
-            TrainingGeneration(**g | {"train_s": {int(n): s for n, s in g["train_s"].items()}})
+            TrainingGeneration(
+                **g | {"train_s_by_member": {int(n): s for n, s in g["train_s_by_member"].items()}}
+            )
             for g in values["generations"]
         ]
-        dates = {int(n): each for n, each in values["dates"].items()}
-        epochs = {int(n): EpochTotals(**epoch) for n, epoch in values["epochs"].items()}
-        return cls(**{**values, "generations": generations, "dates": dates, "epochs": epochs})
+        dates = {int(n): each for n, each in values["dates_by_member"].items()}
+        epochs = {int(n): EpochTotals(**epoch) for n, epoch in values["totals_by_epoch"].items()}
+        return cls(
+            **values
+            | {"generations": generations, "dates_by_member": dates, "totals_by_epoch": epochs}
+        )

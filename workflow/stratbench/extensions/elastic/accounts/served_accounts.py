@@ -1,4 +1,4 @@
-"""Computes the record's entries on an elastic cell with parameter servers, from their journal.
+"""Computes the record's entries on an elastic cell with parameter servers, from the servers' journal.
 
 Dates are seconds since 1970. The record's times count from the first launcher's start.
 """
@@ -16,13 +16,13 @@ from stratbench.extensions.elastic.accounts.accounts import (
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.servers.journal import collect_scores, read_journal
 from stratbench.extensions.servers.cells import read_servers
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.train.job import Job
 
 
 def make_elastic_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `elastic`, for a cell with parameter servers."""
-    journal, origin = read_journal(RunFiles(job.folder).servers), job.origin_unix_s
+    journal, origin = read_journal(RunFiles(job.folder).servers_dir), job.origin_unix_s
     jobs = [
         make_job_entry(e, find_first_dates(journal, e["number"]), origin)
         for e in read_worker_jobs(job)
@@ -32,7 +32,7 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     incarnations = [e for e in journal if e["event"] == "incarnation"]
     done_twice = sum(e["done_twice"] for e in incarnations)
     s = job.settings
-    tickets_of_step = s.global_batch // strategy_class(s.strategy).samples_per_step(s)
+    tickets_of_step = s.global_batch // get_strategy_class(s.strategy).samples_per_step(s)
     return {
         "incarnations": max(1, len(incarnations)),
         **sum_job_totals(jobs, training_s),
@@ -53,7 +53,7 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
             "returns": sum(w.get("returns", 0) for w in read_member_results(job).values()),
             "evaluations": count_events(journal, "score"),
             "last_epoch": next((s["elastic"]["finished_at_epoch"] for s in servers[:1]), None),
-            "most_at_a_time": count_most_workers(journal),
+            "most_at_a_time": count_max_concurrent_workers(journal),
             "incarnations": [
                 {
                     "incarnation": e["incarnation"],
@@ -108,7 +108,7 @@ def find_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, floa
     return spans + [(begin, last) for begin in began.values()]
 
 
-def count_most_workers(journal: list[dict[str, Any]]) -> int:
+def count_max_concurrent_workers(journal: list[dict[str, Any]]) -> int:
     """Return the largest number of workers that were present at the same time."""
     here: set[int] = set()
     maximum = 0
@@ -123,7 +123,7 @@ def count_most_workers(journal: list[dict[str, Any]]) -> int:
     return maximum
 
 
-def cut_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
+def drop_work_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
     """Return the servers' statistics without work after the end of the training.
 
     Server 0 knows when the training ended. Tickets that were completed during the last evaluation are left
@@ -141,9 +141,9 @@ def cut_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, 
 
 
 def list_evaluated_epochs(job: Job) -> list[dict[str, Any]]:
-    """Return the entries of the evaluated epochs, up to one whose score ended the run."""
-    scores = collect_scores(read_journal(RunFiles(job.folder).servers))
-    server = job.folder.read_server(0)
+    """Return the entries of evaluated epochs, up to an epoch whose score ended the run."""
+    scores = collect_scores(read_journal(RunFiles(job.folder).servers_dir))
+    server = job.folder.read_server_statistics(0)
     last = server["elastic"]["finished_at_epoch"] if server else None
     epochs: list[dict[str, Any]] = []
     while (score := scores.get(len(epochs))) and (last is None or len(epochs) <= last):

@@ -37,7 +37,7 @@ class NoWorkersError(RuntimeError):
 
 
 class SubmissionRefused(RuntimeError):
-    """The scheduler rejected a job; the message is its reason.
+    """The scheduler rejected a job. The message has the scheduler's reason.
 
     Attributes:
         retry_kind: Kind of a temporary rejection, or None if the rejection is permanent.
@@ -52,20 +52,23 @@ class SubmissionRefused(RuntimeError):
 class JobStatus:
     """State of a job at a poll. Dates are seconds since 1970, or None if unknown.
 
-    `reason` is why the job waits or how it ended. `failed` says that it ended with an error, and not in
+    `reason` is why the job waits or how it ended. `has_failed` says that it ended with an error, and not in
     order, by preemption or by cancelling.
     """
 
     state: Literal["queued", "running", "ended"]
     reason: str = ""
-    failed: bool = False
+    has_failed: bool = False
     started_unix_s: float | None = None
     ended_unix_s: float | None = None
 
 
 @dataclass(frozen=True)
 class WorkerJobEntry:
-    """A worker job as the journal and the record have it. `reason` is why it waits or how it ended."""
+    """State of a worker job, as stored in the journal and the record.
+
+    `reason` says what the job waits for, or how it ended.
+    """
 
     number: int
     slot: int
@@ -91,7 +94,7 @@ class Backend(Protocol):
         """
 
     def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
-        """Return the states of these jobs by id.
+        """Return the states of worker jobs by job id.
 
         Jobs that the scheduler no longer knows are missing. The result is None if the scheduler does not
         answer.
@@ -112,9 +115,8 @@ class WorkerJobSupervisor:
         self._backend, self._slots, self._journal = backend, slots, journal
         self._entries: dict[str, WorkerJobEntry] = {}  # all jobs so far, by job id
         self._live: dict[int, str] = {}  # id of each slot's queued or running job
-        self._not_before = dict.fromkeys(
-            range(slots), 0.0
-        )  # earliest next submission, time.monotonic()
+        # time.monotonic() of the earliest next submission.
+        self._not_before = dict.fromkeys(range(slots), 0.0)
         self._failures = dict.fromkeys(range(slots), 0)
         self._unknown = dict.fromkeys(range(slots), 0)
         self._postponed = submission.Postponed()  # has the slots whose submission is repeated later
@@ -145,7 +147,7 @@ class WorkerJobSupervisor:
         self._backend.cancel(self._live.values())
         now = time.time()
         for slot in list(self._live):
-            self._record_end(
+            self._record_job_end(
                 slot, JobStatus("ended", "cancelled: the cell ended", ended_unix_s=now)
             )
 
@@ -164,7 +166,7 @@ class WorkerJobSupervisor:
             self._soon = True
             self._wake.notify()
 
-    def check(self) -> None:
+    def check_can_start_jobs(self) -> None:
         """Raise NoWorkersError if no worker job can be started."""
         if self._failure_reason is not None:
             raise NoWorkersError(self._failure_reason)
@@ -181,7 +183,8 @@ class WorkerJobSupervisor:
         while not self._stopped and self._failure_reason is None:
             try:
                 changed = self._poll_live_jobs() | self._submit_missing_jobs()
-            except Exception as error:  # otherwise the cell would wait for ever for workers
+            # Any error ends the cell, which would otherwise wait for workers forever.
+            except Exception as error:
                 self._failure_reason = (
                     f"worker jobs can no longer be supervised: {type(error).__name__}: {error}"
                 )
@@ -194,13 +197,13 @@ class WorkerJobSupervisor:
                     self._soon, pause_s = False, POLL_S
 
     def _compute_wait_s(self, pause_s: float) -> float:
-        """Return the seconds until the next poll.
+        """Return the seconds until the next poll of the worker jobs.
 
         The time is `pause_s`, or less if a job is due earlier.
         """
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
-        due = [max(self._not_before[s], self._postponed.not_before_s) - now for s in empty]
+        due = [max(self._not_before[s], self._postponed.next_submission_s) - now for s in empty]
         live = {self._entries[id_].number for id_ in self._live.values()}
         due += [t - now for n, t in list(self._cancel_at_s.items()) if n in live]
         return min([pause_s, *(max(x, 0.05) for x in due)])
@@ -215,7 +218,7 @@ class WorkerJobSupervisor:
             now = seen.get(id_, JobStatus("ended", _UNKNOWN))
             before = self._entries[id_]
             if now.state == "ended":
-                self._record_end(slot, now)
+                self._record_job_end(slot, now)
                 changed = True
                 continue
             if self._cancel_at_s.get(before.number, math.inf) <= time.monotonic():
@@ -227,7 +230,7 @@ class WorkerJobSupervisor:
             self._store_entry(replace(before, started_unix_s=started, reason=now.reason))
         return changed
 
-    def _record_end(self, slot: int, seen: JobStatus) -> None:
+    def _record_job_end(self, slot: int, seen: JobStatus) -> None:
         id_ = self._live.pop(slot)
         before = self._entries[id_]
         self._cancel_at_s.pop(before.number, None)
@@ -238,7 +241,7 @@ class WorkerJobSupervisor:
             started_unix_s=started,
             ended_unix_s=ended,
             reason=seen.reason,
-            failed=seen.failed,
+            failed=seen.has_failed,
         )
         self._store_entry(entry)
         print(f"worker {entry.number} (job {id_}) ended: {entry.reason}", flush=True)
@@ -249,7 +252,7 @@ class WorkerJobSupervisor:
                 f"SLURM knows none of the last {MAX_UNKNOWN} worker jobs of one place, the last of which was "
                 f"job {id_}; check that sbatch prints the job's number as its last line"
             )
-        if not seen.failed:
+        if not seen.has_failed:
             return
         self._failures[slot] += 1
         if self._failures[slot] >= MAX_FAILURES:
@@ -264,7 +267,7 @@ class WorkerJobSupervisor:
     def _submit_missing_jobs(self) -> bool:
         """Submit a job for each slot without one, and return whether any was submitted."""
         submitted = False
-        if self._postponed.waits(time.monotonic()):
+        if self._postponed.is_pausing(time.monotonic()):
             return submitted
         self._postponed.jobs.clear()
         for slot in range(self._slots):
@@ -276,7 +279,7 @@ class WorkerJobSupervisor:
             try:
                 id_ = self._backend.submit(number, slot)
             except SubmissionRefused as refused:
-                if self._postpone(slot, refused):
+                if self._postpone_job(slot, refused):
                     return submitted
                 self._next_number += (
                     1  # the job may exist nevertheless, if only the answer was lost
@@ -288,14 +291,14 @@ class WorkerJobSupervisor:
                 self._not_before[slot] = time.monotonic() + MAX_POLL_S
                 continue
             self._next_number += 1
-            self._postponed.hurry()
+            self._postponed.end_pause()
             self._live[slot] = id_
             self._store_entry(WorkerJobEntry(number, slot, id_, asked_unix_s), new=True)
             print(f"worker {number} is job {id_}", flush=True)
             submitted = True
         return submitted
 
-    def _postpone(self, slot: int, refused: SubmissionRefused) -> bool:
+    def _postpone_job(self, slot: int, refused: SubmissionRefused) -> bool:
         """Postpone the job of a slot after a temporary refusal.
 
         The return value says whether the job will be submitted again.
@@ -303,11 +306,11 @@ class WorkerJobSupervisor:
         now, kind = time.monotonic(), refused.retry_kind
         if kind is None:
             return False
-        self._postponed.add(slot, kind, now)
-        if self._postponed.is_over(now):
+        self._postponed.add_refused_job(slot, kind, now)
+        if self._postponed.has_timed_out(now):
             return False
-        if kind not in self._postponed.told:
-            self._postponed.told.add(kind)
+        if kind not in self._postponed.reported_kinds:
+            self._postponed.reported_kinds.add(kind)
             print(
                 f"a worker job is not accepted at present, and will be submitted again: {refused}",
                 flush=True,

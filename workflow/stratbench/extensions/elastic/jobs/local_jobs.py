@@ -15,7 +15,10 @@ WORKER = "stratbench.extensions.elastic.worker:main"
 
 
 class LocalJobs(Backend):
-    """This machine as a scheduler of worker jobs. A job's id is a process id, a slot a GPU's number."""
+    """A scheduler that runs worker jobs as processes of this machine.
+
+    A job's id is a process id, and its slot is a GPU's number.
+    """
 
     def __init__(self, server: Path, job: Path, watch: Callable[[str, int], None]) -> None:
         """Prepare to start workers by a fork server.
@@ -26,9 +29,8 @@ class LocalJobs(Backend):
             watch: Called with the name and process id of each started worker.
         """
         self._server, self._job, self._watch = server, job, watch
-        self._running: dict[
-            str, tuple[Process, float]
-        ] = {}  # process and its start time, by job id
+        # The process of each job and its start time, by job id.
+        self._running: dict[str, tuple[Process, float]] = {}
 
     def submit(self, number: int, slot: int) -> str:
         name = format_worker_name(number)

@@ -14,7 +14,7 @@ from stratbench.extensions.elastic.jobs.keeper import Backend, JobStatus, Submis
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.study.slurm import submission
-from stratbench.study.slurm.commands import TIMEOUT_S, ask_slurm, read_command_output
+from stratbench.study.slurm.commands import TIMEOUT_S, read_command_output, run_slurm_command
 from stratbench.study.slurm.job_states import QUEUED
 
 #: Seconds before a job's time limit at which its worker gets a signal.
@@ -34,14 +34,14 @@ _REMEDY = (
 
 
 class SlurmJobs(Backend):
-    """SLURM as a scheduler of worker jobs.
+    """Scheduler that runs worker jobs as SLURM jobs.
 
     A job's script has only paths and numbers, because `scontrol` shows it to other users. The worker runs in
     a job step, so that signals of SLURM reach it directly. It gets SIGUSR1 before its time limit.
     """
 
     def __init__(self, worker_job: WorkerJob, folder: RunFolder, cell: str) -> None:
-        """Prepare to submit jobs of a cell. `cell` is its path, which the jobs' comments show."""
+        """Prepare to submit worker jobs of a cell. Their comments show `cell`, the cell's path."""
         self._worker_job, self._folder, self._cell = worker_job, folder, cell
         #: Numbers of workers for which sbatch did not answer, so that their job may exist.
         self._is_unacknowledged: set[int] = set()
@@ -49,7 +49,7 @@ class SlurmJobs(Backend):
     def submit(self, number: int, slot: int) -> str:
         if number in self._is_unacknowledged and (taken := self._find_accepted_job(number)):
             return taken
-        output = str(self._folder.log(format_worker_name(number))).replace("%", "%%")
+        output = str(self._folder.get_log_path(format_worker_name(number))).replace("%", "%%")
         command = [
             "sbatch",
             "--parsable",
@@ -59,9 +59,9 @@ class SlurmJobs(Backend):
             f"--output={output}",
             "--open-mode=append",
             f"--signal=USR1@{WARNING_S}",
-            *self._worker_job.arguments,
+            *self._worker_job.sbatch_arguments,
         ]
-        done = ask_slurm(command, self.make_script(number))
+        done = run_slurm_command(command, self.make_script(number))
         if done is None:
             self._is_unacknowledged.add(number)
             raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
@@ -73,9 +73,8 @@ class SlurmJobs(Backend):
             remedy = "" if kind else f"; {_REMEDY}"
             raise SubmissionRefused(f"sbatch: {reason} (on {socket.gethostname()}){remedy}", kind)
         lines = [line.strip() for line in done.stdout.splitlines()]
-        numbers = [
-            line for line in lines if re.fullmatch(r"\d+(;.+)?", line)
-        ]  # a site's sbatch may print more
+        # The sbatch of some sites prints further lines.
+        numbers = [line for line in lines if re.fullmatch(r"\d+(;.+)?", line)]
         if not numbers:
             printed = " ".join(done.stdout.split())[:200]
             raise SubmissionRefused(f"sbatch printed {printed!r} instead of the job's number")
@@ -85,7 +84,7 @@ class SlurmJobs(Backend):
         return f"worker {number} of {self._cell}"
 
     def _find_accepted_job(self, number: int) -> str | None:
-        """Return the id of a worker's job in SLURM, or None without one.
+        """Return the id of a worker's job in SLURM, or None without such a job.
 
         SLURM may have accepted the job although sbatch did not answer.
         """
@@ -98,8 +97,8 @@ class SlurmJobs(Backend):
         return next((id_ for id_, comment in rows if comment == self._make_comment(number)), None)
 
     def make_script(self, number: int) -> str:
-        """Return the job script of worker `number`. It exits at once if the training is over."""
-        job = self._folder.job
+        """Return the job script of worker `number`. The script exits at once if the training is over."""
+        job = self._folder.job_path
         worker = [sys.executable, "-m", "stratbench.extensions.elastic.worker", job, str(number)]
         step = [
             "srun",
@@ -108,12 +107,14 @@ class SlurmJobs(Backend):
             "--quiet",
             *worker,
         ]
-        over = shlex.join(["test", "-e", str(RunFiles(self._folder).end_mark)])
+        over = shlex.join(["test", "-e", str(RunFiles(self._folder).end_marker_path)])
         return f"#!/bin/sh\n{over} && exit 0\nexec {shlex.join(map(str, step))}\n"
 
     def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
         wanted = set(ids)
-        done = ask_slurm(["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"])
+        done = run_slurm_command(
+            ["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"]
+        )
         if done is None or done.returncode != 0:
             return None
         rows = [line.split("|") for line in done.stdout.splitlines()]
@@ -123,7 +124,7 @@ class SlurmJobs(Backend):
 
     def cancel(self, ids: Iterable[str]) -> None:
         if ids := list(ids):
-            ask_slurm(["scancel", "--quiet", *ids])
+            run_slurm_command(["scancel", "--quiet", *ids])
 
 
 def _parse_status(state: str, reason: str, start: str, end: str) -> JobStatus:

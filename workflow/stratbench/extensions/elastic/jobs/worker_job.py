@@ -1,4 +1,4 @@
-"""The resources that a worker job requests from SLURM; the rules pass them to the launcher as JSON."""
+"""Resources that a worker job requests from SLURM. Snakemake rules pass them to the launcher as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED = {
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """Resources that one worker job requests. `options` are options of sbatch from the profile.
+    """Resources that one worker job requests. `sbatch_options` are options of sbatch from the profile.
 
     If `mem_mib` is 0, no memory per node is requested.
     """
@@ -30,11 +30,11 @@ class WorkerJob:
     cpus: int
     mem_mib: int
     runtime_min: int
-    options: tuple[str, ...] = ()
+    sbatch_options: tuple[str, ...] = ()
     gpu_type: str | None = None
 
     @classmethod
-    def of(
+    def from_request(
         cls, request: JobRequest, resources: Mapping[str, Any], partition: str | None
     ) -> WorkerJob:
         """Make a worker's request, completed by options from the profile of the cell's own job.
@@ -56,12 +56,12 @@ class WorkerJob:
         return cls(*asks, (*options, *extra), request.gpu_type)
 
     @property
-    def arguments(self) -> list[str]:
-        """All options of sbatch for this request."""
+    def sbatch_arguments(self) -> list[str]:
+        """Options of sbatch that request these resources."""
         request = JobRequest(
             1, self.gpus, self.cpus, self.mem_mib, self.runtime_min, gpu_type=self.gpu_type
         )
-        return [*request.options, *self.options]
+        return [*request.sbatch_options, *self.sbatch_options]
 
     def as_json(self) -> str:
         """Return the request as JSON, which `from_json` reads."""
@@ -71,4 +71,4 @@ class WorkerJob:
     def from_json(cls, text: str) -> WorkerJob:
         """Make a request from the JSON that `as_json` wrote."""
         fields = json.loads(text)
-        return cls(**fields | {"options": tuple(fields["options"])})
+        return cls(**fields | {"sbatch_options": tuple(fields["sbatch_options"])})

@@ -1,4 +1,4 @@
-"""A worker's channel to servers that may be restarted: it joins, joins again after a restart, and leaves."""
+"""A worker's channel to servers that may be restarted. The worker joins each incarnation again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
 from stratbench.extensions.servers.wire.link import Left, ServerLost
-from stratbench.extensions.servers.wire.transport import rendezvous_file
+from stratbench.extensions.servers.wire.transport import get_rendezvous_path
 
 #: Longest pause in seconds before a worker without a free place asks again; pauses double from one second on.
 MAX_PAUSE_S = 30.0
@@ -34,12 +34,12 @@ class RunOverError(Exception):
 
 
 class ReturningChannel:
-    """A channel that connects to the next incarnation of the servers if the present one is lost.
+    """Channel that joins the next incarnation of the servers if the present servers are lost.
 
-    It delegates all other methods to a `Channel`. After a loss the first ticket of the next incarnation
-    replaces the awaited one. A push in progress is lost, and its ticket is computed again. When `leaving` is
-    set, the channel leaves after the current batch, or after BATCH_S if the batch takes longer. Later calls
-    raise Left.
+    All other methods are those of a `Channel`. After a loss the first ticket of the next incarnation replaces
+    the awaited one. A push in progress is lost, and its ticket is computed again. When `leaving` is set, the
+    channel leaves after the current batch, or after BATCH_S if the batch takes longer. Later calls raise
+    Left.
     """
 
     #: No worker evaluates at the end, because each epoch is evaluated during the training.
@@ -53,7 +53,7 @@ class ReturningChannel:
         leaving: threading.Event,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Join the run, after a wait for a free place.
+        """Wait for a free slot, and join the run.
 
         Args:
             connect: Makes a channel to an incarnation of the servers.
@@ -63,12 +63,12 @@ class ReturningChannel:
             silence_s: Time without an answer after which the servers are lost.
 
         Raises:
-            RunOver: If the run is over.
+            RunOverError: If the run is over.
             ServerLost: If no server answers.
             Left: If `leaving` is set before this worker has joined.
         """
         self._connect, self._silence_s = connect, silence_s
-        self._rendezvous, self._folder = rendezvous_file(rendezvous, 0), folder
+        self._rendezvous, self._folder = get_rendezvous_path(rendezvous, 0), folder
         self._leaving = leaving
         self._channel: Channel | None = None
         self._waited_s, self._moved = 0.0, [0]
@@ -124,7 +124,7 @@ class ReturningChannel:
         return int(json.loads(self._rendezvous.read_text(encoding="utf-8"))["incarnation"])
 
     def _close_lost_channel(self) -> None:
-        """Close the channel to lost servers, and add its measurements to the totals."""
+        """Close the channel to lost servers, and add the channel's measurements to the totals."""
         self._waited_s, self._moved = self.wait_s, self.moved_bytes
         self._channel.reset_counters()
         self._channel.close()
@@ -133,37 +133,37 @@ class ReturningChannel:
 
     @property
     def wait_s(self) -> float:
-        """The same property of `Channel`, summed over all incarnations of the servers."""
+        """Seconds that this worker waited for servers, summed over all incarnations of the servers."""
         return self._waited_s + self._channel.wait_s
 
     @property
     def moved_bytes(self) -> list[int]:
-        """The same property of `Channel`, summed over all incarnations of the servers."""
+        """Bytes sent to and received from each server, summed over all incarnations of the servers."""
         current = self._channel.moved_bytes
         before = self._moved if len(self._moved) == len(current) else [0] * len(current)
         return [a + b for a, b in zip(before, current, strict=True)]
 
-    def first(self) -> Work:
-        """Return the first work, as `Channel.first` does, or None if the run has ended."""
-        return self._repeat_after_loss(Channel.first)
+    def wait_for_first_ticket(self) -> Work:
+        """Wait for the first ticket or evaluation. The result is None if the run has ended."""
+        return self._repeat_after_loss(Channel.wait_for_first_ticket)
 
     def push_pull(self) -> Work:
-        """Push gradients and return the next work, as `Channel.push_pull` does."""
+        """Push gradients and return the next ticket or evaluation, as `Channel.push_pull` does."""
         return self._repeat_after_loss(Channel.push_pull)
 
-    def score(self, figures: dict[str, float | None]) -> Work:
-        """Send the results of an evaluation and return the next work, as `Channel.score` does."""
-        return self._repeat_after_loss(lambda channel: channel.score(figures))
+    def send_evaluation(self, figures: dict[str, float | None]) -> Work:
+        """Send evaluation results, and return the next ticket or evaluation."""
+        return self._repeat_after_loss(lambda channel: channel.send_evaluation(figures))
 
-    def rehearse(self) -> None:
-        """Exchange data in the warm-up, as `Channel.rehearse` does, or skip it if servers are lost."""
+    def rehearse_exchange(self) -> None:
+        """Exchange data with the servers in the warm-up. If they are lost, join the next incarnation."""
         try:
-            self._channel.rehearse()
+            self._channel.rehearse_exchange()
         except ServerLost as lost:
             self._join_after_loss(lost)
 
     def _repeat_after_loss(self, do: Callable[[Channel], Work]) -> Work:
-        """Call `do` on the channel. If the servers are lost, join the next ones and ask for work."""
+        """Call `do` with the channel. If the servers are lost, join their next incarnation instead."""
         while True:
             try:
                 work = do(self._channel)
@@ -174,7 +174,7 @@ class ReturningChannel:
             except ServerLost as lost:
                 if not self._join_after_loss(lost):
                     return None
-                do = Channel.first
+                do = Channel.wait_for_first_ticket
             except Left:
                 self.left = True
                 raise
@@ -192,5 +192,5 @@ class ReturningChannel:
         self._channel.leave()
 
     def close(self) -> None:
-        """Close the present channel."""
+        """Close the present channel to the servers."""
         self._channel.close()

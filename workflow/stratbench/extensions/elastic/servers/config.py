@@ -9,24 +9,24 @@ from stratbench.extensions.servers.ps.server_config import ServerConfig
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Config of an elastic server in addition to that of other servers.
+    """Config that an elastic server has in addition to the config of other servers.
 
     `folder` is shared by all hosts, and has the files for the next incarnation. `incarnation` is 1 at first,
-    and one more after each restart. With `resumes` the servers resume from their saved state, which they
-    write every `save_every_s` seconds. The run ends early when an epoch reaches `target_score`.
+    and one more after each restart. With `resumes_saved_state` the servers resume from their saved state,
+    which they write every `save_interval_s` seconds. The run ends early when an epoch reaches `target_score`.
     """
 
     folder: str
     incarnation: int = 1
-    resumes: bool = False
-    save_every_s: float = 60.0
+    resumes_saved_state: bool = False
+    save_interval_s: float = 60.0
     target_score: float | None = None
     higher_is_better: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticServerConfig(ServerConfig):
-    """The whole config of an elastic server."""
+    """The complete config of an elastic server process."""
 
     elastic: ElasticConfig
 

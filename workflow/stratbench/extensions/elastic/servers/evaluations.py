@@ -1,4 +1,4 @@
-"""Manages evaluations during the training: which epochs wait for a worker, and their results."""
+"""Manages evaluations during the training: epochs that wait for a worker, and results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parse_score(values: Any) -> dict[str, float | None]:
 class Evaluations:
     """Assigns each ended epoch's evaluation to the next worker that asks for work.
 
-    It is not thread-safe; the server calls it under its lock.
+    The class is not thread-safe; the server calls its methods under a lock.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Evaluations:
         target: float | None = None,
         higher_is_better: bool = True,
     ) -> None:
-        """Prepare evaluations.
+        """Prepare to hand out evaluations of epochs.
 
         Args:
             plan: Tickets of the run.
@@ -49,7 +49,7 @@ class Evaluations:
             target: Score that ends the run, if any.
             higher_is_better: Whether a higher score is better.
         """
-        self.scores: dict[int, dict[str, float | None]] = {}  # by epoch
+        self.scores: dict[int, dict[str, float | None]] = {}  # results of evaluations, by epoch
         self._ends = list(accumulate(map(plan.count_epoch_tickets, range(plan.epochs))))
         self._wanted, self._target, self._higher = wanted, target, higher_is_better
         self._ended_epochs = 0  # number of epochs that have ended
@@ -58,8 +58,8 @@ class Evaluations:
         self._waiting: list[int] = []
         self._held: dict[int, int] = {}  # epoch that each worker evaluates, by worker
 
-    def resume(self, scores: Mapping[int, Mapping[str, Any]], settled: int) -> None:
-        """Restore the scores of epochs that ended within the first `settled` tickets."""
+    def restore_scores(self, scores: Mapping[int, Mapping[str, Any]], settled: int) -> None:
+        """Restore the scores of epochs that ended within the first `settled` completed tickets."""
         self.scores = {
             e: {name: s[name] for name in _FIGURES}
             for e, s in scores.items()
@@ -68,7 +68,7 @@ class Evaluations:
         self.add_ended_epochs(settled)
 
     def add_ended_epochs(self, settled: int) -> None:
-        """Queue the epochs that have ended, now that `settled` tickets are completed, for evaluation."""
+        """Queue the epochs that ended within the first `settled` completed tickets for evaluation."""
         while (
             self._wanted
             and self._ended_epochs < len(self._ends)
@@ -88,8 +88,8 @@ class Evaluations:
         return bool(self._waiting)
 
     @property
-    def all_done(self) -> bool:
-        """Whether all epochs have been evaluated, or none has to be."""
+    def are_all_evaluated(self) -> bool:
+        """Whether all epochs are evaluated. True as well if the cell has no evaluation."""
         return not self._wanted or len(self.scores) == len(self._ends)
 
     def take_epoch(self, worker: int) -> int | None:
@@ -109,16 +109,16 @@ class Evaluations:
         return epoch
 
     def release_epoch(self, worker: int) -> None:
-        """Queue the epoch that a lost worker was evaluating again, if any."""
+        """Queue the epoch that a lost worker was evaluating, if any, for another worker."""
         epoch = self._held.pop(worker, None)
         if epoch is not None:
             self._waiting = sorted([*self._waiting, epoch])
 
     @property
-    def last_epoch(self) -> int | None:
+    def final_epoch(self) -> int | None:
         """The epoch that ends the run before its last ticket, if any.
 
-        It is the first epoch that reaches the target or has results that are not finite. All earlier epochs
+        The epoch is the first that reaches the target or has results that are not finite. All earlier epochs
         have been evaluated. It is None if no result so far ends the run.
         """
         while self._last is None and self._checked_epochs in self.scores:

@@ -30,7 +30,7 @@ class Journal:
         # A killed incarnation may have written only a part of its last line.
         os.ftruncate(self._file, len(whole[0] + whole[1]))
 
-    def note(self, event: str, **facts: Any) -> None:
+    def append_event(self, event: str, **facts: Any) -> None:
         """Append an event with its time in seconds since 1970."""
         entry = {
             "incarnation": self._incarnation,
@@ -43,7 +43,7 @@ class Journal:
             line = line[os.write(self._file, line) :]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the journal's file."""
         os.close(self._file)
 
 
@@ -52,11 +52,11 @@ def read_journal(folder: str | Path) -> list[dict[str, Any]]:
 
     The list is empty if there is no journal.
     """
-    return NewEvents(folder).read()
+    return NewEvents(folder).read_new_events()
 
 
 def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the event with the results of each evaluated epoch, by epoch.
+    """Return the journal's event with the results of each evaluated epoch, by epoch.
 
     Epochs that ended after the state from which a later incarnation resumed are left out, because they are
     trained again.
@@ -71,13 +71,13 @@ def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any
 
 
 class NewEvents:
-    """Reads events of the journal as they come, each of them once."""
+    """Reads new events of the journal, each event once."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path, self._at = Path(folder, _JOURNAL), 0
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return the events since the last call."""
+    def read_new_events(self) -> list[dict[str, Any]]:
+        """Return the journal's events since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -94,10 +94,10 @@ def read_last_incarnation(folder: str | Path) -> int:
 
 
 class SettledTickets:
-    """A file with a byte per ticket: 0, or the incarnation in which it was completed last (at most 255).
+    """File with one byte per ticket: the incarnation that completed the ticket, or 0.
 
-    From it a later incarnation knows which tickets were completed after the last saved state, and must be
-    done again.
+    The byte is at most 255. From the file a later incarnation knows which tickets were completed after the
+    last saved state, and must be done again.
     """
 
     def __init__(self, folder: str | Path, incarnation: int) -> None:
@@ -112,17 +112,17 @@ class SettledTickets:
         with os.fdopen(os.dup(self._file), "rb") as file:
             return {number for number, incarnation in enumerate(file.read()) if incarnation}
 
-    def add(self, number: int) -> None:
+    def mark_completed(self, number: int) -> None:
         """Mark ticket `number` as completed."""
         os.pwrite(self._file, self._incarnation, number)
 
     def mark_undone(self, numbers: Iterable[int]) -> None:
-        """Mark these tickets as not completed, so that they are done again."""
+        """Mark tickets as not completed, so that workers compute the tickets again."""
         for number in numbers:
             os.pwrite(self._file, b"\0", number)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of completed tickets."""
         os.close(self._file)
 
 

@@ -1,4 +1,4 @@
-"""Runs a parameter server whose workers join and leave, and which a next incarnation resumes."""
+"""Runs a parameter server whose workers join and leave, and which can be restarted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _VANISHED_S = 10.0
 
 
 class ElasticRun(ServerRun):
-    """A `ServerRun` that starts with its first worker, and continues without any worker.
+    """Run of an elastic server. It starts with the first worker, and continues even without workers.
 
     Server 0 hands out evaluations in addition to tickets, and writes the journal.
     """
@@ -54,7 +54,7 @@ class ElasticRun(ServerRun):
         self._done_twice: list[int] = []
         self._begun: set[int] = set()  # workers that have received a ticket
         self._settled_before = 0  # number of tickets that earlier incarnations completed
-        self._saver = Saver(self._folder, config.server, self._stop)
+        self._saver = Saver(self._folder, config.server, self._stop_with_error)
         self._saved_s = 0.0  # time.monotonic() when the state was last saved
         self._finished_at: int | None = None  # the epoch that ended the run before its last ticket
         evaluates = self._first and config.snapshot_dir is not None and config.steps is None
@@ -64,39 +64,44 @@ class ElasticRun(ServerRun):
         if self._first:
             self._journal = Journal(own.folder, own.incarnation)
             self._ledger = SettledTickets(own.folder, own.incarnation)
-        settled = self._resume() if own.resumes else set()
-        if not own.resumes:
+        settled = self._restore_saved_state() if own.resumes_saved_state else set()
+        if not own.resumes_saved_state:
             delete_state(own.folder, config.server)
         if config.snapshot_dir is not None:
             delete_later_snapshots(config.snapshot_dir, config.server, len(self.epochs.ends))
         if self._first:
             self._done_twice = sorted(self._ledger.read_numbers() - settled)
             self._ledger.mark_undone(self._done_twice)
-            self._journal.note(
+            self._journal.append_event(
                 "incarnation", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
             )
 
     # --- another incarnation ------------------------------------------------------------------------------
 
-    def _resume(self) -> set[int]:
+    def _restore_saved_state(self) -> set[int]:
         """Restore the servers' saved state, before any worker joins, and return the completed tickets."""
         c = self.config
         saved = load_state(self._folder, c.server)
         settled = find_common_tickets(self._folder, c.n_servers)
         self._store = Store(saved.layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
-        self._store.resume(self._make_shard, saved.shards, saved.buffers)
+        self._store.restore_state(self._make_shard, saved.shards, saved.buffers)
         self._initialised = True
-        self._began_unix_s = saved.facts["began_unix_s"]
+        self._began_unix_s = saved.extra_values["began_unix_s"]
         self._settled_before = len(settled)
         spent_s = time.time() - self._began_unix_s
-        self.epochs.resume(settled, saved.facts["ends"], spent_s, self._store)
+        self.epochs.resume(settled, saved.extra_values["ends"], spent_s, self._store)
         self.tickets.resume(list(settled))
         if self._first:
-            self.lost, self.tickets.reassigned = saved.facts["lost"], saved.facts["reassigned"]
-            self._evaluations.resume(collect_scores(read_journal(self._folder)), len(settled))
+            self.lost, self.tickets.reassigned = (
+                saved.extra_values["lost"],
+                saved.extra_values["reassigned"],
+            )
+            self._evaluations.restore_scores(
+                collect_scores(read_journal(self._folder)), len(settled)
+            )
         with self._lock:
             self._finish_if_over()
-            if self.epochs.complete and not self._first:
+            if self.epochs.is_complete and not self._first:
                 self.done = True
         return set(settled)
 
@@ -110,9 +115,9 @@ class ElasticRun(ServerRun):
             self._began_unix_s = now_unix_s
         self._first_ticket_s = time.perf_counter() - (now_unix_s - self._began_unix_s)
 
-    def _save(self) -> None:
+    def _save_state(self) -> None:
         """Start to save the state on another thread."""
-        self._saver.begin(self._store, self._collect_values_to_save)
+        self._saver.begin_save(self._store, self._collect_values_to_save)
         self._saved_s = time.monotonic()
 
     def _collect_values_to_save(self) -> dict[str, Any]:
@@ -129,7 +134,7 @@ class ElasticRun(ServerRun):
                 "reassigned": list(self.tickets.reassigned),
             }
         if self._writer is not None:
-            self._writer.wait()
+            self._writer.wait_for_snapshots()
         return facts
 
     def suspend(self) -> None:
@@ -150,42 +155,42 @@ class ElasticRun(ServerRun):
         connection.vanished_s = _VANISHED_S
         return member
 
-    def _extend_welcome(self, member: Member) -> dict[str, Any]:
+    def _make_welcome_additions(self, member: Member) -> dict[str, Any]:
         return {"incarnation": self._own.incarnation, "place": member.place}
 
     @property
-    def _snapshots_kept(self) -> int:
+    def _max_kept_snapshots(self) -> int:
         return min(_SNAPSHOTS_KEPT, self.config.epochs)
 
     def _add_ready_member(self, member: Member) -> None:
         if self._first and not self.done:
-            self._journal.note("join", worker=member.worker, place=member.place)
+            self._journal.append_event("join", worker=member.worker, place=member.place)
         late = self._started or self.done
         super()._add_ready_member(member)
         if late and self._first and self.done:
-            member.tell(Frame(Kind.DONE, shard=self._evaluator))
+            member.queue_frame(Frame(Kind.DONE, shard=self._evaluator))
         elif late and self._first:
             self._hand_ticket(member)
 
     # --- working -------------------------------------------------------------------------------------
 
-    def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
-        return super()._handlers() | {Kind.DONE: self._handle_done}
+    def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
+        return super()._get_frame_handlers() | {Kind.DONE: self._handle_done}
 
-    def _settle(self, worker: int, number: int, server: int) -> None:
-        super()._settle(worker, number, server)
+    def _settle_ticket(self, worker: int, number: int, server: int) -> None:
+        super()._settle_ticket(worker, number, server)
         if self.tickets.settled_by[number] == worker:
-            self._ledger.add(number)
+            self._ledger.mark_completed(number)
 
     def _finish_if_over(self) -> None:
         if self.done or not self._first:
             return
         self._evaluations.add_ended_epochs(self.tickets.n_settled)
-        self._finished_at = self._evaluations.last_epoch
-        all_done = self.tickets.all_settled and self._evaluations.all_done
+        self._finished_at = self._evaluations.final_epoch
+        all_done = self.tickets.all_settled and self._evaluations.are_all_evaluated
         if all_done or self._finished_at is not None:
-            self._finish()
-            self._end_if_empty()
+            self._finish_training()
+            self._end_run_if_empty()
         elif self._evaluations.has_waiting_epoch:
             self._hand_tickets_to_idle()
 
@@ -202,14 +207,14 @@ class ElasticRun(ServerRun):
             super()._hand_ticket(member)
         if member.ticket is not None and member.worker not in self._begun:
             self._begun.add(member.worker)
-            self._journal.note("begin", worker=member.worker)
+            self._journal.append_event("begin", worker=member.worker)
 
     def _hand_out_evaluation(self, member: Member, epoch: int) -> None:
-        """Tell a member to evaluate an epoch. For the policies the member is idle meanwhile."""
+        """Tell a member to evaluate an epoch. The policies treat the member as idle meanwhile."""
         if not member.idle:
             self._mark_idle(member)
         member.evaluates = epoch
-        member.tell(Frame(Kind.EVAL, shard=epoch))
+        member.queue_frame(Frame(Kind.EVAL, shard=epoch))
 
     def _on_score(self, member: Member, values: Any) -> None:
         figures = parse_score(values)
@@ -219,24 +224,26 @@ class ElasticRun(ServerRun):
             epoch, member.evaluates = self._evaluations.store_result(member.worker, figures), None
             facts = {"epoch": epoch, "end_s": self.epochs.ends[epoch]["end_s"]}
             facts |= {"settled": self._evaluations.count_tickets_until(epoch)}
-            self._journal.note("score", worker=member.worker, **facts, **figures)
+            self._journal.append_event("score", worker=member.worker, **facts, **figures)
             self._finish_if_over()
             if member.idle and member.evaluates is None:
                 self._hand_ticket(member)
         delete_snapshot(self.config.snapshot_dir, epoch)
 
     def _handle_done(self, member: Member, frame: Frame) -> None:
-        """Handle a DONE frame of a worker.
+        """Handle a DONE frame, by which a worker reports that server 0 ended the training.
 
-        The worker relays with it that server 0 has ended the training.
+        Server 0 alone sends DONE to workers, which relay the frame to the other servers.
         """
         if self._first:
             raise ProtocolError("unexpected frame: DONE for server 0, which alone sends DONE")
         self.done = True
 
-    def _finish(self) -> None:
-        super()._finish()
-        self._journal.note("end", workers=[m.worker for m in self._membership.ready])
+    def _finish_training(self) -> None:
+        super()._finish_training()
+        self._journal.append_event(
+            "end", workers=[m.worker for m in self._membership.ready_members]
+        )
 
     # --- leaving -------------------------------------------------------------------------------------
 
@@ -245,22 +252,21 @@ class ElasticRun(ServerRun):
             if not member.alive:
                 return
             member.alive = False
-            if (
-                self._first and member.pulled
-            ):  # only members that have joined get an event in the journal
+            # Only members that have joined get an event in the journal.
+            if self._first and member.pulled:
                 tickets = self.tickets.list_held(member.worker)
-                self._journal.note("leave", worker=member.worker, tickets=tickets)
+                self._journal.append_event("leave", worker=member.worker, tickets=tickets)
             if not self.done:
                 super()._continue_without(self._release_work(member))
-            self._end_if_empty()
+            self._end_run_if_empty()
         member.end()
 
     def _continue_without(self, member: Member) -> None:
-        """Continue without a member that was lost, and write its loss to the journal."""
+        """Continue without a lost member, and write the event to the journal."""
         if self._first:
             tickets = self.tickets.list_held(member.worker)
             reason = self.lost[-1]["reason"]
-            self._journal.note("loss", worker=member.worker, tickets=tickets, reason=reason)
+            self._journal.append_event("loss", worker=member.worker, tickets=tickets, reason=reason)
         super()._continue_without(self._release_work(member))
 
     def _release_work(self, member: Member) -> Member:
@@ -269,28 +275,31 @@ class ElasticRun(ServerRun):
         self._evaluations.release_epoch(member.worker)
         return member
 
-    def _end_if_empty(self) -> None:
-        """End the run if it is done and no member is left. Workers in their warm-up will see the end."""
-        if self.done and not self._membership.ready:
+    def _end_run_if_empty(self) -> None:
+        """End the run if all work is done and no member is left.
+
+        Workers in their warm-up will see the end.
+        """
+        if self.done and not self._membership.ready_members:
             self.over.set()
 
     def _check_start_deadline(self, age_s: float) -> None:
-        if self._started and time.monotonic() - self._saved_s > self._own.save_every_s:
-            self._save()
+        if self._started and time.monotonic() - self._saved_s > self._own.save_interval_s:
+            self._save_state()
         if not self._first and read_end_mark(self._folder) is not None:
             with self._lock:
                 self.done = True
-                self._end_if_empty()
+                self._end_run_if_empty()
 
     def close(self) -> None:
         goes_on = self._started and not self.done and self.error is None
         with self._lock:
-            live = self._membership.live
+            live = self._membership.live_members
         self._close_connections([m for m in live if goes_on or not m.pulled])
-        self._saver.wait()  # saving waits for snapshots, whose writer `super().close()` stops
+        self._saver.wait_for_save()  # saving waits for snapshots, whose writer `super().close()` stops
         if goes_on:
-            self._save()
-            self._saver.wait()
+            self._save_state()
+            self._saver.wait_for_save()
         super().close()
         if self._first:
             if self.done or self.error is not None:
@@ -299,7 +308,7 @@ class ElasticRun(ServerRun):
             self._ledger.close()
 
     def _close_connections(self, members: list[Member]) -> None:
-        """Close the connections of these members, so that none of their pushes counts any more."""
+        """Close the connections of some members, so that their later pushes do not count."""
         with self._lock:
             for member in members:
                 member.alive = False
@@ -334,7 +343,7 @@ class ElasticRun(ServerRun):
 
 
 def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
-    """Make the run that a server's config describes. SIGTERM makes it save its state and stop.
+    """Make the run that a server's config describes. On SIGTERM, the run saves its state and stops.
 
     Args:
         config: Config of the server.

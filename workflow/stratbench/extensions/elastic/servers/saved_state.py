@@ -1,4 +1,4 @@
-"""Saves and loads a server's state for a restart: raw tensors in one file, all else as JSON.
+"""Saves and loads a server's state for a restart: raw tensors, other values as JSON.
 
 `<folder>/state<server>.json` names its file of tensors, `state<server>.<n>.bin`. It is written when that file
 is complete, and only then the previous files are deleted. Nothing is pickled.
@@ -23,48 +23,51 @@ from stratbench.extensions.elastic.servers.journal import get_state_manifest
 from stratbench.extensions.servers.policies.policy import Fields
 from stratbench.extensions.servers.ps.store import Store
 from stratbench.extensions.servers.ps.tickets import CompactIntSet, intersect_sets
-from stratbench.extensions.servers.wire.shm import DTYPES, Layout, dtype_name
-from stratbench.workload.flat import as_bytes
+from stratbench.extensions.servers.wire.shm import DTYPES, Layout, get_dtype_name
+from stratbench.workload.flat import get_tensor_bytes
 
 
 class StateError(ValueError):
     """A saved state cannot be loaded; the message names the file and what to do."""
 
 
-def pack(value: Any, file: BinaryIO) -> Any:
-    """Return `value` as JSON values, and append its tensors to `file`."""
+def pack_tensors(value: Any, file: BinaryIO) -> Any:
+    """Return `value` in a form for JSON, and append its tensors to `file`."""
     if torch.is_tensor(value):
-        data = as_bytes(value.contiguous()) if value.numel() else b""
+        data = get_tensor_bytes(value.contiguous()) if value.numel() else b""
         entry = {"at": file.tell(), "shape": list(value.shape), "crc": zlib.crc32(data)}
         file.write(data)
-        return {"tensor": entry | {"dtype": dtype_name(value.dtype)}}
+        return {"tensor": entry | {"dtype": get_dtype_name(value.dtype)}}
     if isinstance(value, (list, set)):
-        each = [pack(v, file) for v in (sorted(value) if isinstance(value, set) else value)]
+        each = [pack_tensors(v, file) for v in (sorted(value) if isinstance(value, set) else value)]
         return {"set": each} if isinstance(value, set) else each
     if isinstance(value, dict):
         kind = "fields" if isinstance(value, Fields) else "dict"
-        return {kind: [[key, pack(v, file)] for key, v in value.items()]}
+        return {kind: [[key, pack_tensors(v, file)] for key, v in value.items()]}
     return value
 
 
-def unpack(value: Any, file: BinaryIO) -> Any:
-    """Return the value from which `pack` made these JSON values. Raises StateError if a tensor is damaged."""
+def unpack_tensors(value: Any, file: BinaryIO) -> Any:
+    """Return the value that `pack_tensors` converted, from its JSON values and tensors.
+
+    Raises StateError if a tensor is damaged.
+    """
     if isinstance(value, list):
-        return [unpack(v, file) for v in value]
+        return [unpack_tensors(v, file) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == "tensor":
         return _read_tensor(inner, file)
     if kind == "set":
-        return set(unpack(inner, file))
-    pairs = {key: unpack(v, file) for key, v in inner}
+        return set(unpack_tensors(inner, file))
+    pairs = {key: unpack_tensors(v, file) for key, v in inner}
     return Fields(pairs) if kind == "fields" else pairs
 
 
 def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
     tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-    data = as_bytes(tensor) if tensor.numel() else memoryview(bytearray())
+    data = get_tensor_bytes(tensor) if tensor.numel() else memoryview(bytearray())
     file.seek(entry["at"])
     if file.readinto(data) != len(data) or zlib.crc32(data) != entry["crc"]:
         raise StateError(
@@ -97,8 +100,8 @@ def save_state(
             state = shard.state()
             held_up_s += time.perf_counter() - began
             taken.append([state["floor"], sorted(state["above"])])
-            shards.append((k, pack(state, file)))
-        buffers = pack(store.buffers.state(), file) if store.buffers is not None else None
+            shards.append((k, pack_tensors(state, file)))
+        buffers = pack_tensors(store.buffers.state(), file) if store.buffers is not None else None
         file.flush()
         os.fsync(file.fileno())
     manifest = {
@@ -112,20 +115,20 @@ def save_state(
 
 
 class SavedServerState(NamedTuple):
-    """The saved state of one server."""
+    """Saved state of one server: shards, and other values."""
 
     layout: Layout
-    facts: dict[str, Any]
-    shards: dict[int, dict[str, Any]]  # by number: `Shard.state`
-    buffers: dict[str, Any] | None  # `BufferMean.state`
+    extra_values: dict[str, Any]
+    shards: dict[int, dict[str, Any]]  # `Shard.state` of each shard, by its number
+    buffers: dict[str, Any] | None  # `BufferMean.state`, or None without float buffers
 
 
 def load_state(folder: Path, server: int) -> SavedServerState:
     """Load the last saved state of a server."""
     manifest = _read_manifest(folder, server)
     with (folder / manifest["file"]).open("rb") as file:
-        shards = {k: unpack(packed, file) for k, packed in manifest["shards"]}
-        buffers = unpack(manifest["buffers"], file)
+        shards = {k: unpack_tensors(packed, file) for k, packed in manifest["shards"]}
+        buffers = unpack_tensors(manifest["buffers"], file)
     return SavedServerState(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
 
 
@@ -161,7 +164,7 @@ class Saver:
         self.held_up_s = 0.0  # seconds for which pushes had to wait for saving
         self._start_thread: threading.Thread | None = None
 
-    def begin(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
+    def begin_save(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
         """Start to save the state, unless saving is in progress."""
         if self._start_thread is None or not self._start_thread.is_alive():
             self._start_thread = threading.Thread(
@@ -179,7 +182,7 @@ class Saver:
             reason = getattr(error, "strerror", None) or error
             self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
 
-    def wait(self) -> None:
-        """Wait until saving in progress has ended."""
+    def wait_for_save(self) -> None:
+        """Wait until no state is being saved."""
         if self._start_thread is not None:
             self._start_thread.join()

@@ -1,1 +1,1 @@
-"""One module per target, and what several of them share."""
+"""Writers of one file format per target such as Accelerate, and code that they share."""

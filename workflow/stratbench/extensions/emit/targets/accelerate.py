@@ -11,17 +11,17 @@ from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
 from stratbench.extensions.emit.targets.ddp_options import note_ddp_options
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    note_cpu,
     note_length_and_data,
+    note_missing_cpu_support,
     note_precision,
     note_script_duties,
     write_optimizer_call,
     write_schedule_lines,
 )
 from stratbench.extensions.emit.targets.sharding_lines import (
-    describe_reduction,
-    note_groups,
+    describe_gradient_reduction,
     note_mixed_precision,
+    note_shard_groups,
 )
 
 
@@ -40,8 +40,8 @@ def write(choice: Choice, called: str) -> str:
         "machine_rank": 0,
         "main_training_function": "main",
         "mixed_precision": "no",
-        "num_machines": choice.nodes,
-        "num_processes": choice.take("gpus"),
+        "num_machines": choice.num_nodes,
+        "num_processes": choice.take_setting("gpus"),
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": on_cpu and called in ("NO", "MULTI_GPU"),
@@ -53,14 +53,14 @@ def write(choice: Choice, called: str) -> str:
         }
         make_deepspeed_config(choice)  # called to mark the settings that deepspeed.json contains
         note_checkpointing(choice)
-        choice.note(
+        choice.add_note(
             "deepspeed.json, next to this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
         )
-        choice.note(f"in the script, {write_optimizer_call(choice)}", "optimizer", "lr")
+        choice.add_note(f"in the script, {write_optimizer_call(choice)}", "optimizer", "lr")
         if write_schedule_lines(choice):
-            choice.note("in the script; deepspeed.json has the formula", "schedule")
+            choice.add_note("in the script; deepspeed.json has the formula", "schedule")
         note_length_and_data(choice)
-        note_cpu(choice, "Accelerate", "DeepSpeed")
+        note_missing_cpu_support(choice, "Accelerate", "DeepSpeed")
     else:
         note_script_duties(
             choice,
@@ -69,9 +69,9 @@ def write(choice: Choice, called: str) -> str:
             compiles=True,
         )
         if s.precision in ("bf16", "fp16"):
-            config["mixed_precision"] = choice.take("precision")
+            config["mixed_precision"] = choice.take_setting("precision")
         note_precision(choice)
-        if choice.take("compile"):
+        if choice.take_setting("compile"):
             config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
         if called == "FSDP":
             config |= make_fsdp_config(choice)
@@ -80,29 +80,31 @@ def write(choice: Choice, called: str) -> str:
         if called == "MULTI_GPU":
             note_ddp_options(choice)
             if on_cpu:
-                choice.note(
+                choice.add_note(
                     "MULTI_GPU starts CPU processes, too, where MULTI_CPU needs MPI; the variable before "
                     "`accelerate` has them stay on CPUs"
                 )
-    if choice.nodes > 1:
-        choice.note(
+    if choice.num_nodes > 1:
+        choice.add_note(
             "main_process_ip and main_process_port, and machine_rank on each node, are yours"
         )
     threads = f" --num_cpu_threads_per_process {s.threads}" if s.threads else ""
     variable = "ACCELERATE_USE_CPU=true " if config["use_cpu"] else ""
     start = f"start: {variable}accelerate launch --config_file FILE{threads} train.py"
-    head = format_comments([*choice.title, start, *choice.comments])
+    head = format_comments([*choice.title_comments, start, *choice.comments])
     return head + yaml.safe_dump(config, sort_keys=False)
 
 
 def describe_accumulation(choice: Choice) -> str:
-    """Return how a script accumulates `{parts}` micro-batches.
+    """Return a text on how a script accumulates `{parts}` micro-batches.
 
     FSDP's gradients are reduced as in the cell.
     """
     sync = choice.take_option("gradient_sync")
     if choice.settings.gradient_accumulation_steps > 1 and sync is not None:
-        choice.note(f"gradients are reduced with {describe_reduction(choice)}", "gradient_sync")
+        choice.add_note(
+            f"gradients are reduced with {describe_gradient_reduction(choice)}", "gradient_sync"
+        )
     if sync != "each-part":
         return "in the script, Accelerator(gradient_accumulation_steps={parts})"
     return (
@@ -113,21 +115,21 @@ def describe_accumulation(choice: Choice) -> str:
 
 def make_fsdp_config(choice: Choice) -> dict[str, Any]:
     """Return the blocks of Accelerate's config about FSDP2."""
-    s, classes = choice.settings, choice.block_classes
+    s, classes = choice.settings, choice.block_class_names
     offload = choice.take_option("offload")
     fsdp: dict[str, Any] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": choice.take_option("reshard_after_forward") == "always",
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP",
         "fsdp_offload_params": offload == "cpu",
-        "fsdp_activation_checkpointing": choice.take("activation_checkpointing") is True,
+        "fsdp_activation_checkpointing": choice.take_setting("activation_checkpointing") is True,
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
     if classes:
         fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(classes)
     else:
-        note_groups(choice)
+        note_shard_groups(choice)
         fsdp["fsdp_min_num_params"] = choice.record["model"]["parameters"] // 12
     if s.activation_checkpointing is not True:
         note_checkpointing(choice)
@@ -139,8 +141,8 @@ def make_fsdp_config(choice: Choice) -> dict[str, Any]:
             "parallelism_config_dp_shard_size": workers,
         }
     note_mixed_precision(choice, "Accelerate")
-    choice.note(
+    choice.add_note(
         "Accelerate shards embeddings, the last norm and the head apart, too; the cell left them to the root"
     )
-    note_cpu(choice, "Accelerate", "FSDP")
+    note_missing_cpu_support(choice, "Accelerate", "FSDP")
     return config

@@ -34,7 +34,7 @@ CLEARED = "    torch.clear_autocast_cache()"
 
 def write_checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
     """Return code lines that enable activation checkpointing of `blocks`, and the imports they need."""
-    mode = choice.take("activation_checkpointing")
+    mode = choice.take_setting("activation_checkpointing")
     if not mode:
         return [], []
     names, lines, context = ["checkpoint"], [], ""
@@ -62,9 +62,9 @@ def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the scr
     Args:
         choice: The cell.
         whole: Text on a switch for all blocks, which ends with a comma.
-        place: Where the user has to add it.
+        place: Where the user has to add checkpointing.
     """
-    mode = choice.take("activation_checkpointing")
+    mode = choice.take_setting("activation_checkpointing")
     if not mode:
         return
     every = parse_block_interval(mode)
@@ -75,7 +75,7 @@ def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the scr
             ", with a context_fn that keeps attention and every second product "
             "(create_selective_checkpoint_contexts; --to pytorch has it)"
         )
-    choice.note(text, "activation_checkpointing")
+    choice.add_note(text, "activation_checkpointing")
 
 
 def parse_block_interval(mode: bool | str) -> int:

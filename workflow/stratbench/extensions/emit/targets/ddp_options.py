@@ -17,13 +17,13 @@ def list_ddp_arguments(choice: Choice) -> dict[str, Any]:
 
 
 def choose_comm_hook(choice: Choice) -> str | None:
-    """Return the name of torch's hook for the cell's gradient compression, or None without it."""
+    """Return the name of torch's hook for the cell's gradient compression, or None if uncompressed."""
     compress = choice.take_option("compress", "none")
     rank, start = choice.take_option("powersgd_rank"), choice.take_option("powersgd_start_step")
     if compress == "none":
         return None
     if compress == "powersgd":
-        choice.note(
+        choice.add_note(
             f"the cell ran stratbench's PowerSGD of rank {rank} from step {start} on, to which torch's hook "
             "comes close: it compresses by other thresholds"
         )
@@ -51,6 +51,6 @@ def note_ddp_options(choice: Choice) -> None:
                 f"comm_state_option={{'matrix_approximation_rank': {choice.options['powersgd_rank']}, "
                 f"'start_powerSGD_iter': {choice.options['powersgd_start_step']}}}"
             )
-    choice.note(
+    choice.add_note(
         f"in the script, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(keywords)})])"
     )

@@ -18,26 +18,24 @@ from stratbench.extensions.emit.targets.hyperparameters import (
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as DeepSpeed's JSON.
+    """Return the cell's configuration as DeepSpeed's JSON.
 
     Args:
         choice: The cell.
         called: DeepSpeed's key of ZeRO.
     """
     config = make_deepspeed_config(choice)
-    choice.note(
+    choice.add_note(
         f"initialize(model=model, optimizer={write_optimizer_call(choice)}, config=FILE)",
         "optimizer",
         "lr",
     )
     if lines := write_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
-        choice.note(f"in the script, LambdaLR(optimizer, share_of_lr) with {text}", "schedule")
+        choice.add_note(f"in the script, LambdaLR(optimizer, share_of_lr) with {text}", "schedule")
     note_checkpointing(choice)
     note_length_and_data(choice)
-    workers = choice.take("gpus")
-    start = (
-        f"start: deepspeed --num_nodes {choice.nodes} --num_gpus {choice.workers_per_node} train.py"
-    )
-    comments = [*choice.title, f"{start} ({workers} workers)", *choice.comments]
+    workers = choice.take_setting("gpus")
+    start = f"start: deepspeed --num_nodes {choice.num_nodes} --num_gpus {choice.workers_per_node} train.py"
+    comments = [*choice.title_comments, f"{start} ({workers} workers)", *choice.comments]
     return json.dumps({"comments": comments, **config}, indent=2) + "\n"

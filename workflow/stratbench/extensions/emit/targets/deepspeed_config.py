@@ -1,4 +1,4 @@
-"""Writes DeepSpeed's own configuration of a cell, which four targets contain."""
+"""Writes DeepSpeed's own JSON configuration of a cell, which several targets embed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratbench.extensions.emit.choice import Choice
 
 
 def make_deepspeed_config(choice: Choice) -> dict[str, Any]:
-    """Return the configuration as DeepSpeed reads it, and note the settings that it cannot contain."""
+    """Return DeepSpeed's configuration, and note the settings that it cannot contain."""
     s, trained = choice.settings, choice.record["model"]["trainable_parameters"]
     for key in (
         "per_worker_batch",
@@ -18,7 +18,7 @@ def make_deepspeed_config(choice: Choice) -> dict[str, Any]:
         "precision",
         "global_batch",
     ):
-        choice.take(key)
+        choice.take_setting(key)
     bucket = choice.take_option("bucket_cap_mb", 25)
     match_other_strategies = choice.take_option("match_other_strategies", True)
     stage = choice.take_option("stage", 1)
@@ -26,24 +26,24 @@ def make_deepspeed_config(choice: Choice) -> dict[str, Any]:
     config["train_batch_size"] = s.global_batch
     if s.precision == "bf16-true":
         config["bf16"] = {"enabled": True}
-        choice.note(
+        choice.add_note(
             "in the script, the loss of outputs.float(); DeepSpeed updates a float32 copy of the weights: "
             "more memory than the cell's, and less rounding",
             "precision",
         )
     elif s.precision not in ("fp32", "bf16"):
-        choice.note("DeepSpeed keeps float32 weights here; set this in the script", "precision")
+        choice.add_note("DeepSpeed keeps float32 weights here; set this in the script", "precision")
     if choice.device == "cpu":
-        choice.note("start with DS_ACCELERATOR=cpu, as the cell ran on CPU processes")
+        choice.add_note("start with DS_ACCELERATOR=cpu, as the cell ran on CPU processes")
     if s.strategy != "deepspeed":
-        choice.note(
+        choice.add_note(
             f"the cell ran stratbench's {s.strategy}, which DeepSpeed's stage 1 comes closest to: it sends "
             "half as much again and keeps a copy of each worker's part of the weights"
         )
         for key in set(choice.options) - {"bucket_cap_mb"}:
-            choice.note("DeepSpeed has no such option", key)
+            choice.add_note("DeepSpeed has no such option", key)
     elif stage == 3 and match_other_strategies:
-        choice.note(
+        choice.add_note(
             "the cell set stage3_prefetch_bucket_size to the parameters of its largest block, and "
             "stage3_max_live_parameters to twice as many; set them for your network"
         )

@@ -18,12 +18,12 @@ IMPLEMENTATIONS = {
 
 def list_optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
     """Return the optimizer's class in `torch.optim`, and its arguments without the parameters."""
-    kind, lr = choice.take("optimizer"), choice.take("lr")
+    kind, lr = choice.take_setting("optimizer"), choice.take_setting("lr")
     keys = ("betas", "eps") if kind == "adamw" else ("momentum", "nesterov")
     for key in ("betas", "eps", "momentum", "nesterov"):
-        choice.take(key)
+        choice.take_setting(key)
     s = choice.settings
-    arguments = {"lr": lr, "weight_decay": choice.take("weight_decay")}
+    arguments = {"lr": lr, "weight_decay": choice.take_setting("weight_decay")}
     arguments |= {key: getattr(s, key) for key in keys}
     if kind == "adamw":
         arguments["betas"] = tuple(arguments["betas"])
@@ -33,7 +33,7 @@ def list_optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
 
 def find_optimizer_implementation(choice: Choice) -> str:
     """Return the implementation of the optimizer that the cell ran: fused, foreach or for-loop."""
-    implementation, on_gpu = choice.take("optimizer_impl"), choice.device == "cuda"
+    implementation, on_gpu = choice.take_setting("optimizer_impl"), choice.device == "cuda"
     on_gpu = on_gpu and choice.options.get("offload") != "cpu"
     if implementation == "fused" and choice.settings.optimizer == "sgd" and not on_gpu:
         return "for-loop"
@@ -50,10 +50,10 @@ def write_optimizer_call(choice: Choice, parameters: str = "model.parameters()")
 def write_schedule_lines(choice: Choice) -> list[str]:
     """Return code lines of a function that scales the learning rate by step.
 
-    They are empty if the learning rate is constant.
+    The list is empty if the learning rate is constant.
     """
-    schedule, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
-    if not choice.settings.changes_lr:
+    schedule, warmup, final = map(choice.take_setting, ("schedule", "lr_warmup_steps", "final_lr"))
+    if not choice.settings.has_changing_lr:
         return []
     lines = ["def share_of_lr(step):"]
     if warmup:
@@ -82,26 +82,26 @@ def note_script_duties(choice: Choice, clip: str, accumulate: str, compiles: boo
         compiles: Whether the file itself compiles the network.
     """
     s = choice.settings
-    choice.note(
+    choice.add_note(
         f"in the script, {write_optimizer_call(choice)}",
         *("optimizer", "lr"),
     )
-    choice.note(f"in the script, DataLoader(batch_size={choice.micro_batch}) on each worker",
+    choice.add_note(f"in the script, DataLoader(batch_size={choice.micro_batch_size}) on each worker",
                 "global_batch", "per_worker_batch")  # fmt: skip
-    if choice.take("gradient_accumulation_steps") > 1:
-        choice.note(
+    if choice.take_setting("gradient_accumulation_steps") > 1:
+        choice.add_note(
             accumulate.format(parts=s.gradient_accumulation_steps), "gradient_accumulation_steps"
         )
     if s.max_grad_norm is not None:
-        choice.note(clip.format(norm=s.max_grad_norm), "max_grad_norm")
+        choice.add_note(clip.format(norm=s.max_grad_norm), "max_grad_norm")
     if lines := write_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
-        choice.note(
+        choice.add_note(
             f"in the script, LambdaLR(optimizer, share_of_lr), a step per update, with {text}",
             *("schedule", "lr_warmup_steps", "final_lr"),
         )
     if s.compile and not compiles:
-        choice.note("in the script, model = torch.compile(model)", "compile")
+        choice.add_note("in the script, model = torch.compile(model)", "compile")
     note_length_and_data(choice)
 
 
@@ -110,26 +110,26 @@ def note_length_and_data(choice: Choice, length: bool = True) -> None:
     s = choice.settings
     note_loss_chunks(choice)
     for key in ("epochs", "steps"):
-        if length and choice.take(key) is not None:
-            choice.note(f"the cell's length, {choice.total_steps} steps in all", key)
-    choice.note("of weights and of the order of samples", "seed")
+        if length and choice.take_setting(key) is not None:
+            choice.add_note(f"the cell's length, {choice.total_steps} steps in all", key)
+    choice.add_note("of weights and of the order of samples", "seed")
     if s.augment:
-        choice.note("the data set's own random crops and flips, on the device", "augment")
-    if choice.take("data_placement") == "host":
-        choice.note("batches came from host memory, one fetched ahead", "data_placement")
+        choice.add_note("the data set's own random crops and flips, on the device", "augment")
+    if choice.take_setting("data_placement") == "host":
+        choice.add_note("batches came from host memory, one fetched ahead", "data_placement")
     else:
-        choice.note(
+        choice.add_note(
             "the data set lay on each worker's device; a DataLoader takes longer", "data_placement"
         )
     shape = choice.record["model"].get("input_shape") or ()
     if choice.device == "cuda" and len(shape) == 3:
-        choice.note("the cell set torch.backends.cudnn.benchmark = True")
+        choice.add_note("the cell set torch.backends.cudnn.benchmark = True")
         if s.precision in ("bf16", "fp16", "tf32"):
-            choice.note("the cell's batches were in torch.channels_last")
+            choice.add_note("the cell's batches were in torch.channels_last")
     if s.threads is not None:
-        choice.note(f"start with OMP_NUM_THREADS={s.threads}", "threads")
+        choice.add_note(f"start with OMP_NUM_THREADS={s.threads}", "threads")
     if s.slowdown is not None:
-        choice.note("the cell slowed workers on purpose; this file does not", "slowdown")
+        choice.add_note("the cell slowed workers on purpose; this file does not", "slowdown")
 
 
 def note_precision(choice: Choice) -> None:
@@ -137,24 +137,24 @@ def note_precision(choice: Choice) -> None:
 
     The script has to set such a precision.
     """
-    precision = choice.take("precision")
+    precision = choice.take_setting("precision")
     if precision == "tf32":
-        choice.note(
+        choice.add_note(
             "in the script, torch.backends.cuda.matmul.allow_tf32 = True and "
             "torch.backends.cudnn.allow_tf32 = True",
             "precision",
         )
     elif precision == "fp64":
-        choice.note("in the script, model.double() and batches in float64", "precision")
+        choice.add_note("in the script, model.double() and batches in float64", "precision")
     elif precision == "bf16-true":
         note_pure_bf16(choice)
     elif precision == "fp32":
-        choice.note("no mixed precision", "precision")
+        choice.add_note("no mixed precision", "precision")
 
 
 def note_pure_bf16(choice: Choice) -> None:
     """Add a note that the script has to convert the network to bfloat16."""
-    choice.note(
+    choice.add_note(
         "in the script, model.to(torch.bfloat16) before the optimizer is made, and the loss of "
         "outputs.float()",
         "precision",
@@ -163,15 +163,15 @@ def note_pure_bf16(choice: Choice) -> None:
 
 def note_loss_chunks(choice: Choice) -> None:
     """Add a note if the cell computed the loss in parts."""
-    if choice.take("loss_chunks") > 1:
-        choice.note(
+    if choice.take_setting("loss_chunks") > 1:
+        choice.add_note(
             "the cell computed the last layer and the loss in so many parts of the positions, each under "
             "torch.utils.checkpoint; without it the loss is the same, and takes the memory of all scores",
             "loss_chunks",
         )
 
 
-def note_cpu(choice: Choice, engine: str, lacks: str) -> None:
+def note_missing_cpu_support(choice: Choice, engine: str, lacks: str) -> None:
     """Add a note that an engine cannot run on CPU processes.
 
     The note is added only if the cell ran on CPU processes.
@@ -182,4 +182,6 @@ def note_cpu(choice: Choice, engine: str, lacks: str) -> None:
         lacks: Name of what the engine lacks on CPUs.
     """
     if choice.device == "cpu":
-        choice.note(f"the cell ran on CPU processes, where {engine} has no {lacks}: use it on GPUs")
+        choice.add_note(
+            f"the cell ran on CPU processes, where {engine} has no {lacks}: use it on GPUs"
+        )

@@ -13,8 +13,8 @@ from stratbench.extensions.emit.targets.ddp_options import (
 )
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    note_cpu,
     note_length_and_data,
+    note_missing_cpu_support,
     write_optimizer_call,
     write_schedule_lines,
 )
@@ -38,7 +38,7 @@ PRECISION = {
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as Python code.
+    """Return the cell as Python code for Lightning.
 
     Args:
         choice: The cell.
@@ -56,16 +56,17 @@ def write(choice: Choice, called: str) -> str:
         model = write_configure_model(choice, imports)
     elif called == "DeepSpeedStrategy":
         config = make_deepspeed_config(choice)
-        for key in ("gradient_accumulation_steps", "train_batch_size"):  # Lightning sets them
+        # Lightning sets these keys itself.
+        for key in ("gradient_accumulation_steps", "train_batch_size"):
             del config[key]
         strategy = write_call(called, {"config": config})
-        note_cpu(choice, "Lightning", "DeepSpeed")
+        note_missing_cpu_support(choice, "Lightning", "DeepSpeed")
     else:
         strategy = "'auto'\n"
     if called != "ModelParallelStrategy":
         note_checkpointing(choice, place="in configure_model")
-    if choice.take("compile"):
-        choice.note("in configure_model, self.model = torch.compile(self.model)", "compile")
+    if choice.take_setting("compile"):
+        choice.add_note("in configure_model, self.model = torch.compile(self.model)", "compile")
     arguments = list_trainer_arguments(choice, called)
     optimizers = ["def configure_optimizers(self):  # of your LightningModule"]
     optimizers.append(f"    optimizer = {write_optimizer_call(choice, 'self.parameters()')}")
@@ -78,7 +79,7 @@ def write(choice: Choice, called: str) -> str:
         ]
     else:
         optimizers.append("    return optimizer")
-    choice.note(f"in the script, DataLoader(batch_size={choice.micro_batch}, drop_last=True)",
+    choice.add_note(f"in the script, DataLoader(batch_size={choice.micro_batch_size}, drop_last=True)",
                 "global_batch", "per_worker_batch")  # fmt: skip
     note_length_and_data(choice, length=False)
     switches = []
@@ -90,7 +91,11 @@ def write(choice: Choice, called: str) -> str:
     blocks = [imports, switches, schedule, model, optimizers, freeing]
     body = "\n\n".join("\n".join(map(fold_call, lines)) for lines in blocks if lines)
     head = format_comments(
-        [*choice.title, "start: python train.py (Lightning starts the others)", *choice.comments]
+        [
+            *choice.title_comments,
+            "start: python train.py (Lightning starts the others)",
+            *choice.comments,
+        ]
     )
     return f"{head}\n{body}\n\nstrategy = {strategy}" + write_call("trainer = Trainer", arguments)
 
@@ -101,38 +106,38 @@ def list_trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "accelerator": "cpu" if choice.device == "cpu" else "gpu",
         "devices": choice.workers_per_node,
-        "num_nodes": choice.nodes,
+        "num_nodes": choice.num_nodes,
         "strategy": Code("strategy"),
-        "precision": PRECISION.get(choice.take("precision"), "32-true"),
-        "accumulate_grad_batches": choice.take("gradient_accumulation_steps"),
+        "precision": PRECISION.get(choice.take_setting("precision"), "32-true"),
+        "accumulate_grad_batches": choice.take_setting("gradient_accumulation_steps"),
         # By default Lightning writes a checkpoint at the end. It is complete in memory, with the
         # optimizer's states.
         "enable_checkpointing": False,
     }
-    choice.take("gpus")
+    choice.take_setting("gpus")
     by_itself = choice.options.get("mixed_precision") == "policy"
     if s.precision == "bf16-true":
         if called != "DeepSpeedStrategy":
-            choice.note("in training_step, the loss of outputs.float()", "precision")
+            choice.add_note("in training_step, the loss of outputs.float()", "precision")
     elif called == "DeepSpeedStrategy" or by_itself:
         arguments["precision"] = "32-true"  # the strategy does the mixed precision
     elif called == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
         arguments["precision"] = "32-true"
-        choice.note(
+        choice.add_note(
             "ModelParallelStrategy does not take it from the Trainer: do it in training_step",
             "precision",
         )
-    if (norm := choice.take("max_grad_norm")) is not None and called != "DeepSpeedStrategy":
+    if (norm := choice.take_setting("max_grad_norm")) is not None and called != "DeepSpeedStrategy":
         arguments["gradient_clip_val"] = norm
     sync = choice.take_option("gradient_sync")
     if s.gradient_accumulation_steps > 1 and sync == "last-part":
-        choice.note(
+        choice.add_note(
             "Lightning reduces gradients with each part; the cell did with the last",
             "gradient_sync",
         )
     elif s.gradient_accumulation_steps > 1 and sync is not None:
-        choice.note("Lightning reduces gradients with each part, too", "gradient_sync")
-    epochs, steps = choice.take("epochs"), choice.take("steps")
+        choice.add_note("Lightning reduces gradients with each part, too", "gradient_sync")
+    epochs, steps = choice.take_setting("epochs"), choice.take_setting("steps")
     return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
 
 
@@ -155,13 +160,13 @@ def write_configure_model(choice: Choice, imports: list[str]) -> list[str]:
     lines, needed = write_sharding_lines(choice, "self.model", mixed == "policy")
     imports += needed
     if choice.shard_group_size < s.gpus:
-        choice.note(
+        choice.add_note(
             "Lightning's mesh has one dimension of data parallelism, and no groups: here all workers hold "
             "one model between them",
             "shard_group_size",
         )
     if mixed == "autocast" and s.precision in ("bf16", "fp16"):
-        choice.note("torch.autocast by the Trainer, as in the cell", "mixed_precision")
+        choice.add_note("torch.autocast by the Trainer, as in the cell", "mixed_precision")
     return [
         "def configure_model(self):  # of your LightningModule, whose network is self.model",
         "    mesh = self.device_mesh['data_parallel']",

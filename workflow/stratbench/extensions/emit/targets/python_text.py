@@ -32,7 +32,7 @@ def fold_call(line: str) -> str:
     indent, arguments, depth = " " * (len(line) - len(line.lstrip())), [""], 0
     for letter in rest[:-1]:
         depth += (letter in "([{") - (letter in ")]}")
-        if depth < 0:  # the call's own bracket is not the last one
+        if depth < 0:  # the call ends before the line does
             return line
         if letter == "," and depth == 0:
             arguments.append("")

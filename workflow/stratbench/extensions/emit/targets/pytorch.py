@@ -29,7 +29,7 @@ REPLACE_COMMENT = (
 
 
 def write(choice: Choice, called: str) -> str:
-    """Return the cell as a script.
+    """Return the cell as a Python script for plain PyTorch.
 
     Args:
         choice: The cell.
@@ -47,8 +47,8 @@ def write(choice: Choice, called: str) -> str:
         "seed",
         "data_placement",
     ):
-        choice.take(key)
-    choice.take("augment")
+        choice.take_setting(key)
+    choice.take_setting("augment")
     note_loss_chunks(choice)
     model = write_wrapping_lines(choice, called, imports)
     optimizer = write_optimizer_lines(choice, called, imports)
@@ -59,29 +59,29 @@ def write(choice: Choice, called: str) -> str:
     if s.precision == "bf16-true":
         blocks[1][-1] += ".to(torch.bfloat16)"
     if not on_cpu and s.precision in ("fp32", "tf32"):
-        value = choice.take("precision") == "tf32"
+        value = choice.take_setting("precision") == "tf32"
         blocks[0].append(f"torch.backends.cuda.matmul.allow_tf32 = {value}")
         blocks[0].append(f"torch.backends.cudnn.allow_tf32 = {value}")
     schedule = write_schedule_lines(choice)
     if schedule:
         imports.append("import math")
         optimizer.append("scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)")
-    if choice.take("compile"):
+    if choice.take_setting("compile"):
         model.append("model = torch.compile(model)")
     blocks += [model, schedule, optimizer, write_loop_lines(choice, called, imports)]
     if choice.record["task"].get("loss_weighs"):
-        choice.note(
+        choice.add_note(
             "the cell divides the loss by the weight of the global batch; here each worker by its own"
         )
     if s.slowdown is not None:
-        choice.note("the cell slowed workers on purpose; this file does not", "slowdown")
+        choice.add_note("the cell slowed workers on purpose; this file does not", "slowdown")
     per_node = f"--nproc-per-node {choice.workers_per_node}"
-    if choice.nodes > 1:
+    if choice.num_nodes > 1:
         per_node = (
-            f"--nnodes {choice.nodes} {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+            f"--nnodes {choice.num_nodes} {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         )
     start = f"start: torchrun {per_node} FILE RECORD DATA (the cell's record, its prepared data)"
-    head = format_comments([*choice.title, start, *choice.comments])
+    head = format_comments([*choice.title_comments, start, *choice.comments])
     text = "\n\n".join("\n".join(map(fold_call, lines)) for lines in blocks if lines)
     return f"{head}{sort_imports(imports)}\n\n{text}\n"
 
@@ -107,7 +107,7 @@ def write_setup_lines(choice: Choice, imports: list[str]) -> list[str]:
             "torch.cuda.set_device(device)",
             "torch.backends.cudnn.benchmark = True",
         ]
-    if threads := choice.take("threads"):
+    if threads := choice.take_setting("threads"):
         lines.append(f"torch.set_num_threads({threads})")
     return [*lines, f"assert workers == {choice.settings.gpus}"]
 
@@ -164,7 +164,7 @@ def write_optimizer_lines(choice: Choice, called: str, imports: list[str]) -> li
     arguments = {"parameters_as_bucket_view": whole, **arguments}
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
     if choice.settings.strategy == "zero1":
-        choice.note(
+        choice.add_note(
             "the cell ran stratbench's zero1, which divides the state number by number and sends less; "
             "torch's ZeroRedundancyOptimizer gives whole tensors to workers"
         )
@@ -181,16 +181,16 @@ def write_loop_lines(choice: Choice, called: str, imports: list[str]) -> list[st
         called: Name of the strategy in PyTorch.
         imports: Imports of the script, extended in place.
     """
-    s, parts = choice.settings, choice.take("gradient_accumulation_steps")
+    s, parts = choice.settings, choice.take_setting("gradient_accumulation_steps")
     forward, indent = "work.loss(model(x), y)", " " * 8
     sync = choice.take_option("gradient_sync")
     by_policy = choice.options.get("mixed_precision") == "policy"
-    scaled = choice.take("precision") == "fp16"
+    scaled = choice.take_setting("precision") == "fp16"
     if s.precision == "fp64":
-        choice.note("network and batches are float64", "precision")
+        choice.add_note("network and batches are float64", "precision")
     if s.precision == "bf16-true":
         forward = "work.loss(model(x).float(), y)"
-        choice.note("network and batches are bfloat16, scores and loss float32", "precision")
+        choice.add_note("network and batches are bfloat16, scores and loss float32", "precision")
     if s.precision in AUTOCAST and not by_policy:
         context = f"with torch.autocast(device.type, dtype={AUTOCAST[s.precision]}):"
         step = [context, f"    loss = {forward}"]
@@ -214,14 +214,14 @@ def write_loop_lines(choice: Choice, called: str, imports: list[str]) -> list[st
             head.append(f"    with nullcontext() if part == {parts} else model.no_sync():")
             step = [f"    {line}" for line in step]
         step = [*head, *(f"    {line}" for line in step)]
-    if (norm := choice.take("max_grad_norm")) is not None:
+    if (norm := choice.take_setting("max_grad_norm")) is not None:
         step += ["scaler.unscale_(optimizer)"] if scaled else []
         step.append(f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm!r})")
     step += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
     step.append("optimizer.zero_grad(set_to_none=True)")
-    if s.changes_lr:
+    if s.has_changing_lr:
         step.append("scheduler.step()")
-    passes = s.passes(choice.record["data"]["train_samples"])
+    passes = s.count_passes(choice.record["data"]["train_samples"])
     return [
         *(["scaler = torch.amp.GradScaler(device.type)"] if scaled else []),
         f"for epoch in range({passes}):",

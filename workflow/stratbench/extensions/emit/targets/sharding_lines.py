@@ -32,7 +32,9 @@ def write_sharding_lines(
         arguments.append(f"mp_policy=MixedPrecisionPolicy({dtypes})")
         root.append(f"mp_policy=MixedPrecisionPolicy({dtypes}, output_dtype=torch.float32)")
         if choice.record["model"].get("batchnorm"):
-            choice.note("the cell sharded BatchNorm apart, in float32; do so before these lines")
+            choice.add_note(
+                "the cell sharded BatchNorm apart, in float32; do so before these lines"
+            )
     arguments.append(f"reshard_after_forward={always}")
     if not always:
         root.append("reshard_after_forward=False")
@@ -47,11 +49,11 @@ def write_sharding_lines(
 
 def write_blocks_lines(choice: Choice, model: str) -> list[str]:
     """Return the code line that lists the blocks of a network."""
-    if classes := choice.block_classes:
+    if classes := choice.block_class_names:
         return [
             f"blocks = [m for m in {model}.modules() if type(m).__name__ in {tuple(classes)!r}]"
         ]
-    note_groups(choice)
+    note_shard_groups(choice)
     least = choice.record["model"]["parameters"] // 12
     return [
         f"blocks = [m for m in {model}.children() "
@@ -59,13 +61,13 @@ def write_blocks_lines(choice: Choice, model: str) -> list[str]:
     ]
 
 
-def note_groups(choice: Choice) -> None:
+def note_shard_groups(choice: Choice) -> None:
     """Add a note on the cell's shard groups.
 
     The note is for a network that names no classes of blocks.
     """
     labels = [group["label"] for group in choice.record["strategy"].get("wrap_groups") or ()]
-    choice.note(
+    choice.add_note(
         f"the cell sharded {len(labels)} groups, made by size or layer ({', '.join(labels)}); "
         "the rule by size here makes others: name your blocks' classes"
     )
@@ -77,19 +79,19 @@ def note_mixed_precision(choice: Choice, engine: str) -> None:
     if choice.settings.precision not in ("bf16", "fp16"):
         return
     if mixed == "autocast":
-        choice.note(
+        choice.add_note(
             f"the cell gathered and reduced in float32, under torch.autocast; {engine} does both in 16 bits, "
             "which sends less and rounds more",
             "mixed_precision",
         )
     else:
-        choice.note(
+        choice.add_note(
             f"the cell gathered in 16 bits and reduced in float32; {engine} reduces in 16 bits, too",
             "mixed_precision",
         )
 
 
-def describe_reduction(choice: Choice) -> str:
-    """Return a text on the micro-batches with which FSDP reduces gradients: each, or the last."""
+def describe_gradient_reduction(choice: Choice) -> str:
+    """Return a text on whether FSDP reduces gradients after each micro-batch or the last."""
     last = choice.take_option("gradient_sync") == "last-part"
     return "the last part" if last else "each part, which takes less memory"

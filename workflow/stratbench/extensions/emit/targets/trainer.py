@@ -13,16 +13,16 @@ from stratbench.extensions.emit.targets.ddp_options import choose_comm_hook, lis
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
     find_optimizer_implementation,
-    note_cpu,
     note_length_and_data,
+    note_missing_cpu_support,
     note_pure_bf16,
     write_optimizer_call,
 )
 from stratbench.extensions.emit.targets.python_text import write_call
 from stratbench.extensions.emit.targets.sharding_lines import (
-    describe_reduction,
-    note_groups,
+    describe_gradient_reduction,
     note_mixed_precision,
+    note_shard_groups,
 )
 
 
@@ -36,47 +36,50 @@ def write(choice: Choice, called: str) -> str:
     s = choice.settings
     arguments: dict[str, Any] = {
         "output_dir": "out",
-        "per_device_train_batch_size": choice.micro_batch,
-        "gradient_accumulation_steps": choice.take("gradient_accumulation_steps"),
+        "per_device_train_batch_size": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.take_setting("gradient_accumulation_steps"),
         **make_length_arguments(choice),
         **make_optimizer_arguments(choice),
         **make_schedule_arguments(choice),
-        "max_grad_norm": choice.take("max_grad_norm") or 0.0,  # the Trainer clips by default
-        "seed": choice.take("seed"),
+        "max_grad_norm": choice.take_setting("max_grad_norm")
+        or 0.0,  # 0.0 turns off clipping, which the Trainer does by default
+        "seed": choice.take_setting("seed"),
         "dataloader_drop_last": True,
         "save_strategy": "no",  # by default the Trainer writes a checkpoint at the end
         "use_cpu": choice.device == "cpu" and called in ("", "ddp"),
     }
-    choice.take("global_batch")
+    choice.take_setting("global_batch")
     if called == "deepspeed":
         # DeepSpeed itself does mixed precision, as in the cell.
         arguments["deepspeed"] = make_deepspeed_config(choice)
-        note_cpu(choice, "the Trainer", "DeepSpeed")
+        note_missing_cpu_support(choice, "the Trainer", "DeepSpeed")
         if s.max_grad_norm is not None or s.gradient_accumulation_steps > 1:
-            choice.note("DeepSpeed's config repeats batch, accumulation and clipping: change both")
+            choice.add_note(
+                "DeepSpeed's config repeats batch, accumulation and clipping: change both"
+            )
     else:
         add_precision_arguments(choice, arguments)
-    if choice.take("compile"):
+    if choice.take_setting("compile"):
         arguments["torch_compile"] = True
     if called == "ddp":
         options = list_ddp_arguments(choice)
         arguments["ddp_bucket_cap_mb"] = options["bucket_cap_mb"]
         arguments["ddp_find_unused_parameters"] = False  # the Trainer's default differs by model
         if options.get("gradient_as_bucket_view"):
-            choice.note(
+            choice.add_note(
                 "no argument has it; between trainer = Trainer(...) and trainer.train(), "
                 "trainer.accelerator.ddp_handler.gradient_as_bucket_view = True, else DDP has each gradient "
                 "twice",
                 "gradient_as_bucket_view",
             )
         if hook := choose_comm_hook(choice):
-            choice.note(
+            choice.add_note(
                 f"no argument has it: register torch's {hook} on the DistributedDataParallel",
                 "compress",
             )
     if called == "fsdp":
         arguments |= {"fsdp": True, "fsdp_config": make_fsdp_config(choice)}
-        note_cpu(choice, "the Trainer", "FSDP")
+        note_missing_cpu_support(choice, "the Trainer", "FSDP")
         if s.gradient_accumulation_steps > 1 and choice.options["gradient_sync"] == "each-part":
             kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
             arguments["accelerator_config"] = kwargs
@@ -84,18 +87,18 @@ def write(choice: Choice, called: str) -> str:
             note_checkpointing(choice)
     elif s.activation_checkpointing == "selective":
         note_checkpointing(choice)
-    elif choice.take("activation_checkpointing"):
+    elif choice.take_setting("activation_checkpointing"):
         arguments["activation_checkpointing"] = True
         if (every := parse_block_interval(s.activation_checkpointing)) > 1:
             arguments["activation_checkpointing_kwargs"] = {"every_n_layers": every}
-            choice.note(
+            choice.add_note(
                 f"the Trainer takes the first layer of {every}, the cell took the last",
                 "activation_checkpointing",
             )
-    choice.take("gpus")
+    choice.take_setting("gpus")
     note_length_and_data(choice, length=False)
-    start = f"start: torchrun --nnodes {choice.nodes} --nproc-per-node {choice.workers_per_node} train.py"
-    head = format_comments([*choice.title, start, *choice.comments])
+    start = f"start: torchrun --nnodes {choice.num_nodes} --nproc-per-node {choice.workers_per_node} train.py"
+    head = format_comments([*choice.title_comments, start, *choice.comments])
     return f"{head}\nfrom transformers import TrainingArguments\n\n" + write_call(
         "args = TrainingArguments", arguments
     )
@@ -103,7 +106,7 @@ def write(choice: Choice, called: str) -> str:
 
 def make_length_arguments(choice: Choice) -> dict[str, Any]:
     """Return the argument for the length of the training, in steps or epochs."""
-    epochs, steps = choice.take("epochs"), choice.take("steps")
+    epochs, steps = choice.take_setting("epochs"), choice.take_setting("steps")
     return {"max_steps": steps} if steps else {"num_train_epochs": epochs}
 
 
@@ -111,22 +114,24 @@ def make_optimizer_arguments(choice: Choice) -> dict[str, Any]:
     """Return the arguments for the optimizer and its hyperparameters."""
     s = choice.settings
     for key in ("optimizer", "momentum", "nesterov", "betas", "eps"):
-        choice.take(key)
+        choice.take_setting(key)
     if s.weight_decay:
-        choice.note(
+        choice.add_note(
             "the Trainer gives norms and biases no weight decay; the cell decays all",
             "weight_decay",
         )
-    keywords = {"learning_rate": choice.take("lr"), "weight_decay": choice.take("weight_decay")}
+    keywords = {
+        "learning_rate": choice.take_setting("lr"),
+        "weight_decay": choice.take_setting("weight_decay"),
+    }
     wanted, sharded = find_optimizer_implementation(choice), s.strategy == "fsdp"
     fused = s.optimizer == "adamw" and wanted == "fused"
-    runs = (
-        "foreach" if choice.device == "cuda" and not sharded else "for-loop"
-    )  # torch's default implementation
+    # The implementation that torch chooses by default.
+    runs = "foreach" if choice.device == "cuda" and not sharded else "for-loop"
     if runs == wanted:
-        choice.note("torch's own choice here", "optimizer_impl")
+        choice.add_note("torch's own choice here", "optimizer_impl")
     elif not fused:
-        choice.note(
+        choice.add_note(
             f"no argument has it, and torch runs {runs}: Trainer(optimizers=(optimizer, None)) with "
             f"optimizer = {write_optimizer_call(choice)}",
             "optimizer_impl",
@@ -145,11 +150,11 @@ def make_optimizer_arguments(choice: Choice) -> dict[str, Any]:
 
 def make_schedule_arguments(choice: Choice) -> dict[str, Any]:
     """Return the arguments for the learning rate schedule, which replace the Trainer's linear default."""
-    kind, warmup, final = map(choice.take, ("schedule", "lr_warmup_steps", "final_lr"))
+    kind, warmup, final = map(choice.take_setting, ("schedule", "lr_warmup_steps", "final_lr"))
     arguments: dict[str, Any] = {}
     if warmup:
         arguments["warmup_steps"] = warmup
-        choice.note("the Trainer's first step has a rate of 0; the cell's had a part of lr",
+        choice.add_note("the Trainer's first step has a rate of 0; the cell's had a part of lr",
                     "lr_warmup_steps")  # fmt: skip
     if kind == "constant":
         name = "constant_with_warmup" if warmup else "constant"
@@ -164,7 +169,7 @@ def make_schedule_arguments(choice: Choice) -> dict[str, Any]:
 
 def add_precision_arguments(choice: Choice, arguments: dict[str, Any]) -> None:
     """Add the arguments for number formats to `arguments`."""
-    chosen = choice.take("precision")
+    chosen = choice.take_setting("precision")
     if chosen in ("bf16", "fp16"):
         arguments[chosen] = True
     elif choice.device == "cuda":
@@ -172,33 +177,35 @@ def add_precision_arguments(choice: Choice, arguments: dict[str, Any]) -> None:
     if chosen == "bf16-true":
         note_pure_bf16(choice)
     elif chosen == "fp64":
-        choice.note("in the script, model.double() and batches in float64", "precision")
+        choice.add_note("in the script, model.double() and batches in float64", "precision")
     elif chosen == "tf32" and choice.device == "cpu":
-        choice.note("a CPU has none", "precision")
+        choice.add_note("a CPU has none", "precision")
 
 
 def make_fsdp_config(choice: Choice) -> dict[str, Any]:
     """Return the Trainer's argument `fsdp_config`, for FSDP2."""
-    classes = choice.block_classes
+    classes = choice.block_class_names
     config: dict[str, Any] = {
         "version": 2,
         "reshard_after_forward": choice.take_option("reshard_after_forward") == "always",
         "cpu_offload": choice.take_option("offload") == "cpu",
-        "activation_checkpointing": choice.take("activation_checkpointing") is True,
+        "activation_checkpointing": choice.take_setting("activation_checkpointing") is True,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP",
     }
     if classes:
         config["transformer_layer_cls_to_wrap"] = classes
     else:
-        note_groups(choice)
+        note_shard_groups(choice)
         config["min_num_params"] = choice.record["model"]["parameters"] // 12
     note_mixed_precision(choice, "the Trainer")
     if choice.settings.gradient_accumulation_steps > 1:
-        choice.note(f"gradients are reduced with {describe_reduction(choice)}", "gradient_sync")
+        choice.add_note(
+            f"gradients are reduced with {describe_gradient_reduction(choice)}", "gradient_sync"
+        )
     choice.take_option("gradient_sync")
     workers = choice.shard_group_size
     if workers < choice.settings.gpus:
-        choice.note(
+        choice.add_note(
             "add parallelism_config=accelerate.ParallelismConfig(dp_replicate_size="
             f"{choice.settings.gpus // workers}, dp_shard_size={workers}) to the arguments",
             "shard_group_size",

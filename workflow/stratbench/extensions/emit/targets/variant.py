@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 
 import yaml
 
-from stratbench.cell.extensions import iter_keys
+from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.settings import GIVEN, OF_A_VARIANT, Settings
 from stratbench.extensions.emit.choice import Choice, format_comments
 from stratbench.strategies import get_option_defaults
@@ -27,8 +27,8 @@ def write(choice: Choice, called: str) -> str:
     options.pop("sha256", None)  # the hash of a command's files is filled in again
     variants = {cell.strategy: {"strategy": s.strategy, **options}}
     default = {f.name: f.default for f in fields(Settings)}
-    settings = {key: value for key in GIVEN if (value := choice.take(key)) != default[key]}
-    for _, keys in iter_keys("experiment"):
+    settings = {key: value for key in GIVEN if (value := choice.take_setting(key)) != default[key]}
+    for _, keys in iter_extension_keys("experiment"):
         block = s.more.get(keys.extension, {})
         settings |= {
             f.name: block[f.name] for f in fields(keys) if f.name in block and f.metadata["given"]
@@ -43,24 +43,24 @@ def write(choice: Choice, called: str) -> str:
         "dataset": s.dataset,
         "strategies": [cell.strategy],
         "models": [s.model],
-        "gpus": [choice.take("gpus")],
-        "global_batch": choice.take("global_batch"),
+        "gpus": [choice.take_setting("gpus")],
+        "global_batch": choice.take_setting("global_batch"),
         **settings,
     }
-    choice.take("per_worker_batch")
+    choice.take_setting("per_worker_batch")
     blocks = {"experiments": {"chosen": experiment}}
     if options or cell.strategy != s.strategy:
         blocks = {"variants": variants, **blocks}
-    choice.note("of this repeat; the study's own seed makes it", "seed")
+    choice.add_note("of this repeat; the study's own seed makes it", "seed")
     for what, spec in (("models", s.own_model), ("datasets", s.data_spec)):
         if spec is not None:
             name = s.model if what == "models" else s.dataset
-            choice.note(f"{what}.{name} of config.yaml stays as it is")
+            choice.add_note(f"{what}.{name} of config.yaml stays as it is")
     if s.own_task is not None:
         experiment["task"] = s.own_task["call"]
     for key in choice.options:
         choice.take_option(key)
     head = format_comments(
-        [*choice.title, "put it below `studies: NAME:` of config.yaml", *choice.comments]
+        [*choice.title_comments, "put it below `studies: NAME:` of config.yaml", *choice.comments]
     )
     return head + yaml.safe_dump(blocks, sort_keys=False)

@@ -1,4 +1,4 @@
-"""Caches check results and dry runs on disk, and computes missing ones in processes."""
+"""Caches results of checks and dry runs on disk, and computes missing results in processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KILLED = "its process was killed (out of memory?)"
 
 
 class CachedResult(Protocol):
-    """Result of a process, a dataclass; it is cached unless it has a `fault`."""
+    """Protocol of a dataclass with a process's result. Results with a `fault` are not cached."""
 
     @property
     def fault(self) -> str | None: ...
@@ -46,7 +46,7 @@ class CachedResult(Protocol):
 
 
 class CachedJob(NamedTuple):
-    """Work for a process.
+    """Work for a process, whose result is cached.
 
     Attributes:
         name: Name in progress messages.
@@ -65,7 +65,7 @@ Key = TypeVar("Key", bound=Hashable)
 Kept = TypeVar("Kept", bound=CachedResult)
 
 
-def compute_results(
+def compute_cached_results(
     doing: str,
     kind: type[Kept],
     work: Callable[..., Kept],
@@ -114,7 +114,7 @@ def compute_results(
 
 
 def list_key_parts(request: Any) -> dict[str, Any]:
-    """Return all values that a result depends on."""
+    """Return all values that a cached result depends on."""
     return {
         "asked": request,
         "torch": version("torch"),

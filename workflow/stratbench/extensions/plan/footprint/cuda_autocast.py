@@ -1,4 +1,4 @@
-"""Makes autocast on a CPU choose the number formats that it chooses on CUDA.
+"""Makes autocast on a CPU choose the number formats of autocast on CUDA.
 
 The lists are those of PyTorch 2.13 (`AT_FORALL_FP32` and the following, ATen/autocast_mode.h).
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister
+from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister_kernels
 from stratbench.workload.torch_internals import get_arguments
 
 #: Operators that compute in float32, to which autocast converts their operands.
@@ -57,14 +57,14 @@ def cuda_autocast() -> Iterator[None]:
     }
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warns that kernels replace others
+            warnings.simplefilter("ignore")  # torch warns that kernels replace others
             for name in BY_PARTS:
                 library.impl(name, fallthrough_kernel)
             for name, kernel in kernels.items():
                 library.impl(name, _without_casts(partial(kernel, _get_operator(name))))
         yield
     finally:
-        unregister(library)
+        unregister_kernels(library)
 
 
 def _get_operator(name: str) -> Any:
@@ -73,7 +73,7 @@ def _get_operator(name: str) -> Any:
 
 
 def _without_casts(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel, run without any casts."""
+    """Return a version of the kernel that runs without casts."""
 
     def run_uncast(*args: Any, **kwargs: Any) -> Any:
         with no_autocast():

@@ -1,4 +1,4 @@
-"""Extrapolates the footprint of a model with many equal blocks from few of them.
+"""Extrapolates the footprint of a model with many equal blocks from a few traced blocks.
 
 Counts are linear in the number of blocks. Memory is not, since its peak is the maximum of many moments. So
 the moments are matched, by the marks of blocks in a trace. The first blocks are matched from the start, the
@@ -23,10 +23,10 @@ from stratbench.extensions.plan.footprint.footprint import (
     Moment,
     Sums,
     drop_zeros,
-    follow,
-    list_sums,
+    find_upper_envelope,
+    list_reductions,
     make_footprint,
-    upper_envelope,
+    trace_two_steps,
 )
 from stratbench.strategies import get_mesh
 from stratbench.telemetry.collectives import CollectiveCall
@@ -46,20 +46,24 @@ FEW, MORE = 5, 6
 FROM_START = 2
 
 
-def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
-    """Return the result of `make_footprint`, from few equal blocks if that gives the same result.
+def make_footprint_by_blocks(
+    request: Request, trial: Trial | None, blocks: Blocks | None
+) -> Footprint:
+    """Return the footprint of a request, traced with few equal blocks if possible.
+
+    The result equals that of `make_footprint`.
 
     Args:
         request: The request.
-        trial: Trial of its model.
-        blocks: Its equal blocks, if any.
+        trial: Trial of the request's model.
+        blocks: Equal blocks of the model, if any.
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
-    # With every-N, the few blocks might not include one that is computed again.
+    # With checkpointing `every-N`, the few blocks might not include one that is computed again.
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
     if blocks is not None and mesh.stages == 1 and is_uniform:
         try:
-            return extrapolate_footprint(partial(follow, request, 0, trial), blocks)
+            return extrapolate_footprint(partial(trace_two_steps, request, 0, trial), blocks)
         except UnlikeError:
             pass
         except Exception:
@@ -68,7 +72,7 @@ def make_by_blocks(request: Request, trial: Trial | None, blocks: Blocks | None)
 
 
 def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint:
-    """Return the footprint of a model with `blocks`, few of which are traced.
+    """Return the footprint of a model with equal `blocks`, of which only few are traced.
 
     Args:
         follow: Traces the model with a number of its blocks, its keyword `blocks`.
@@ -81,40 +85,47 @@ def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Fo
         few, more = (follow(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
     except Exception as error:  # a trace of all blocks may succeed, or gives a better error
         raise UnlikeError("the model fails with fewer blocks") from error
-    if few.others or more.others:
+    if few.other_moments or more.other_moments:
         raise UnlikeError("the training has several kinds of steps")
     further, parts = blocks.count - MORE, few.parts
     both = (few, more)
-    phases = len(more.steps[0])
+    phases = len(more.step_phases[0])
     steps = [[_split_step(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)] for f in both]
     for f, each in zip(both, steps, strict=True):
-        if each[0] != each[1] or len(f.steps[0]) != phases:
+        if each[0] != each[1] or len(f.step_phases[0]) != phases:
             raise UnlikeError("the steps with two batch sizes differ in their marks")
     (a, _), (b, _) = steps
-    lives = few.lives, more.lives
-    check_steady(b, lives[1], more.calls)
-    footprints = few.footprint(), more.footprint()
+    lives = few.live_bytes_by_batch, more.live_bytes_by_batch
+    check_blocks_are_equal(b, lives[1], more.collective_calls)
+    footprints = few.make_footprint(), more.make_footprint()
     pairs = match_segments(a, b)
     candidates = [(i, j, None) for x, y in pairs for i, j in zip(x.moments, y.moments, strict=True)]
-    sums = [_list_sums_in_order(f, parts) for f in both]
+    sums = [_list_reductions_in_order(f, parts) for f in both]
     for x, y in pairs:
-        for i, j in zip(range(*x.sums), range(*y.sums), strict=True):
+        for i, j in zip(range(*x.reduction_range), range(*y.reduction_range), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
                 raise UnlikeError("the reductions of both traces differ")
             candidates.append((sums[0][i][0], sums[1][j][0], sums[1][j][1]))
     evaluation = _extrapolate_evaluation(both, 1 + 2 * phases, further)
-    flops = extrapolate(few.forward_flops, more.forward_flops, further)
-    counted = extrapolate(few.counted, more.counted, further)
+    flops = extrapolate_numbers(few.forward_flops, more.forward_flops, further)
+    counted = extrapolate_numbers(
+        few.counted_flops_per_sample, more.counted_flops_per_sample, further
+    )
     plain = [
-        replace(f, moments=[], evaluation=evaluation, collectives=[], attention_share=0.0)
+        replace(f, peak_moments=[], evaluation_peak=evaluation, collectives=[], attention_share=0.0)
         for f in footprints
     ]
     return replace(
-        extrapolate(plain[0], plain[1], further),
-        moments=_extrapolate_moments(both, lives, candidates, further),
-        evaluation=evaluation,
-        collectives=[c.listed for c in extrapolate_calls(a, b, (few.calls, more.calls), further)],
-        training_flops_per_sample=more.training_flops(counted, flops[0]),
+        extrapolate_numbers(plain[0], plain[1], further),
+        peak_moments=_extrapolate_moments(both, lives, candidates, further),
+        evaluation_peak=evaluation,
+        collectives=[
+            c.as_tuple
+            for c in extrapolate_collectives(
+                a, b, (few.collective_calls, more.collective_calls), further
+            )
+        ],
+        training_flops_per_sample=more.compute_training_flops(counted, flops[0]),
         attention_share=flops[1] / flops[0] if flops[0] else 0.0,
     )
 
@@ -123,9 +134,9 @@ def _split_step(followed: Followed, first: int, stop: int) -> list[EventSegment]
     return split_into_segments(followed.trace, followed.blocks.count, first, stop)
 
 
-def _list_sums_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
-    """Return a step's sums in order, with the number of events before each."""
-    by_sums = list_sums(followed.steps, followed.edges, parts)
+def _list_reductions_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
+    """Return a step's reductions in order, each with the number of events before it."""
+    by_sums = list_reductions(followed.step_phases, followed.event_edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
 
@@ -139,27 +150,29 @@ def _extrapolate_moments(
     parts = both[0].parts
 
     def fit_line(i: int, j: int) -> Affine:
-        pair = (extrapolate(few[i], more[j], further) for few, more in zip(*lives, strict=True))
-        return Affine.through(tuple(pair), parts)
+        pair = (
+            extrapolate_numbers(few[i], more[j], further) for few, more in zip(*lives, strict=True)
+        )
+        return Affine.from_two_values(tuple(pair), parts)
 
     moments = []
     for kind in dict.fromkeys(sums for _, _, sums in candidates):
         same_kind = [(i, j) for i, j, sums in candidates if sums == kind]
         lines = [fit_line(i, j) for i, j in same_kind]
-        for number in upper_envelope(lines, parts):
+        for number in find_upper_envelope(lines, parts):
             at = same_kind[number]
             held = [
-                extrapolate(
+                extrapolate_numbers(
                     *(
-                        f.trace.parts_bytes(f.edges[batch] + n)
+                        f.trace.get_device_bytes_by_purpose(f.event_edges[batch] + n)
                         for f, n in zip(both, at, strict=True)
                     ),
                     further,
                 )
                 for batch in (0, 1)
             ]
-            used = {k: Affine.through((held[0][k], held[1][k]), parts) for k in held[0]}
-            phase = both[1].trace.phase_at(both[1].edges[1] + max(at[1] - 1, 0))
+            used = {k: Affine.from_two_values((held[0][k], held[1][k]), parts) for k in held[0]}
+            phase = both[1].trace.get_phase_of_event(both[1].event_edges[1] + max(at[1] - 1, 0))
             used = {k: v for k, v in used.items() if v.fixed or v.per_sample}
             moments.append(Moment(phase, lines[number], used, kind))
     return moments
@@ -170,16 +183,21 @@ def _extrapolate_evaluation(
 ) -> MemoryPeak:
     """Return the peak of the evaluation, which has a single batch."""
     a, b = (_split_step(f, first, first + 1) for f in both)
-    start = [f.edges[2] for f in both]
-    lives = [f.trace.live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)]
+    start = [f.event_edges[2] for f in both]
+    lives = [
+        f.trace.list_live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)
+    ]
     best, where = -1, (0, 0)
     for x, y in match_segments(a, b):
         for i, j in zip(x.moments, y.moments, strict=True):
-            n_bytes = extrapolate(lives[0][i], lives[1][j], further)
+            n_bytes = extrapolate_numbers(lives[0][i], lives[1][j], further)
             if n_bytes > best:
                 best, where = n_bytes, (i, j)
-    held = [f.trace.parts_bytes(at + n) for f, at, n in zip(both, start, where, strict=True)]
-    return MemoryPeak(best, "evaluation", drop_zeros(extrapolate(*held, further)))
+    held = [
+        f.trace.get_device_bytes_by_purpose(at + n)
+        for f, at, n in zip(both, start, where, strict=True)
+    ]
+    return MemoryPeak(best, "evaluation", drop_zeros(extrapolate_numbers(*held, further)))
 
 
 class UnlikeError(Exception):
@@ -188,20 +206,20 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class EventSegment:
-    """Events between two marks of a step.
+    """Events of a traced step between two marks.
 
     Attributes:
         key: The mark's label, its block's number from the start or (negative) from the end, and how
             often this mark occurred before.
         moments: Numbers of events since the step's start after which memory may be highest.
-        calls: Index of the first of the step's collectives in it, and of the first one after it.
-        sums: The same for its reductions.
+        collective_range: Index of the first of its collectives in the step, and of the first one after it.
+        reduction_range: Index of the first of its reductions, and of the first one after it.
     """
 
     key: tuple[Any, ...]
     moments: list[int]
-    calls: tuple[int, int]
-    sums: tuple[int, int]
+    collective_range: tuple[int, int]
+    reduction_range: tuple[int, int]
 
     @property
     def block(self) -> int | None:
@@ -217,7 +235,7 @@ class EventSegment:
 def split_into_segments(
     trace: OperatorTrace, blocks: int, first: int, stop: int
 ) -> list[EventSegment]:
-    """Return the segments of a step.
+    """Return the segments of a traced step, between the trace's marks.
 
     Args:
         trace: The trace with its marks.
@@ -226,7 +244,7 @@ def split_into_segments(
         stop: Number of the first phase after it; the number of phases for the last step.
     """
     starts = [i for i, mark in enumerate(trace.marks) if mark.label == "phase"]
-    end = trace.mark_here()
+    end = trace.make_mark()
     marks = trace.marks[starts[first - 1] : starts[stop - 1] if stop <= len(starts) else None]
     after = trace.marks[starts[stop - 1]] if stop <= len(starts) else end
     begin = marks[0]
@@ -256,22 +274,26 @@ def split_into_segments(
 def match_segments(
     few: Sequence[EventSegment], more: Sequence[EventSegment]
 ) -> list[tuple[EventSegment, EventSegment]]:
-    """Return the segments of both networks in pairs, without the additional block in the middle.
+    """Return pairs of matching segments of a longer and a shorter model.
+
+    The longer model's additional block in the middle is left out.
 
     Raises:
-        UnlikeError: If they do not match.
+        UnlikeError: If the segments do not match.
     """
     rest = [s for s in more if not s.is_middle]
     if [s.key for s in few] != [s.key for s in rest]:
         raise UnlikeError("the marks of both traces differ")
     pairs = list(zip(few, rest, strict=True))
     for a, b in pairs:
-        if len(a.moments) != len(b.moments) or _count_items(a.sums) != _count_items(b.sums):
+        if len(a.moments) != len(b.moments) or _count_items(a.reduction_range) != _count_items(
+            b.reduction_range
+        ):
             raise UnlikeError(f"the numbers of events after mark {a.key} differ")
     return pairs
 
 
-def check_steady(
+def check_blocks_are_equal(
     segments: Sequence[EventSegment],
     lives: Sequence[Sequence[int]],
     calls: Sequence[CollectiveCall],
@@ -286,7 +308,9 @@ def check_steady(
     middle = FROM_START - MORE
     inner = (middle, middle + 1, middle + 2)
     by_key = {s.key: s for s in segments}
-    some_calls = any(s.calls[1] > s.calls[0] for s in segments if s.key[0] == "backward")
+    some_calls = any(
+        s.collective_range[1] > s.collective_range[0] for s in segments if s.key[0] == "backward"
+    )
     for label, block, occurrence in by_key:
         if block != middle:
             continue
@@ -297,7 +321,7 @@ def check_steady(
             for x, y, z in zip(*(s.moments for s in three), strict=True):
                 if live[z] - live[y] != live[y] - live[x]:
                     raise UnlikeError(f"neighbouring blocks differ in memory at {label}")
-        each = [[calls[i] for i in range(*s.calls)] for s in three]
+        each = [[calls[i] for i in range(*s.collective_range)] for s in three]
         if each[0] != each[1] or each[1] != each[2]:
             raise UnlikeError(f"neighbouring blocks differ in collectives at {label}")
         # Buckets that a single block does not fill end at other places in each block.
@@ -305,7 +329,7 @@ def check_steady(
             raise UnlikeError("a bucket holds gradients of several blocks")
 
 
-def extrapolate_calls(
+def extrapolate_collectives(
     few: Sequence[EventSegment],
     more: Sequence[EventSegment],
     calls: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
@@ -324,26 +348,31 @@ def extrapolate_calls(
     for is_middle, run in groupby(more, key=lambda s: s.is_middle):
         segments = list(run)
         if is_middle:
-            first, stop = segments[0].calls[0], segments[-1].calls[1]
+            first, stop = segments[0].collective_range[0], segments[-1].collective_range[1]
             drawn += list(calls[1][first:stop]) * (further + 1)
             continue
         for s in segments:
-            a, b = calls[0][slice(*by_key[s.key].calls)], calls[1][slice(*s.calls)]
-            drawn += _extrapolate_segment_calls(a, b, further)
+            a, b = (
+                calls[0][slice(*by_key[s.key].collective_range)],
+                calls[1][slice(*s.collective_range)],
+            )
+            drawn += _extrapolate_segment_collectives(a, b, further)
     return drawn
 
 
-def _extrapolate_segment_calls(
+def _extrapolate_segment_collectives(
     a: Sequence[CollectiveCall], b: Sequence[CollectiveCall], further: int
 ) -> Iterator[CollectiveCall]:
     if len(a) == len(b):
         for x, y in zip(a, b, strict=True):
-            if replace(x, n_bytes=0, sample_bytes=0) != replace(y, n_bytes=0, sample_bytes=0):
+            if replace(x, n_bytes=0, bytes_per_sample=0) != replace(
+                y, n_bytes=0, bytes_per_sample=0
+            ):
                 raise UnlikeError("the collectives of both traces differ")
-            n_bytes, sample_bytes = extrapolate(
-                (x.n_bytes, x.sample_bytes), (y.n_bytes, y.sample_bytes), further
+            n_bytes, sample_bytes = extrapolate_numbers(
+                (x.n_bytes, x.bytes_per_sample), (y.n_bytes, y.bytes_per_sample), further
             )
-            yield replace(y, n_bytes=n_bytes, sample_bytes=sample_bytes)
+            yield replace(y, n_bytes=n_bytes, bytes_per_sample=sample_bytes)
         return
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     added = len(b) - len(a)
@@ -354,7 +383,7 @@ def _extrapolate_segment_calls(
     yield from b[same + added :]
 
 
-def extrapolate(few: Any, more: Any, further: int) -> Any:
+def extrapolate_numbers(few: Any, more: Any, further: int) -> Any:
     """Return numbers extrapolated to `further` more blocks than in the longer trace.
 
     Numbers may be in dicts, tuples and dataclasses; all other values must be equal.
@@ -364,10 +393,10 @@ def extrapolate(few: Any, more: Any, further: int) -> Any:
         more: Values of the longer trace.
         further: Number of further blocks.
     """
-    return combine_weighted((few, more), (-further, 1 + further))
+    return sum_weighted_numbers((few, more), (-further, 1 + further))
 
 
-def combine_weighted(each: Sequence[Any], weights: Sequence[int]) -> Any:
+def sum_weighted_numbers(each: Sequence[Any], weights: Sequence[int]) -> Any:
     """Return the sum of weighted numbers, which may be in dicts, tuples and dataclasses.
 
     Args:
@@ -388,15 +417,15 @@ def combine_weighted(each: Sequence[Any], weights: Sequence[int]) -> Any:
         return last + sum((x - last) * w for x, w in zip(others, weights, strict=False))
     if isinstance(last, dict):
         keys = dict.fromkeys(key for x in each for key in x)
-        return {k: combine_weighted([x.get(k, 0) for x in each], weights) for k in keys}
+        return {k: sum_weighted_numbers([x.get(k, 0) for x in each], weights) for k in keys}
     if is_dataclass(last):
         names = [f.name for f in fields(last)]
         return replace(
-            last, **{n: combine_weighted([getattr(x, n) for x in each], weights) for n in names}
+            last, **{n: sum_weighted_numbers([getattr(x, n) for x in each], weights) for n in names}
         )
     if any(len(x) != len(last) for x in others):
         raise UnlikeError("values to combine have different lengths")
-    return type(last)(combine_weighted(numbers, weights) for numbers in zip(*each, strict=True))
+    return type(last)(sum_weighted_numbers(numbers, weights) for numbers in zip(*each, strict=True))
 
 
 def _count_items(ends: tuple[int, int]) -> int:

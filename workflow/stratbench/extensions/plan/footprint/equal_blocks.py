@@ -1,4 +1,4 @@
-"""Finds equal blocks of a model, few of which are traced.
+"""Finds equal blocks of a model, so that only few blocks need a trace.
 
 A layer of a transformer has the same input and output shapes as the next. A model that calls such layers in
 sequence needs equally more memory at each moment of a step for each further layer.
@@ -36,12 +36,12 @@ def find_blocks(model: nn.Module) -> Blocks | None:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < MIN_BLOCKS:
             continue
         size = sum(p.numel() for p in module.parameters())
-        if size > most and _are_equal(list(module)):
+        if size > most and _are_blocks_equal(list(module)):
             best, most = Blocks(path, len(module)), size
     return best
 
 
-def keep_blocks(model: nn.Module, path: str, count: int) -> None:
+def keep_first_blocks(model: nn.Module, path: str, count: int) -> None:
     """Remove all but the first blocks from the model.
 
     Args:
@@ -54,12 +54,12 @@ def keep_blocks(model: nn.Module, path: str, count: int) -> None:
         del held[name]
 
 
-def are_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
-    """Return whether a forward of `x` calls each block once, in order, with equal operations.
+def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
+    """Return whether a forward pass calls each block once, in order, with equal operations.
 
     Args:
         model: The model.
-        blocks: Its blocks.
+        blocks: Equal blocks of the model.
         x: Inputs.
     """
     log = _BlockOperations()
@@ -129,8 +129,8 @@ class _BlockOperations(TorchDispatchMode):
         return out
 
 
-def _are_equal(blocks: list[nn.Module]) -> bool:
-    """Return whether modules have equal parts, except for a counter, and share no parameter."""
+def _are_blocks_equal(blocks: list[nn.Module]) -> bool:
+    """Return whether modules have equal parts (except a counter) and no shared parameter."""
     all_parameters = sum(1 for block in blocks for _ in block.parameters())
     if all_parameters != len({p for block in blocks for p in block.parameters()}):
         return False

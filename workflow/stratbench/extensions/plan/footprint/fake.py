@@ -20,26 +20,26 @@ from torch.nn import parallel
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.cuda_autocast import cuda_autocast
-from stratbench.extensions.plan.footprint.equal_blocks import Blocks, keep_blocks, mark_blocks
+from stratbench.extensions.plan.footprint.equal_blocks import Blocks, keep_first_blocks, mark_blocks
 from stratbench.extensions.plan.footprint.replica import Replica
 from stratbench.extensions.plan.footprint.request import Request, Turns
 from stratbench.extensions.plan.footprint.torch_internals import (
     FakeTensors,
-    fake_group,
+    fake_process_group,
+    patch_torch_for_fakes,
     shorten_schedule,
-    torch_on_fakes,
 )
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout
-from stratbench.strategies import acceptance, base, get_mesh, strategy_class
+from stratbench.strategies import acceptance, base, get_mesh, get_strategy_class
 from stratbench.strategies.compression import PowerSGD
 from stratbench.strategies.mesh import MeshCoordinate
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
-from stratbench.workload.torch_internals import replacing_attribute, unset_fake_temporarily
+from stratbench.workload.torch_internals import replace_attribute, unset_fake_temporarily
 
 #: Block size of the CUDA caching allocator (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
@@ -56,7 +56,9 @@ def trace_steps(
     blocks: Blocks | None = None,
     turns: Turns | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
-    """Return the trace of a stage's first rank, and its strategy after the steps.
+    """Trace training steps and an evaluation of a stage's first rank.
+
+    The function returns the trace, and the strategy after the steps.
 
     There is a training step for each of `batches`, then an evaluation. The trace's phases are `setup`, then
     `forward`, `backward` and `optimizer` of each step, and `evaluate`. Momentum and buckets exist from the
@@ -67,7 +69,7 @@ def trace_steps(
         request: The request.
         batches: Samples of each step.
         number: Number of steps before each step, for kinds of steps that come late in a training
-            (`Strategy.first_steps`).
+            (`Strategy.list_first_steps_by_kind`).
         stage: Number of the stage.
         trial: Trial of the model, by which the strategy may reject it; None skips that.
         blocks: Equal blocks to keep in place of all, which are marked in the trace.
@@ -75,41 +77,43 @@ def trace_steps(
     """
     with ExitStack() as stack:
         # Entered first, since the imports there must not make fake tensors.
-        stack.enter_context(strategy_class(request.strategy).on_fakes())
-        stack.enter_context(surroundings(request, stage=stage))
+        stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
+        stack.enter_context(fake_worker_environment(request, stage=stage))
         model, strategy, worker = build_worker(request, blocks=blocks)
         if trial is not None:
             worker.trial = trial
-            acceptance.check_model(strategy, request.network, model, worker)
+            acceptance.check_model(strategy, request.model_source, model, worker)
         if turns is not None:
             limit_microbatches(strategy, turns)
         trace = OperatorTrace(
-            round_bytes=CUDA_BLOCK_BYTES if request.on_cuda else 1,
-            on_cpu=not request.on_cuda,
-            on_host=HOST_PARTS if request.on_cuda and request.traits.states_on_host else (),
+            round_bytes=CUDA_BLOCK_BYTES if request.is_on_cuda else 1,
+            on_cpu=not request.is_on_cuda,
+            on_host=HOST_PARTS if request.is_on_cuda and request.traits.states_on_host else (),
         )
         set_up_strategy(strategy, model, worker)
         if strategy.warms_up:
             with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
-                    strategy.step(*request.example_batch(batch))
-                evaluate(strategy, request)
-        worker.mark = _make_phase_marker(trace, model)
+                    strategy.step(*request.make_example_batch(batch))
+                evaluate_on_fakes(strategy, request)
+        worker.mark_phase_end = _make_phase_marker(trace, model)
         if blocks is not None:
-            mark_blocks(model, blocks.path, trace.mark)
-        _tag_states(trace, strategy, model)
+            mark_blocks(model, blocks.path, trace.add_mark)
+        _tag_model_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
                 stack.enter_context(cuda_autocast())
             for batch in batches:
                 _trace_step(trace, strategy, request, batch, number)
-            trace.begin("evaluate")
-            evaluate(strategy, request)
+            trace.begin_phase("evaluate")
+            evaluate_on_fakes(strategy, request)
         return trace, strategy
 
 
 @contextmanager
-def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Iterator[None]:
+def fake_worker_environment(
+    request: Request, on_fakes: bool = True, stage: int = 0
+) -> Iterator[None]:
     """Set up the process group and torch's modes for a worker of the request.
 
     Args:
@@ -119,23 +123,29 @@ def surroundings(request: Request, on_fakes: bool = True, stage: int = 0) -> Ite
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     with ExitStack() as stack:
-        stack.enter_context(fake_group(request.world_size, mesh.rank(MeshCoordinate(0, stage, 0))))
+        stack.enter_context(
+            fake_process_group(request.world_size, mesh.get_rank(MeshCoordinate(0, stage, 0)))
+        )
         if on_fakes:
             stack.enter_context(FakeTensors())
         # On CUDA the optimizer is fused and needs no temporary tensors. Elsewhere an optimizer that is not
         # fused would read the result of the loss scaler, which fake tensors lack.
-        fused = request.on_cuda or request.settings.precision == "fp16"
+        fused = request.is_on_cuda or request.settings.precision == "fp16"
         by_kernels = request.settings.optimizer_impl == "fused"
-        stack.enter_context(torch_on_fakes(request.on_cuda, fused and by_kernels, not by_kernels))
+        stack.enter_context(
+            patch_torch_for_fakes(request.is_on_cuda, fused and by_kernels, not by_kernels)
+        )
         for module in (parallel, parallel.distributed):
-            stack.enter_context(replacing_attribute(module, "DistributedDataParallel", Replica))
+            stack.enter_context(replace_attribute(module, "DistributedDataParallel", Replica))
         yield
 
 
 def build_worker(
     request: Request, on_fakes: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
-    """Return the model, the strategy and its worker before `setup`; call it within `surroundings`.
+    """Build the model, the strategy and its worker, without `setup`.
+
+    Call it within `fake_worker_environment`.
 
     Args:
         request: The request.
@@ -143,32 +153,32 @@ def build_worker(
         blocks: Equal blocks to keep in place of all.
     """
     model = models.build_for_training(
-        request.network,
+        request.model_source,
         request.classes,
         request.input_shape,
         seed=0,
         device=torch.device("cpu"),
         dtype=request.dtype,
-        build=partial(blank, blocks=blocks) if on_fakes else models.build,
+        build=partial(build_fake_model, blocks=blocks) if on_fakes else models.build_model,
         checkpointing=request.settings.activation_checkpointing,
     )
-    strategy = strategy_on_fakes(request)
+    strategy = make_strategy_on_fakes(request)
     with unset_fake_temporarily():
-        task, kind = request.tried_task()
+        task, kind = request.make_tried_task()
     worker = base.Worker(
         settings=request.settings,
         rank=dist.get_rank(),
         world_size=request.world_size,
-        local_world=request.local_world,
+        local_world_size=request.workers_per_node,
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
-        wrap_groups=models.wrap_groups(request.network, model),
+        wrap_groups=models.list_wrap_groups(request.model_source, model),
         task=task,
-        weighs=kind.weighs,
+        has_weighted_loss=kind.weighs,
         mesh=strategy.mesh(request.world_size),
         input_shape=request.input_shape,
     )
-    if hasattr(strategy, "measure"):
+    if hasattr(strategy, "measure_model_units"):
         cache_unit_costs(strategy)
     return model, strategy, worker
 
@@ -181,14 +191,14 @@ def cache_unit_costs(strategy: Any) -> None:
     """Make a pipeline measure the units of a model once for all of its stages."""
     measure = strategy.measure_model_units
 
-    def look_up(*args: Any) -> Any:
+    def look_up_unit_costs(*args: Any) -> Any:
         key = strategy.worker.settings, strategy.worker.input_shape
         if key not in _measured:
             _measured.clear()
             _measured[key] = measure(*args)
         return _measured[key]
 
-    strategy.measure_model_units = look_up
+    strategy.measure_model_units = look_up_unit_costs
 
 
 def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
@@ -199,13 +209,13 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
         trial: Trial of the model, by which the strategy may reject it; None skips that.
     """
     with ExitStack() as stack:
-        stack.enter_context(strategy_class(request.strategy).on_fakes())
-        stack.enter_context(surroundings(request))
+        stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
+        stack.enter_context(fake_worker_environment(request))
         strategy: Any
         model, strategy, worker = build_worker(request)
         if trial is not None:
             worker.trial = trial
-            acceptance.check_model(strategy, request.network, model, worker)
+            acceptance.check_model(strategy, request.model_source, model, worker)
         strategy.worker = worker
         return strategy, [units for _, units in strategy.cut_into_stages(model, worker)]
 
@@ -213,21 +223,18 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
 def limit_microbatches(strategy: Any, turns: Turns) -> None:
     """Make a pipeline's stage take few micro-batches of the same size in place of all.
 
-    The model's units are not measured again.
-
     Args:
         strategy: The pipeline.
         turns: Turns of these micro-batches.
     """
     make_schedule = strategy.make_schedule
 
-    def make_few(samples: int) -> Any:
+    def make_short_schedule(samples: int) -> Any:
         schedule = make_schedule(samples // turns.microbatches * strategy.options.microbatches)
-        shorten_schedule(schedule, turns.microbatches, turns.waiting)
+        shorten_schedule(schedule, *turns)
         return schedule
 
-    strategy.make_schedule = make_few
-    strategy.measure_model_units = lambda *_: list(turns.units)
+    strategy.make_schedule = make_short_schedule
 
 
 def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
@@ -240,7 +247,7 @@ def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Work
     """
     strategy.setup(model, worker)
     if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
-        compressor.skip_start()
+        compressor.begin_compression()
         for replica in list_replicas(strategy):
             replica.reduce_all()
 
@@ -250,20 +257,20 @@ def _trace_step(
 ) -> None:
     # Each step counts as the last of a training, so that everything that may be due is done.
     strategy.steps, strategy.worker.total_steps = number, number + 1
-    trace.begin("forward")
-    x, y = request.example_batch(batch)
-    trace.tag("activations", (x, y))
+    trace.begin_phase("forward")
+    x, y = request.make_example_batch(batch)
+    trace.tag_storages("activations", (x, y))
     strategy.step(x, y)
     _tag_kept_tensors(trace, strategy)
     strategy.forget_batch()
 
 
-def evaluate(strategy: base.Strategy, request: Request) -> None:
+def evaluate_on_fakes(strategy: base.Strategy, request: Request) -> None:
     """Evaluate as the training loop does: without autocast, and with logits in float64."""
     if not request.eval_batch:
         return
-    with strategy.evaluating() as model, torch.no_grad():
-        model(request.example_batch(request.eval_batch)[0]).double()
+    with strategy.open_evaluation_model() as model, torch.no_grad():
+        model(request.make_example_batch(request.eval_batch)[0]).double()
 
 
 def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
@@ -272,38 +279,38 @@ def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str]
     The function names the phase.
     """
 
-    def mark(ended: str) -> None:
+    def mark_phase_end(ended: str) -> None:
         if ended not in ("forward", "backward"):
             return
         trace.phases[-1].name = ended
         if ended == "backward":
-            trace.tag("gradients", (p.grad for p in model.parameters()))
-        trace.begin("optimizer")
+            trace.tag_storages("gradients", (p.grad for p in model.parameters()))
+        trace.begin_phase("optimizer")
 
-    return mark
+    return mark_phase_end
 
 
-def _tag_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
-    trace.tag("parameters", model.parameters())
-    trace.tag("buffers", model.buffers())
+def _tag_model_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
+    trace.tag_storages("parameters", model.parameters())
+    trace.tag_storages("buffers", model.buffers())
     if strategy.optimizer is not None:
         state = get_optimizer_state(strategy.optimizer).values()
-        trace.tag("optimizer", (t for entry in state for t in entry.values()))
-    trace.tag("optimizer", filter(torch.is_tensor, strategy.extra_state()))
+        trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
+    trace.tag_storages("optimizer", filter(torch.is_tensor, strategy.extra_state()))
     _tag_kept_tensors(trace, strategy)
 
 
 def _tag_kept_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
-    for part, tensors in strategy.kept_tensors().items():
-        trace.tag(part, tensors)
+    for part, tensors in strategy.list_persistent_tensors().items():
+        trace.tag_storages(part, tensors)
     for replica in list_replicas(strategy):
-        trace.tag("gradients" if replica.as_view else "buckets", replica.buckets)
+        trace.tag_storages("gradients" if replica.as_view else "buckets", replica.buckets)
 
 
 # --- the model -----------------------------------------------------------------------------------
 
 
-def blank(
+def build_fake_model(
     model: str | models.Model,
     classes: int,
     shape: tuple[int, ...],
@@ -318,23 +325,24 @@ def blank(
         blocks: Equal blocks to keep in place of all.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warns that weights without memory are not initialised
-        made = models.build_without_memory(model, classes, shape)
+        # Torch warns that weights without memory are not initialised.
+        warnings.simplefilter("ignore")
+        made = models.build_fake_model(model, classes, shape)
     if blocks is not None:
-        keep_blocks(made, *blocks)
+        keep_first_blocks(made, *blocks)
     return made
 
 
 # --- the strategies ------------------------------------------------------------------------------
 
 
-def strategy_on_fakes(request: Request) -> base.Strategy:
+def make_strategy_on_fakes(request: Request) -> base.Strategy:
     """Return the request's strategy, with substitutes for what other processes would provide.
 
     A substitute overrides only what leaves the process, so that the plan does everything else that a
     strategy does.
     """
-    cls = strategy_class(request.strategy)
+    cls = get_strategy_class(request.strategy)
     if issubclass(cls, ParameterServer):
         cls = type(cls.__name__, (FakeParameterServer, cls), {})
     return cls(cls.Options(**dict(request.options)))
@@ -344,7 +352,7 @@ class FakeParameterServer(ParameterServer):
     """A worker of missing parameter servers, whose tensors are not in shared memory."""
 
     def flatten(self) -> FlatSpace:
-        return FlatSpace(self.model, allocate=_allocate_unmapped)
+        return FlatSpace(self.model, allocate=_allocate_unmapped_tensors)
 
     def connect(self) -> NoChannel:
         return NoChannel()
@@ -353,14 +361,14 @@ class FakeParameterServer(ParameterServer):
 class NoChannel:
     """A channel to servers that does nothing, for a step before the first ticket."""
 
-    def arm(self) -> None: ...
+    def send_during_backward(self) -> None: ...
 
-    def weigh(self, weight: Tensor) -> None: ...
+    def set_push_weight(self, weight: Tensor) -> None: ...
 
-    def rehearse(self) -> None: ...
+    def rehearse_exchange(self) -> None: ...
 
 
-def _allocate_unmapped(layout: Layout, shared: bool) -> FlatTensors:
+def _allocate_unmapped_tensors(layout: Layout, shared: bool) -> FlatTensors:
     weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
     buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
     return FlatTensors(weights, torch.zeros_like(weights), buffers)

@@ -1,4 +1,4 @@
-"""Extrapolates the footprint of a step in many parts from steps in few.
+"""Extrapolates the footprint of a step in many parts from steps in few parts.
 
 Counts are linear in the number of parts. Memory is linear in the number of waiting micro-batches, and in
 the size of the batch. Lines through traces of few parts therefore give the memory of many, if the same
@@ -12,15 +12,19 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.drawn_out import (
     UnlikeError,
-    combine_weighted,
-    make_by_blocks,
+    make_footprint_by_blocks,
+    sum_weighted_numbers,
 )
-from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, follow, make_footprint
+from stratbench.extensions.plan.footprint.footprint import (
+    Affine,
+    Footprint,
+    make_footprint,
+    trace_two_steps,
+)
 from stratbench.extensions.plan.footprint.request import Request, Turns
 from stratbench.strategies import get_mesh
 from stratbench.workload.users_code import ModelError
@@ -40,25 +44,28 @@ PLAIN_SCHEDULES = ("gpipe", "1f1b")
 ByMicrobatches = Callable[[int, int], Footprint]
 
 
-def make_by_few_parts(
+def make_footprint_by_few_parts(
     request: Request, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Footprint:
-    """Return the result of `make_footprint`, from few parts and blocks if possible.
+    """Return the footprint of a request, traced with few parts and blocks if possible.
+
+    The result equals that of `make_footprint`.
 
     Args:
         request: The request.
-        trial: Trial of its model, by which the strategy may reject it; None skips that.
-        blocks: Its equal blocks, if any.
+        trial: Trial of the model, by which the strategy may reject it; None skips that.
+        blocks: Equal blocks of the model, if any.
     """
-    make = partial(_make_by_stages, trial=trial, blocks=blocks)
+    make = partial(_make_footprint_by_stages, trial=trial, blocks=blocks)
     steps = request.gradient_accumulation_steps
     if steps > FEW + MORE:
         try:
             return extrapolate_steps(request, make)
+        # A trace of all parts raises the error again, or succeeds.
         except (
             UnlikeError,
             ModelError,
-        ):  # a trace of all parts raises the error again, or succeeds
+        ):
             pass
         except Exception:
             log.exception("the step could not be extrapolated from few parts; all parts are traced")
@@ -73,19 +80,21 @@ def extrapolate_steps(request: Request, make: Callable[[Request], Footprint]) ->
     """
     steps = request.gradient_accumulation_steps
 
-    def made(n: int) -> Footprint:
+    def make_for_parts(n: int) -> Footprint:
         settings = replace(request.settings, gradient_accumulation_steps=n)
         return make(replace(request, settings=settings))
 
-    each = [made(n) for n in (FEW, MORE)]
-    parts = [request.parts // steps * n for n in (FEW, MORE, steps)]
+    each = [make_for_parts(n) for n in (FEW, MORE)]
+    parts = [request.num_accumulated_parts // steps * n for n in (FEW, MORE, steps)]
     return extrapolate_parts(each, parts, (FEW - steps + 1, steps - FEW))
 
 
-def _make_by_stages(request: Request, trial: Trial | None, blocks: Blocks | None) -> Footprint:
+def _make_footprint_by_stages(
+    request: Request, trial: Trial | None, blocks: Blocks | None
+) -> Footprint:
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     if mesh.stages == 1:
-        return make_by_blocks(request, trial, blocks)
+        return make_footprint_by_blocks(request, trial, blocks)
     if request.options.get("schedule") in PLAIN_SCHEDULES:
         try:
             return extrapolate_stages(request, mesh.stages, trial)
@@ -107,19 +116,18 @@ def extrapolate_stages(request: Request, stages: int, trial: Trial | None = None
     strategy, units = fake.cut_into_stages(request, trial)
     # A kind is the work of a stage, and whether the stage takes samples or returns a loss.
     kinds = [(tuple(each), i == 0, i == stages - 1) for i, each in enumerate(units)]
-    all_units = tuple(chain(*units))
 
     @cache
-    def followed(kind: Any, microbatches: int, waiting: int) -> Footprint:
-        turns = Turns(microbatches, waiting, all_units)
-        return follow(request, kinds.index(kind), trial, turns=turns).footprint()
+    def follow_stage(kind: Any, microbatches: int, waiting: int) -> Footprint:
+        turns = Turns(microbatches, waiting)
+        return trace_two_steps(request, kinds.index(kind), trial, turns=turns).make_footprint()
 
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps
     found = [
-        extrapolate_microbatches(partial(followed, kind), many, waits, steps)
+        extrapolate_microbatches(partial(follow_stage, kind), many, waits, steps)
         for kind, waits in zip(kinds, strategy.count_pending_microbatches(stages), strict=True)
     ]
-    return replace(found[0], stages=found)
+    return replace(found[0], stage_footprints=found)
 
 
 def extrapolate_microbatches(
@@ -130,7 +138,7 @@ def extrapolate_microbatches(
     Args:
         followed: Traces the stage with few micro-batches, some of which wait.
         microbatches: Number of micro-batches of a step.
-        waiting: How many of them wait for their backward at once.
+        waiting: Number of micro-batches that wait for their backward at once.
         steps: Number of accumulated parts of a batch, each of `microbatches` micro-batches.
     """
     if microbatches <= FEW + 1:
@@ -156,22 +164,22 @@ def extrapolate_parts(
         weights: Weight of each footprint; the weights add up to one.
 
     Raises:
-        UnlikeError: If they have other moments or collectives.
+        UnlikeError: If the footprints have other moments or collectives.
     """
-    if any(f.stages for f in each):
-        alike = zip(*(f.stages for f in each), strict=True)
+    if any(f.stage_footprints for f in each):
+        alike = zip(*(f.stage_footprints for f in each), strict=True)
         stages = [extrapolate_parts(of_stage, parts, weights) for of_stage in alike]
-        return replace(stages[0], stages=stages)
+        return replace(stages[0], stage_footprints=stages)
     of_parts = [_scale_lines(f, n) for f, n in zip(each, parts, strict=False)]
     few, more = of_parts[-2:]
     further = (parts[-1] - parts[-2]) // (parts[-2] - parts[-3])
-    collectives = extrapolate_listed(few.collectives, more.collectives, further)
+    collectives = extrapolate_collective_entries(few.collectives, more.collectives, further)
     plain = [replace(f, collectives=[]) for f in of_parts]
-    drawn = replace(combine_weighted(plain, weights), collectives=collectives)
+    drawn = replace(sum_weighted_numbers(plain, weights), collectives=collectives)
     return _scale_lines(drawn, 1 / parts[-1])
 
 
-def extrapolate_listed(
+def extrapolate_collective_entries(
     few: Sequence[tuple[Any, ...]], more: Sequence[tuple[Any, ...]], further: int
 ) -> list[tuple[Any, ...]]:
     """Return the collectives of a step with `further` more parts.
@@ -193,23 +201,30 @@ def _round_bytes(value: Any) -> Any:
 
 
 def _scale_lines(f: Footprint, times: float) -> Footprint:
-    """Return the footprint with lines per part instead of per batch: `times` times the slope."""
+    """Return the footprint with the slope of each line over the batch multiplied by `times`.
 
-    def scaled(line: Affine) -> Affine:
+    Lines per part of a batch become lines per batch.
+    """
+
+    def scale_line(line: Affine) -> Affine:
         return replace(line, per_sample=line.per_sample * times)
 
     return replace(
         f,
-        touched_bytes=scaled(f.touched_bytes),
-        moments=[
+        touched_bytes=scale_line(f.touched_bytes),
+        peak_moments=[
             replace(
                 m,
-                total_bytes=scaled(m.total_bytes),
-                parts_bytes={part: scaled(line) for part, line in m.parts_bytes.items()},
-                sums=m.sums
-                and replace(m.sums, outputs=scaled(m.sums.outputs), inputs=scaled(m.sums.inputs)),
+                total_bytes=scale_line(m.total_bytes),
+                parts_bytes={part: scale_line(line) for part, line in m.parts_bytes.items()},
+                reduction_sums=m.reduction_sums
+                and replace(
+                    m.reduction_sums,
+                    outputs=scale_line(m.reduction_sums.outputs),
+                    inputs=scale_line(m.reduction_sums.inputs),
+                ),
             )
-            for m in f.moments
+            for m in f.peak_moments
         ],
         collectives=[(*c[:3], c[3] * times, *c[4:]) if len(c) > 3 else c for c in f.collectives],
     )

@@ -39,11 +39,11 @@ class Affine:
     fixed: float
     per_sample: float
 
-    def at(self, batch: int) -> float:
+    def evaluate_at(self, batch: int) -> float:
         return self.fixed + self.per_sample * batch
 
     @classmethod
-    def through(cls, values: tuple[float, float], parts: int = 1) -> Affine:
+    def from_two_values(cls, values: tuple[float, float], parts: int = 1) -> Affine:
         """Return the line through two values, measured at `parts` times BATCHES."""
         slope = (values[1] - values[0]) / (parts * (BATCHES[1] - BATCHES[0]))
         return cls(values[0] - slope * parts * BATCHES[0], slope)
@@ -51,7 +51,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class Sums:
-    """Size of a reduction on CUDA (`Reduction`) as a function of the batch.
+    """Size of a CUDA reduction (see `Reduction`) as linear functions of the batch.
 
     Attributes:
         outputs: Number of sums.
@@ -69,35 +69,37 @@ class Sums:
     def from_dict(cls, fields: dict[str, Any]) -> Sums:
         return cls(**fields | {k: Affine(**fields[k]) for k in ("outputs", "inputs")})
 
-    def buffer_bytes(self, batch: int, resident_threads: int) -> int:
-        outputs, inputs = (round(line.at(batch)) for line in (self.outputs, self.inputs))
+    def compute_buffer_bytes(self, batch: int, resident_threads: int) -> int:
+        outputs, inputs = (round(line.evaluate_at(batch)) for line in (self.outputs, self.inputs))
         made = Reduction(outputs, inputs, self.together, self.sum_bytes)
-        return made.buffer_bytes(resident_threads)
+        return made.compute_buffer_bytes(resident_threads)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at a moment of a step, which is the peak for some batch.
+    """Memory at a moment of a step that is the peak for some batch size.
 
-    `sums` are sums at this moment, whose buffer on a GPU is not included in the bytes.
+    `reduction_sums` are sums at this moment, whose buffer on a GPU is not included in the bytes.
     """
 
     phase: str
     total_bytes: Affine
     parts_bytes: dict[str, Affine]
-    sums: Sums | None = None
+    reduction_sums: Sums | None = None
 
-    def buffer_bytes(self, batch: int, resident_threads: int) -> int:
+    def compute_buffer_bytes(self, batch: int, resident_threads: int) -> int:
         """Return the bytes of the sums' buffer on a GPU.
 
         The GPU holds `resident_threads` threads at once. The bytes are 0 if this number is unknown.
         """
-        if self.sums is None or not resident_threads:
+        if self.reduction_sums is None or not resident_threads:
             return 0
-        return self.sums.buffer_bytes(batch, resident_threads)
+        return self.reduction_sums.compute_buffer_bytes(batch, resident_threads)
 
-    def bytes_at(self, batch: int, resident_threads: int) -> float:
-        return self.total_bytes.at(batch) + self.buffer_bytes(batch, resident_threads)
+    def compute_bytes_at(self, batch: int, resident_threads: int) -> float:
+        return self.total_bytes.evaluate_at(batch) + self.compute_buffer_bytes(
+            batch, resident_threads
+        )
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class Footprint:
     Attributes:
         model_states_bytes: Bytes of each kind of model state.
         between_steps_bytes: Bytes that exist between two steps, by part.
-        moments: Moments of a step that are the peak for some batch.
-        evaluation: Peak of the evaluation.
+        peak_moments: Moments of a step that are the peak for some batch.
+        evaluation_peak: Peak of the evaluation.
         collectives: Kind and bytes of each collective of a step, then its ranks if not all, and its
             bytes per sample if any.
         flops_per_sample: Operations of the forward pass.
@@ -125,7 +127,7 @@ class Footprint:
             parameters save.
         operations_per_step: Number of launched operations.
         touched_bytes: Bytes that operations read and write per step.
-        flat_bytes: Flat weights and buffers that a worker of a parameter server pushes and pulls.
+        flat_tensor_bytes: Flat weights and buffers that a worker of a parameter server pushes and pulls.
         host_bytes: Bytes that are stored on the host of a GPU, by part.
         grown_bytes: Part of `between_steps_bytes` that does not exist before the first step.
         frozen_bytes: Bytes of this rank's parameters that are never trained.
@@ -134,38 +136,40 @@ class Footprint:
             products.
         recomputed_flops_per_sample: Additional operations of checkpointed blocks that are computed
             again.
-        stages: Footprint of the first rank of each pipeline stage; the other attributes are those of
-            the first stage.
+        stage_footprints: Footprint of the first rank of each pipeline stage; the other attributes are
+            those of the first stage.
     """
 
     model_states_bytes: dict[str, int]
     between_steps_bytes: dict[str, int]
-    moments: list[Moment]
-    evaluation: MemoryPeak
+    peak_moments: list[Moment]
+    evaluation_peak: MemoryPeak
     collectives: list[tuple[Any, ...]]
     flops_per_sample: float
     training_flops_per_sample: float
     operations_per_step: int
     touched_bytes: Affine
-    flat_bytes: dict[str, int]
+    flat_tensor_bytes: dict[str, int]
     host_bytes: dict[str, int] = field(default_factory=dict)
     grown_bytes: int = 0
     frozen_bytes: int = 0
     streamed_bytes: int = 0
-    on_cuda: bool = False
+    is_on_cuda: bool = False
     attention_share: float = 0.0
     recomputed_flops_per_sample: float = 0.0
-    stages: list[Footprint] = field(default_factory=list)
+    stage_footprints: list[Footprint] = field(default_factory=list)
 
     @property
-    def each(self) -> list[Footprint]:
+    def footprint_per_stage(self) -> list[Footprint]:
         """Footprints of all pipeline stages, or of one rank without stages."""
-        return self.stages or [self]
+        return self.stage_footprints or [self]
 
-    def fullest(self, batch: int, resident_threads: int = 0) -> Footprint:
-        """Return the footprint of the rank that needs most memory, with all `stages`."""
-        fullest = max(self.each, key=lambda f: f.needed_bytes(batch, resident_threads))
-        return replace(fullest, stages=self.stages)
+    def find_fullest_rank(self, batch: int, resident_threads: int = 0) -> Footprint:
+        """Return the footprint of the rank that needs most memory, with all `stage_footprints`."""
+        fullest = max(
+            self.footprint_per_stage, key=lambda f: f.compute_needed_bytes(batch, resident_threads)
+        )
+        return replace(fullest, stage_footprints=self.stage_footprints)
 
     @property
     def computed_flops_per_sample(self) -> float:
@@ -173,11 +177,11 @@ class Footprint:
         return self.training_flops_per_sample + self.recomputed_flops_per_sample
 
     @property
-    def slowest(self) -> Footprint:
-        """Footprint of the rank that computes most."""
-        return max(self.each, key=lambda f: f.computed_flops_per_sample)
+    def slowest_rank(self) -> Footprint:
+        """Footprint of the pipeline rank that computes most."""
+        return max(self.footprint_per_stage, key=lambda f: f.computed_flops_per_sample)
 
-    def training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
+    def compute_training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
         """Return the peak of a training step with `batch` samples on this rank.
 
         Args:
@@ -185,19 +189,21 @@ class Footprint:
             resident_threads: Threads that the GPU holds at once, which sizes buffers of sums; 0 without
                 buffers.
         """
-        highest = max(self.moments, key=lambda m: m.bytes_at(batch, resident_threads))
-        parts = {k: round(v.at(batch)) for k, v in highest.parts_bytes.items()}
-        if buffer_bytes := highest.buffer_bytes(batch, resident_threads):
+        highest = max(self.peak_moments, key=lambda m: m.compute_bytes_at(batch, resident_threads))
+        parts = {k: round(v.evaluate_at(batch)) for k, v in highest.parts_bytes.items()}
+        if buffer_bytes := highest.compute_buffer_bytes(batch, resident_threads):
             parts["scratch"] = parts.get("scratch", 0) + buffer_bytes
-        return MemoryPeak(round(highest.bytes_at(batch, resident_threads)), highest.phase, parts)
+        return MemoryPeak(
+            round(highest.compute_bytes_at(batch, resident_threads)), highest.phase, parts
+        )
 
-    def reserved_bytes(self, batch: int, resident_threads: int = 0) -> int:
+    def compute_reserved_bytes(self, batch: int, resident_threads: int = 0) -> int:
         """Return the bytes that PyTorch's allocator reserves on a GPU, in expandable segments.
 
         FSDP gathers and scatters in separate streams, whose memory no other stream can use. They contain
         gathered and scattered tensors, and gradients, which result from them.
         """
-        peak = self.training_peak(batch, resident_threads)
+        peak = self.compute_training_peak(batch, resident_threads)
         if not self.streamed_bytes:
             return peak.n_bytes
         gradients_bytes = 0 if self.host_bytes else self.model_states_bytes["gradients_bytes"]
@@ -205,25 +211,25 @@ class Footprint:
         held = peak.parts_bytes
         return peak.n_bytes + sum(max(0, n - held.get(part, 0)) for part, n in pools.items())
 
-    def needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
+    def compute_needed_bytes(self, batch: int, resident_threads: int = 0) -> int:
         """Return the maximum bytes that a cell needs, without the data set.
 
         On a CPU the warm-up trains and evaluates while its copy of the states is in the same memory.
         """
-        peak_bytes = self.training_peak(batch, resident_threads).n_bytes
-        return max(peak_bytes, self.evaluation.n_bytes) + self.copied_bytes
+        peak_bytes = self.compute_training_peak(batch, resident_threads).n_bytes
+        return max(peak_bytes, self.evaluation_peak.n_bytes) + self.warmup_copy_device_bytes
 
     @property
-    def saved_bytes(self) -> int:
+    def warmup_copy_host_bytes(self) -> int:
         """Bytes in host memory of the warm-up's copy of trained parameters and buffers."""
         held = self.between_steps_bytes
         trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
         return trained_bytes + held.get("buffers", 0)
 
     @property
-    def copied_bytes(self) -> int:
+    def warmup_copy_device_bytes(self) -> int:
         """Bytes of the warm-up's copy in device memory, 0 on GPUs."""
-        return 0 if self.on_cuda else self.saved_bytes
+        return 0 if self.is_on_cuda else self.warmup_copy_host_bytes
 
     def largest_batch(
         self,
@@ -242,11 +248,15 @@ class Footprint:
             range(1, 1 << 24),
             available_bytes,
             key=lambda batch: (
-                max(f.needed_bytes(batch, resident_threads) for f in self.each) + data_bytes(batch)
+                max(
+                    f.compute_needed_bytes(batch, resident_threads)
+                    for f in self.footprint_per_stage
+                )
+                + data_bytes(batch)
             ),
         )
 
-    def payload_bytes(self) -> dict[str, int]:
+    def sum_payload_bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes of tensors in a step's collectives, by kind."""
         payload: dict[str, int] = {}
         for kind, n_bytes, *_ in self.collectives:
@@ -255,24 +265,24 @@ class Footprint:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Footprint:
-        """Return the footprint from the result of `asdict`, also after JSON."""
+        """Return the footprint from a dict made by `asdict`, possibly read from JSON."""
         moments = [
             Moment(
                 m["phase"],
                 Affine(**m["total_bytes"]),
                 {k: Affine(**v) for k, v in m["parts_bytes"].items()},
-                m["sums"] and Sums.from_dict(m["sums"]),
+                m["reduction_sums"] and Sums.from_dict(m["reduction_sums"]),
             )
-            for m in fields["moments"]
+            for m in fields["peak_moments"]
         ]
         return cls(
             **fields
             | {
-                "moments": moments,
-                "evaluation": MemoryPeak(**fields["evaluation"]),
+                "peak_moments": moments,
+                "evaluation_peak": MemoryPeak(**fields["evaluation_peak"]),
                 "collectives": [tuple(c) for c in fields["collectives"]],
                 "touched_bytes": Affine(**fields["touched_bytes"]),
-                "stages": [cls.from_dict(f) for f in fields["stages"]],
+                "stage_footprints": [cls.from_dict(f) for f in fields["stage_footprints"]],
             }
         )
 
@@ -283,8 +293,14 @@ def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
     With a `trial` of its model, Refused is raised if the strategy does not support the model.
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
-    footprints = [follow(request, stage, trial).footprint() for stage in range(mesh.stages)]
-    return footprints[0] if len(footprints) == 1 else replace(footprints[0], stages=footprints)
+    footprints = [
+        trace_two_steps(request, stage, trial).make_footprint() for stage in range(mesh.stages)
+    ]
+    return (
+        footprints[0]
+        if len(footprints) == 1
+        else replace(footprints[0], stage_footprints=footprints)
+    )
 
 
 @dataclass(frozen=True)
@@ -297,10 +313,10 @@ class Followed:
         blocks: The few equal blocks that the model was traced with, or None for all.
         trace: The trace.
         strategy: The strategy after the steps.
-        steps: Phases of each step.
-        edges: Numbers of the events at which the steps and the evaluation begin.
-        calls: Collectives of a step, each with its bytes per sample.
-        others: Moments of steps of other kinds.
+        step_phases: Phases of each step.
+        event_edges: Numbers of the events at which the steps and the evaluation begin.
+        collective_calls: Collectives of a step, each with its bytes per sample.
+        other_moments: Moments of steps of other kinds.
     """
 
     request: Request
@@ -308,35 +324,35 @@ class Followed:
     blocks: Blocks | None
     trace: OperatorTrace
     strategy: Strategy
-    steps: tuple[list[Phase], list[Phase]]
-    edges: list[int]
-    calls: list[CollectiveCall]
-    others: list[Moment]
+    step_phases: tuple[list[Phase], list[Phase]]
+    event_edges: list[int]
+    collective_calls: list[CollectiveCall]
+    other_moments: list[Moment]
 
     @property
-    def lives(self) -> list[list[int]]:
-        """Existing bytes after each number of events of a step, for both batches."""
-        length = self.edges[1] - self.edges[0]
-        return [self.trace.live_bytes(edge, edge + length) for edge in self.edges[:2]]
+    def live_bytes_by_batch(self) -> list[list[int]]:
+        """Allocated bytes after each number of events of a step, for both batch sizes."""
+        length = self.event_edges[1] - self.event_edges[0]
+        return [self.trace.list_live_bytes(edge, edge + length) for edge in self.event_edges[:2]]
 
     @property
     def forward_flops(self) -> tuple[int, int]:
         """Operations of the second step's forward, and the part of them in fused attention."""
-        forward = [phase for phase in self.steps[1] if phase.name == "forward"]
+        forward = [phase for phase in self.step_phases[1] if phase.name == "forward"]
         return sum(p.flops for p in forward), sum(p.attention_flops for p in forward)
 
     @property
     def recomputed_flops(self) -> int:
         """Operations of the second step that checkpointed blocks compute again."""
-        return sum(phase.recomputed_flops for phase in self.steps[1])
+        return sum(phase.recomputed_flops for phase in self.step_phases[1])
 
     @cached_property
-    def counted(self) -> dict[str, float]:
+    def counted_flops_per_sample(self) -> dict[str, float]:
         """Operations per sample of the whole model, as a job counts them."""
         forward_flops = self.forward_flops[0] / (self.parts * BATCHES[1])
         return _count_flops(self.request, forward_flops, self.blocks)
 
-    def training_flops(self, counted: dict[str, float], flops: int) -> float:
+    def compute_training_flops(self, counted: dict[str, float], flops: int) -> float:
         """Return the operations of a sample's forward and backward on a rank.
 
         With divided layers, a rank computes a part of the forward. Otherwise it computes all of it.
@@ -346,39 +362,43 @@ class Followed:
             flops: Operations of the second step's forward on this rank.
         """
         training_flops = counted["training_flops_per_sample"]
-        if self.strategy.worker.mesh.members == 1:
+        if self.strategy.worker.mesh.workers_per_replica == 1:
             return training_flops
         forward_flops = flops / (self.parts * BATCHES[1])
         return training_flops * (forward_flops / counted["forward_flops_per_sample"])
 
-    def footprint(self) -> Footprint:
+    def make_footprint(self) -> Footprint:
         """Return the footprint that follows from the traces."""
-        request, trace, strategy, edges = self.request, self.trace, self.strategy, self.edges
+        request, trace, strategy, edges = self.request, self.trace, self.strategy, self.event_edges
         parts, (flops, attention_flops) = self.parts, self.forward_flops
-        touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.steps]
-        moments = _find_peak_moments(trace, self.steps, self.lives, edges, parts)
+        touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.step_phases]
+        moments = _find_peak_moments(
+            trace, self.step_phases, self.live_bytes_by_batch, edges, parts
+        )
         return Footprint(
             model_states_bytes=strategy.model_states(),
-            between_steps_bytes=drop_zeros(trace.parts_bytes(edges[0])),
-            moments=_select_highest(moments + self.others, parts),
-            evaluation=_find_evaluation_peak(trace, edges[2]),
-            collectives=[c.listed for c in self.calls],
+            between_steps_bytes=drop_zeros(trace.get_device_bytes_by_purpose(edges[0])),
+            peak_moments=_select_highest(moments + self.other_moments, parts),
+            evaluation_peak=_find_evaluation_peak(trace, edges[2]),
+            collectives=[c.as_tuple for c in self.collective_calls],
             flops_per_sample=flops / (parts * BATCHES[1]),
-            training_flops_per_sample=self.training_flops(self.counted, flops),
-            operations_per_step=sum(phase.operations for phase in self.steps[1]),
-            touched_bytes=Affine.through((touched[0], touched[1]), parts),
-            flat_bytes=_flat_bytes(strategy) if request.served else {},
-            host_bytes=trace.host_bytes(edges[0]),
-            grown_bytes=sum(t.numel() * t.element_size() for t in strategy.late_tensors()),
-            frozen_bytes=_frozen_bytes(strategy),
-            streamed_bytes=trace.streamed_bytes(*edges[1:]),
-            on_cuda=request.on_cuda,
+            training_flops_per_sample=self.compute_training_flops(
+                self.counted_flops_per_sample, flops
+            ),
+            operations_per_step=sum(phase.operations for phase in self.step_phases[1]),
+            touched_bytes=Affine.from_two_values((touched[0], touched[1]), parts),
+            flat_tensor_bytes=_compute_flat_bytes(strategy) if request.is_served else {},
+            host_bytes=trace.get_host_bytes_by_purpose(edges[0]),
+            grown_bytes=sum(t.numel() * t.element_size() for t in strategy.list_late_tensors()),
+            frozen_bytes=_compute_frozen_bytes(strategy),
+            streamed_bytes=trace.find_max_streamed_bytes(*edges[1:]),
+            is_on_cuda=request.is_on_cuda,
             attention_share=attention_flops / flops if flops else 0.0,
             recomputed_flops_per_sample=self.recomputed_flops / (parts * BATCHES[1]),
         )
 
 
-def follow(
+def trace_two_steps(
     request: Request,
     stage: int = 0,
     trial: Trial | None = None,
@@ -390,7 +410,7 @@ def follow(
     Args:
         request: The request.
         stage: Number of the stage.
-        trial: Trial of its model.
+        trial: Trial of the request's model.
         blocks: Equal blocks to keep in place of all.
         turns: Turns of few micro-batches that a stage takes in place of all.
 
@@ -399,40 +419,41 @@ def follow(
     """
     from stratbench.extensions.plan.footprint import fake
 
-    parts = request.parts
+    parts = request.num_accumulated_parts
     if turns is not None:
         parts = request.gradient_accumulation_steps * turns.microbatches
     batches = [parts * batch for batch in BATCHES]
     trace, strategy = fake.trace_steps(request, batches, 0, stage, trial, blocks, turns)
     steps, edges = _split_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
-    kinds = [[(c.kind, c.ranks) for c in calls] for calls in each]
+    kinds = [[(c.collective_name, c.group_size) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
         raise ModelError(
-            f"{models.describe_model(request.network)}: two training steps differ in more than their "
+            f"{models.describe_model(request.model_source)}: two training steps differ in more than their "
             "batch, for example because forward keeps a tensor for the next step; memory for other "
             "batches cannot be predicted"
         )
     collectives = []
     for call, other in zip(*each, strict=True):
         if call != other:
-            line = Affine.through((call.n_bytes, other.n_bytes), parts)
-            call = replace(call, n_bytes=line.fixed, sample_bytes=line.per_sample)
+            line = Affine.from_two_values((call.n_bytes, other.n_bytes), parts)
+            call = replace(call, n_bytes=line.fixed, bytes_per_sample=line.per_sample)
         collectives.append(call)
     others = []
-    for number in strategy.first_steps[
-        1:
-    ]:  # steps of other kinds, since the peak is the maximum over all kinds
+    # Other kinds of steps are traced, too, since the peak is the maximum over all kinds.
+    for number in strategy.list_first_steps_by_kind[1:]:
         other, _ = fake.trace_steps(request, batches, number, stage, trial)
         lives_of = Followed(request, parts, None, other, strategy, *_split_steps(other), [], [])
-        others += _find_peak_moments(other, lives_of.steps, lives_of.lives, lives_of.edges, parts)
+        others += _find_peak_moments(
+            other, lives_of.step_phases, lives_of.live_bytes_by_batch, lives_of.event_edges, parts
+        )
     return Followed(request, parts, blocks, trace, strategy, steps, edges, collectives, others)
 
 
 def _split_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
-    """Return the phases of both steps, and the indices of three events.
+    """Return the phases of both traced steps, and the first events of steps and evaluation.
 
     The two steps and the evaluation begin at these events.
     """
@@ -443,12 +464,12 @@ def _split_steps(
     return steps, [p.first_event for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
 
 
-def _flat_bytes(strategy: ParameterServer) -> dict[str, int]:
+def _compute_flat_bytes(strategy: ParameterServer) -> dict[str, int]:
     layout = strategy.flat.layout
     return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
 
 
-def _frozen_bytes(strategy: Strategy) -> int:
+def _compute_frozen_bytes(strategy: Strategy) -> int:
     from stratbench.telemetry.shards import get_local_shard
 
     frozen = [get_local_shard(p) for p in strategy.model.parameters() if not p.requires_grad]
@@ -478,10 +499,10 @@ def _count_model_flops(
     model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
 ) -> dict[str, int]:
     """Return operations per sample of the model alone, which is built once per process."""
-    from stratbench.extensions.plan.footprint.fake import blank
+    from stratbench.extensions.plan.footprint.fake import build_fake_model
 
-    network = models.named_model(model, json.loads(own))
-    return count_flops(partial(blank, network, classes, shape, blocks), shape)
+    network = models.make_model_metadata(model, json.loads(own))
+    return count_flops(partial(build_fake_model, network, classes, shape, blocks), shape)
 
 
 def _find_peak_moments(
@@ -491,29 +512,29 @@ def _find_peak_moments(
     edges: list[int],
     parts: int,
 ) -> list[Moment]:
-    """Return the moments of a step that are its peak for some batch.
+    """Return the moments at which a step's memory peaks for some batch size.
 
     The batches have at least one sample per part.
     """
-    lines = [Affine.through(pair, parts) for pair in zip(*lives, strict=True)]
-    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in upper_envelope(lines, parts)]
-    for sums, at in list_sums(steps, edges, parts).items():
-        chosen += [(at[i], sums) for i in upper_envelope([lines[i] for i in at], parts)]
+    lines = [Affine.from_two_values(pair, parts) for pair in zip(*lives, strict=True)]
+    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in find_upper_envelope(lines, parts)]
+    for sums, at in list_reductions(steps, edges, parts).items():
+        chosen += [(at[i], sums) for i in find_upper_envelope([lines[i] for i in at], parts)]
     moments = []
     for i, sums in chosen:
-        both = [trace.parts_bytes(edge + i) for edge in edges[:2]]
-        held = {k: Affine.through((both[0][k], both[1][k]), parts) for k in both[0]}
+        both = [trace.get_device_bytes_by_purpose(edge + i) for edge in edges[:2]]
+        held = {k: Affine.from_two_values((both[0][k], both[1][k]), parts) for k in both[0]}
         used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
         # After i events, event number i - 1 is the last one.
-        phase = trace.phase_at(edges[1] + max(i - 1, 0))
+        phase = trace.get_phase_of_event(edges[1] + max(i - 1, 0))
         moments.append(Moment(phase, lines[i], used, sums))
     return moments
 
 
-def list_sums(
+def list_reductions(
     steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
 ) -> dict[Sums, list[int]]:
-    """Return the sums of a step that may need a buffer, with their positions.
+    """Return a step's reductions that may need a buffer, with their positions in the trace.
 
     Args:
         steps: Phases of both steps.
@@ -527,8 +548,8 @@ def list_sums(
     indices: dict[Sums, list[int]] = {}
     for (at, one), (_, other) in zip(*made, strict=True):
         sums = Sums(
-            Affine.through((one.outputs, other.outputs), parts),
-            Affine.through((one.inputs, other.inputs), parts),
+            Affine.from_two_values((one.outputs, other.outputs), parts),
+            Affine.from_two_values((one.inputs, other.inputs), parts),
             max(one.together, other.together),
             one.sum_bytes,
         )
@@ -537,24 +558,28 @@ def list_sums(
 
 
 def _select_highest(moments: list[Moment], least: int) -> list[Moment]:
-    """Return the moments that are highest for some batch, separately for each kind of sum.
+    """Return the moments with the highest memory for some batch size, per kind of reduction.
 
     `least` is the number of samples of the smallest batch.
     """
     highest = []
-    for sums in dict.fromkeys(m.sums for m in moments):
-        same_sums = [m for m in moments if m.sums == sums]
-        highest += [same_sums[i] for i in upper_envelope([m.total_bytes for m in same_sums], least)]
+    for sums in dict.fromkeys(m.reduction_sums for m in moments):
+        same_sums = [m for m in moments if m.reduction_sums == sums]
+        highest += [
+            same_sums[i] for i in find_upper_envelope([m.total_bytes for m in same_sums], least)
+        ]
     return highest
 
 
-def upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
+def find_upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
     """Return the indices of lines that are highest for some batch >= `least`.
 
     The indices are ordered by ascending slope.
     """
     batch, envelope = float(least), []
-    current = max(range(len(lines)), key=lambda i: (lines[i].at(least), lines[i].per_sample))
+    current = max(
+        range(len(lines)), key=lambda i: (lines[i].evaluate_at(least), lines[i].per_sample)
+    )
     while True:
         envelope.append(current)
         best, best_at = None, float("inf")
@@ -573,9 +598,11 @@ def upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
 
 def _find_evaluation_peak(trace: OperatorTrace, first: int) -> MemoryPeak:
     stop = len(trace.events)
-    live = trace.live_bytes(first, stop)
+    live = trace.list_live_bytes(first, stop)
     at = max(range(len(live)), key=live.__getitem__)
-    return MemoryPeak(live[at], "evaluation", drop_zeros(trace.parts_bytes(first + at)))
+    return MemoryPeak(
+        live[at], "evaluation", drop_zeros(trace.get_device_bytes_by_purpose(first + at))
+    )
 
 
 def drop_zeros(parts: dict[str, int]) -> dict[str, int]:

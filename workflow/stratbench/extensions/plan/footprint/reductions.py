@@ -1,4 +1,4 @@
-"""Computes the temporary device memory of a sum on CUDA, besides its result.
+"""Computes the temporary device memory of a sum on CUDA, in addition to the result.
 
 PyTorch divides few sums of many numbers, as in the gradient of a bias, over several blocks of threads.
 These blocks write their partial sums to a buffer. The module does not import torch.
@@ -42,7 +42,7 @@ class Reduction:
         offset: int,
         item_bytes: int,
     ) -> Reduction | None:
-        """Return the sum of a tensor over `dims`, or None for a contiguous sum.
+        """Return the reduction of a tensor over `dims`, or None if the reduction is contiguous.
 
         16-bit numbers are added up in 32 bits.
 
@@ -50,7 +50,7 @@ class Reduction:
             shape: Shape of the tensor.
             strides: Strides, in numbers.
             dims: Dimensions to sum over, counted from 0.
-            offset: Offset in its storage, in numbers.
+            offset: Offset of the tensor in its storage, in numbers.
             item_bytes: Bytes of a number.
         """
         dims_of = [(strides[d], shape[d], d in dims) for d in range(len(shape)) if shape[d] > 1]
@@ -69,7 +69,7 @@ class Reduction:
             together //= 2
         return cls(_count_numbers(merged), _count_numbers(added), together, max(4, item_bytes))
 
-    def buffer_bytes(self, resident_threads: int) -> int:
+    def compute_buffer_bytes(self, resident_threads: int) -> int:
         """Return the bytes of the buffer and its counters on a GPU with `resident_threads` threads.
 
         The formula is that of PyTorch 2.11 (setReduceConfig and global_memory_size,
@@ -121,5 +121,5 @@ def _floor_power_of_two(n: int, maximum: int) -> int:
 
 
 def _divide_rounding_up(n: int, size: int) -> int:
-    """Return into how many parts of `size` a number `n` is divided, rounded up."""
+    """Return `n` / `size`, rounded up to an integer."""
     return -(-n // size)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stratbench.workload.torch_internals import assign_buckets, replacing_attribute
+from stratbench.workload.torch_internals import assign_buckets, replace_attribute
 
 
 class Replica(nn.Module):
@@ -57,7 +57,7 @@ class Replica(nn.Module):
                 parameters[i].register_post_accumulate_grad_hook(taken)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
-        """Replace the all-reduce by a hook.
+        """Replace the all-reduce of gradients by a communication hook.
 
         Only a hook with `holds_backward` is known to leave a bucket in progress. Other hooks may wait for
         it, and here nothing else would complete it.
@@ -74,7 +74,7 @@ class Replica(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients in this replica until the block ends."""
+        """Context in which gradients are not exchanged with other workers."""
         self.synchronises = False
         try:
             yield
@@ -110,19 +110,19 @@ class Replica(nn.Module):
             return
         self._complete_pending()
         under_way = None if self._waits else self._under_way
-        with replacing_attribute(dist, "all_reduce", partial(_start_hook_all_reduce, under_way)):
+        with replace_attribute(dist, "all_reduce", partial(_start_hook_all_reduce, under_way)):
             self._hook(self._hooked[index])
         if self._hooked[index].comes_last:
             self._complete_pending()
 
     def _complete_pending(self) -> None:
-        """Complete the bucket in progress; only one is, while backward fills the next."""
+        """Complete the all-reduce of the pending bucket. At most one bucket is pending."""
         for future, tensor in self._under_way:
             future.set_result([tensor])
         self._under_way.clear()
 
     def reduce_all(self) -> None:
-        """Reduce every bucket, as a step does."""
+        """All-reduce every gradient bucket, as a step does."""
         for index in range(len(self.buckets)):
             self._reduce_bucket(index)
 
@@ -131,7 +131,7 @@ all_reduce = dist.all_reduce
 
 
 class _Reduced:
-    """Result of an all-reduce, whose future has a value."""
+    """Substitute for an all-reduce's result: an object with the method `get_future`."""
 
     def __init__(self, future: torch.futures.Future) -> None:
         self._future = future
@@ -146,7 +146,7 @@ def _start_hook_all_reduce(
     *args: Any,
     **kwargs: Any,
 ) -> _Reduced:
-    """Start an all-reduce, and complete its future or add it to those under way.
+    """Start an all-reduce, and return an object whose future is or will be completed.
 
     The future is completed at once if `under_way` is None.
     """
@@ -160,7 +160,7 @@ def _start_hook_all_reduce(
 
 
 class GradBucket(NamedTuple):
-    """The part of DistributedDataParallel's bucket that hooks use."""
+    """The part of DistributedDataParallel's GradBucket that communication hooks use."""
 
     number: int
     flat: Tensor

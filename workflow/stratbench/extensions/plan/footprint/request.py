@@ -8,14 +8,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.cell.settings import EACH, Settings
-from stratbench.strategies import REGISTRY, get_option_defaults, get_traits, strategy_class
+from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.device_data import choose_eval_batch, make_example_batch
 from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.network import models
-from stratbench.workload.network.precision import batch_format, weights_dtype
-from stratbench.workload.task_trial import try_task
+from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
+from stratbench.workload.task_trial import run_task_trial
 from stratbench.workload.tasks import LossKind, Task
 
 if TYPE_CHECKING:
@@ -26,18 +26,18 @@ RESHARDING = "reshard_after_forward"
 
 
 @cache
-def served_stand_in() -> str:
-    """Return the name of the strategy that is planned in place of every parameter-server strategy."""
-    return next(name for name in REGISTRY if strategy_class(name).kind == "server")
+def get_served_stand_in() -> str:
+    """Return the name of the strategy that the plan uses for all parameter-server strategies."""
+    return next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The work of one rank, without its batch.
+    """Everything that determines one rank's footprint, except the batch size.
 
     Attributes:
         settings: The settings that affect the work; others have fixed values.
-        local_world: Number of workers on a node.
+        workers_per_node: Number of workers on a node.
         eval_batch: Samples that are evaluated at once; 0 without evaluation.
         values: Whether the targets are values instead of classes.
     """
@@ -45,12 +45,12 @@ class Request:
     settings: Settings
     input_shape: tuple[int, ...]
     classes: int
-    local_world: int
+    workers_per_node: int
     eval_batch: int
     values: bool = False
 
     @classmethod
-    def of(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
+    def from_settings(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
         """Return the request of a cell.
 
         A worker of a parameter server does the same under every policy. A rank's memory depends on the
@@ -58,15 +58,15 @@ class Request:
 
         Args:
             s: Settings of the cell.
-            data: Its data set.
-            on_cuda: Whether it trains on GPUs.
+            data: Data set of the cell.
+            on_cuda: Whether the cell trains on GPUs.
             local_world: Number of workers on a node.
         """
         strategy, options = s.strategy, s.options
-        planned = strategy_class(strategy)
+        planned = get_strategy_class(strategy)
         most, of_node = s.gpus, local_world
         if planned.kind == "server":
-            strategy, most = served_stand_in(), 1
+            strategy, most = get_served_stand_in(), 1
             options = get_option_defaults(strategy)
         elif planned.kind == "own":  # only the network of a user's command is traced
             options, most = get_option_defaults(strategy), 1
@@ -83,18 +83,18 @@ class Request:
             seed=0,
             global_batch=most,
             per_worker_batch=1,
-            **planned_settings(s) | {"device": "cuda" if on_cuda else "cpu"},
+            **select_planned_settings(s) | {"device": "cuda" if on_cuda else "cpu"},
         )
         return cls(
             settings=settings,
-            input_shape=models.input_shape(models.get_model(s), data.shape),
+            input_shape=models.compute_input_shape(models.get_model(s), data.shape),
             classes=data.classes,
             values=data.values,
-            local_world=min(most, of_node),
+            workers_per_node=min(most, of_node),
             eval_batch=min(choose_eval_batch(data.shape), data.test_samples),
         )
 
-    def example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of some samples, in the shapes that the model takes."""
         import torch
 
@@ -111,9 +111,9 @@ class Request:
             labelled,
         )
 
-    def tried_task(self) -> tuple[Task, LossKind]:
-        """Return the task and the kind of its loss, tried as a cell tries it."""
-        return try_task(self.settings, self.input_shape, self.classes, self.values)
+    def make_tried_task(self) -> tuple[Task, LossKind]:
+        """Return the task and its kind of loss, from a trial as in a training."""
+        return run_task_trial(self.settings, self.input_shape, self.classes, self.values)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -140,23 +140,23 @@ class Request:
         return self.settings.gradient_accumulation_steps
 
     @property
-    def on_cuda(self) -> bool:
+    def is_on_cuda(self) -> bool:
         return self.settings.device == "cuda"
 
     @property
-    def network(self) -> str | models.Model:
-        """The model, as the functions of `models` take it."""
+    def model_source(self) -> str | models.Model:
+        """The model as the functions of `models` expect it: a name or a `Model`."""
         return models.get_model(self.settings)
 
     @property
-    def served(self) -> bool:
+    def is_served(self) -> bool:
         """Whether the rank is a worker of a parameter server."""
-        return strategy_class(self.strategy).kind == "server"
+        return get_strategy_class(self.strategy).kind == "server"
 
     @property
     def by_command(self) -> bool:
         """Whether a user's command trains the cell, so that its footprint is unknown."""
-        return strategy_class(self.strategy).kind == "own"
+        return get_strategy_class(self.strategy).kind == "own"
 
     @property
     def traits(self) -> Traits:
@@ -164,10 +164,13 @@ class Request:
         return get_traits(self.strategy, self.options, self.world_size)
 
     @property
-    def parts(self) -> int:
+    def num_accumulated_parts(self) -> int:
         """Number of equal parts into which a worker divides the batch of a step."""
-        cls = strategy_class(self.strategy)
-        return self.gradient_accumulation_steps * cls(cls.Options(**dict(self.options))).parts
+        cls = get_strategy_class(self.strategy)
+        return (
+            self.gradient_accumulation_steps
+            * cls(cls.Options(**dict(self.options))).num_batch_parts
+        )
 
     @property
     def may_reshard(self) -> bool:
@@ -177,30 +180,28 @@ class Request:
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the weights and the input."""
-        return weights_dtype(self.settings.precision)
+        return get_weights_dtype(self.settings.precision)
 
     @property
     def batch_format(self) -> torch.memory_format:
-        """Memory format of the input."""
-        return batch_format(self.settings.precision, "cuda" if self.on_cuda else "cpu")
+        """PyTorch memory format of the input, such as channels_last."""
+        return get_batch_memory_format(
+            self.settings.precision, "cuda" if self.is_on_cuda else "cpu"
+        )
 
     @property
     def autocasts_like_cuda(self) -> bool:
-        return self.on_cuda and self.settings.precision in ("fp16", "bf16")
+        return self.is_on_cuda and self.settings.precision in ("fp16", "bf16")
 
 
 class Turns(NamedTuple):
-    """Number of micro-batches that a pipeline stage computes, and how many of them wait for backward.
-
-    `units` are the measured units (`splitting.stages.MeasuredUnit`) of the whole model, in order.
-    """
+    """Number of micro-batches that a pipeline stage computes, and how many of them wait for backward."""
 
     microbatches: int
     waiting: int
-    units: tuple[Any, ...]
 
 
-def planned_settings(s: Settings) -> dict[str, Any]:
+def select_planned_settings(s: Settings) -> dict[str, Any]:
     """Return the settings that affect a footprint, as their declarations say."""
     selected = {}
     for field in fields(Settings):
@@ -210,7 +211,7 @@ def planned_settings(s: Settings) -> dict[str, Any]:
     return selected
 
 
-def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
+def compute_data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
     """Return the bytes of the whole data set on the device.
 
     Images count at the model's size, with the stored channels and type. Texts, waveforms and targets count as
@@ -226,16 +227,16 @@ def data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> in
     numbers = data.train_samples * (4 if augment else 1)
     size = input_shape[1:] if len(input_shape) == 3 else data.shape[1:]
     values = samples * data.shape[0] * math.prod(size)
-    return values * data.stored_bytes + samples * target_bytes(data) + 8 * numbers
+    return values * data.stored_bytes + samples * compute_target_bytes(data) + 8 * numbers
 
 
-def target_bytes(data: Dataset) -> int:
+def compute_target_bytes(data: Dataset) -> int:
     """Return the bytes of a sample's target, as it is stored."""
-    kind, shape = data.target
+    kind, shape = data.target_type_and_shape
     return {"uint8": 1, "int32": 4, "float32": 4, "int64": 8}[kind] * math.prod(shape)
 
 
-def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
+def compute_batch_buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
     """Return the bytes of waiting batches on the device.
 
     Batches wait there if the data are in host memory. They are as stored, with their targets, and three int64
@@ -246,6 +247,6 @@ def buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
         samples: Samples of a batch.
         augment: Whether samples are augmented.
     """
-    each = math.prod(data.shape) * data.stored_bytes + target_bytes(data)
+    each = math.prod(data.shape) * data.stored_bytes + compute_target_bytes(data)
     each += 24 if augment and not data.is_text else 0
     return BUFFERED_BATCHES * samples * each

@@ -27,7 +27,7 @@ from stratbench.workload.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     make_flop_formulas,
-    replacing_attribute,
+    replace_attribute,
     unset_fake_temporarily,
 )
 
@@ -40,7 +40,7 @@ SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class FakeTensors(KnownFakes):
-    """Fake tensor mode like `KnownFakes`, without the step that takes a third of its time.
+    """Fake tensor mode with faster look-ups of cached results than `KnownFakes`.
 
     The results of operators are cached, and most time goes into describing operands for a look-up. Here the
     keys are shorter, but still distinguish all strided tensors.
@@ -110,10 +110,10 @@ _PLAIN = frozenset(
 
 
 @contextmanager
-def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Provide a process group whose other ranks are missing.
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Context with a fake process group, in which only this rank exists.
 
-    This process is one rank. The group exists until the block ends.
+    The group exists until the block ends.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -127,7 +127,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> Iterator[None]:
+def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> Iterator[None]:
     """Make torch support fake tensors, and a missing device, until the block ends.
 
     Args:
@@ -155,42 +155,38 @@ def torch_on_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> It
             return joined(*args)
 
     with ExitStack() as stack:
-        stack.enter_context(replacing_attribute(device_mesh, "init_device_mesh", make_real_mesh))
+        stack.enter_context(replace_attribute(device_mesh, "init_device_mesh", make_real_mesh))
         # Profiler marks, about twenty per block of FSDP, are operators without a GPU kernel.
-        stack.enter_context(replacing_attribute(record_function, "__enter__", lambda mark: mark))
-        stack.enter_context(replacing_attribute(record_function, "__exit__", lambda *_: None))
+        stack.enter_context(replace_attribute(record_function, "__enter__", lambda mark: mark))
+        stack.enter_context(replace_attribute(record_function, "__exit__", lambda *_: None))
         of_meshes = staticmethod(join_real_meshes)
-        stack.enter_context(replacing_attribute(device_mesh.DeviceMesh, "_concatenate", of_meshes))
+        stack.enter_context(replace_attribute(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # Otherwise every rank's share of every parameter would be cut, which takes minutes for a thousand
         # ranks.
-        stack.enter_context(
-            replacing_attribute(_fsdp_param, "_chunk_with_empty", _take_first_chunk)
-        )
+        stack.enter_context(replace_attribute(_fsdp_param, "_chunk_with_empty", _take_first_chunk))
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def propagate_untraced(*args: Any) -> Any:
-            with (
-                _disable_current_modes()
-            ):  # works on shapes of whole tensors, which no worker makes
+            # The rules compute shapes of whole tensors, which no worker makes.
+            with _disable_current_modes():
                 return rules(*args)
 
         stack.enter_context(
-            replacing_attribute(ShardingPropagator, rules.__name__, propagate_untraced)
+            replace_attribute(ShardingPropagator, rules.__name__, propagate_untraced)
         )
         if not on_cuda:
             for name in SCATTERS:
                 if (scatter := getattr(dist, name, None)) is not None:
                     stack.enter_context(
-                        replacing_attribute(dist, name, partial(_scatter_like_gloo, scatter))
+                        replace_attribute(dist, name, partial(_scatter_like_gloo, scatter))
                     )
         if fused:
-            stack.enter_context(replacing_attribute(torch.optim, "SGD", fused_sgd))
+            stack.enter_context(replace_attribute(torch.optim, "SGD", fused_sgd))
         if counts_steps:
-            import_module(
-                "torch.distributed.optim"
-            )  # imported first: it compiles the function replaced here
+            # This module is imported first, because its import compiles the function that is replaced here.
+            import_module("torch.distributed.optim")
             adam = import_module("torch.optim.adam")
-            stack.enter_context(replacing_attribute(adam, "_get_value", lambda _: 1.0))
+            stack.enter_context(replace_attribute(adam, "_get_value", lambda _: 1.0))
         yield
 
 
@@ -201,8 +197,8 @@ def no_autocast() -> Iterator[None]:
         yield
 
 
-def unregister(library: Library) -> None:
-    """Restore the kernels that those of `library` have replaced."""
+def unregister_kernels(library: Library) -> None:
+    """Remove the kernels of `library`, so that the kernels they replaced apply again."""
     library._destroy()
 
 
@@ -214,7 +210,7 @@ def _take_first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
 def _scatter_like_gloo(
     scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return a concurrent reduce-scatter that retains the copy which gloo reduces."""
+    """Reduce-scatter as gloo does: a concurrent call retains the copy that gloo reduces."""
     work = scatter(output, input, *args, **kwargs)
     return TorchReduction(work, input.clone()) if kwargs.get("async_op") else work
 
@@ -256,7 +252,7 @@ def _fused_adamw(
 def _run_fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
     """Run a fused kernel on fake tensors, with the restrictions of the one on CUDA.
 
-    It works in place and allocates nothing. `kept` has the moments.
+    The kernel works in place and allocates nothing. `kept` has the moments.
 
     Raises:
         RuntimeError: If the conditions of check_fast_path_restrictions in
@@ -264,7 +260,11 @@ def _run_fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> 
     """
     for lists in zip(params, grads, *filter(None, kept), strict=True):
         described = [
-            (t.device, t.dtype, [(n, k) for n, k in zip(t.shape, t.stride(), strict=True) if n > 1])
+            (
+                t.device,
+                t.dtype,
+                [(n, k) for n, k in zip(t.shape, t.stride(), strict=True) if n > 1],
+            )
             for t in lists
         ]
         if any(d != described[0] for d in described[1:]):

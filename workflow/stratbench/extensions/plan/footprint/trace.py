@@ -1,6 +1,6 @@
 """Records what operators allocate, compute and send, as a list of events.
 
-It is used on fake tensors (`fake.py`), which allocate nothing. It works on real tensors as well.
+The plan traces fake tensors (`fake.py`), which allocate nothing. Real tensors can be traced as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from stratbench.extensions.plan.footprint.reductions import Reduction
 from stratbench.extensions.plan.footprint.torch_internals import FLOP_FORMULAS
-from stratbench.extensions.plan.footprint.traffic import PARTS, staging_bytes
+from stratbench.extensions.plan.footprint.traffic import PARTS, compute_staging_bytes
 from stratbench.telemetry.collective_count import detect_collective, iter_tensors
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.telemetry.shards import get_local_shard
@@ -92,30 +92,29 @@ class OperatorTrace(TorchDispatchMode):
         self.marks: list[TraceMark] = []
         self.phases = [Phase("setup", 0)]
         self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
-        self._known: dict[
-            int, list[Any]
-        ] = {}  # number, bytes and weak reference of a storage, by its address
+        # Number, bytes and weak reference of a storage, by its address.
+        self._known: dict[int, list[Any]] = {}
         self._count = 0
 
     # --- what the caller says ----------------------------------------------------------------------
 
-    def begin(self, phase: str) -> None:
-        """Start a phase for the following events."""
-        self.mark("phase")
+    def begin_phase(self, phase: str) -> None:
+        """Start a named phase, to which the following events belong."""
+        self.add_mark("phase")
         self.phases.append(Phase(phase, len(self.events)))
 
-    def mark(self, label: str, block: int | None = None) -> None:
-        """Store the current position as a mark."""
-        self.marks.append(self.mark_here(label, block))
+    def add_mark(self, label: str, block: int | None = None) -> None:
+        """Store the trace's current position as a mark."""
+        self.marks.append(self.make_mark(label, block))
 
-    def mark_here(self, label: str = "", block: int | None = None) -> TraceMark:
-        """Return the current position as a mark."""
+    def make_mark(self, label: str = "", block: int | None = None) -> TraceMark:
+        """Return the trace's current position as a mark."""
         calls = sum(len(phase.collectives) for phase in self.phases)
         sums = sum(len(phase.reductions) for phase in self.phases)
         return TraceMark(label, block, len(self.events), calls, sums)
 
-    def tag(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Set the purpose of the tensors' storages; new storages count from now on."""
+    def tag_storages(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Set the purpose of tensors' storages. Storages not seen before are logged from now on."""
         for t in tensors:
             if t is not None:
                 self.tags[self._register_storage(get_local_shard(t))] = part
@@ -152,8 +151,8 @@ class OperatorTrace(TorchDispatchMode):
         # C++ asks a fake tensor for its device by `prim`, which launches no kernel.
         if not op.is_view and op.namespace != "prim":
             phase.operations += 1
-            phase.touched_bytes += sum(map(_n_bytes, iter_tensors((args, kwargs)))) + sum(
-                map(_n_bytes, iter_tensors(out))
+            phase.touched_bytes += sum(map(_count_bytes, iter_tensors((args, kwargs)))) + sum(
+                map(_count_bytes, iter_tensors(out))
             )
             if op.overloadpacket in FLOP_FORMULAS:
                 flops = FLOP_FORMULAS[op.overloadpacket](*args, **kwargs, out_val=out)
@@ -164,7 +163,7 @@ class OperatorTrace(TorchDispatchMode):
             for copies_bytes in _CONVOLUTIONS[op.overloadpacket](args, out):
                 self._log_temporary("scratch", copies_bytes)
         if not self._on_cpu and op.overloadpacket is CPU_ATTENTION_BACKWARD:
-            self._log_temporary("scratch", _flash_attention_bytes(args[1]))
+            self._log_temporary("scratch", _list_flash_attention_bytes(args[1]))
         if not self._on_cpu and op.overloadpacket in _SUMS:
             reduction = _SUMS[op.overloadpacket](args)
             if reduction is not None:
@@ -177,15 +176,15 @@ class OperatorTrace(TorchDispatchMode):
         return out
 
     def _log_collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-        """Return the collective that `op` is, and log its memory; None for other operations."""
+        """Log an operator's memory if it is a collective, and return the collective or None."""
         collective = detect_collective(op, args, kwargs)
         if collective is None:
             return None
-        if collective.kind in ("all_gather", "reduce_scatter"):
+        if collective.collective_name in ("all_gather", "reduce_scatter"):
             for t in iter_tensors((args, kwargs)):
                 self.tags.setdefault(self._register_storage(t), "communication")
         if self._on_cpu:
-            self._log_temporary("staging", [staging_bytes(collective)])
+            self._log_temporary("staging", [compute_staging_bytes(collective)])
         return collective
 
     def _tag_fsdp(self, name: str, args: Any, kwargs: Any, made: list[int]) -> None:
@@ -201,7 +200,7 @@ class OperatorTrace(TorchDispatchMode):
                 self.streamed.update(scattered)
 
     def _log_temporary(self, part: str, sizes: list[int]) -> None:
-        """Log temporary allocations that exist together."""
+        """Log temporary allocations that exist at the same time."""
         numbers = range(self._count + 1, self._count + 1 + len(sizes))
         self._count += len(sizes)
         self.tags.update(dict.fromkeys(numbers, part))
@@ -236,28 +235,28 @@ class OperatorTrace(TorchDispatchMode):
 
     # --- what came of it ---------------------------------------------------------------------------
 
-    def live_bytes(self, first: int, stop: int) -> list[int]:
+    def list_live_bytes(self, first: int, stop: int) -> list[int]:
         """Return the bytes that existed after `first`, first + 1, ..., `stop` events."""
         away = {number for number, part in self.tags.items() if part in self._on_host}
         changes = (0 if number in away else n for number, n in self.events[:stop])
         return list(accumulate(changes, initial=0))[first:]
 
-    def streamed_bytes(self, first: int, stop: int) -> int:
+    def find_max_streamed_bytes(self, first: int, stop: int) -> int:
         """Return the maximum bytes of `streamed` storages that exist between two events."""
         changes = (n if number in self.streamed else 0 for number, n in self.events[:stop])
         return max(list(accumulate(changes, initial=0))[first:])
 
-    def parts_bytes(self, at: int) -> dict[str, int]:
+    def get_device_bytes_by_purpose(self, at: int) -> dict[str, int]:
         """Return the bytes on the device that existed after `at` events, by purpose."""
-        parts = self._all_parts_bytes(at)
+        parts = self._get_all_bytes_by_purpose(at)
         return parts | dict.fromkeys(self._on_host, 0)
 
-    def host_bytes(self, at: int) -> dict[str, int]:
+    def get_host_bytes_by_purpose(self, at: int) -> dict[str, int]:
         """Return the bytes on the host that existed after `at` events, by purpose."""
-        parts = self._all_parts_bytes(at)
+        parts = self._get_all_bytes_by_purpose(at)
         return {part: parts[part] for part in self._on_host}
 
-    def _all_parts_bytes(self, at: int) -> dict[str, int]:
+    def _get_all_bytes_by_purpose(self, at: int) -> dict[str, int]:
         sizes: dict[int, int] = {}
         born: dict[int, int] = {}
         for i, (number, change) in enumerate(self.events[:at]):
@@ -268,18 +267,18 @@ class OperatorTrace(TorchDispatchMode):
             parts[self._find_purpose(number, born[number])] += n_bytes
         return parts
 
-    def phase_at(self, event: int) -> str:
+    def get_phase_of_event(self, event: int) -> str:
         """Return the name of the phase that an event belongs to."""
         return [p.name for p in self.phases if p.first_event <= event][-1]
 
     def _find_purpose(self, number: int, event: int) -> str:
         if number in self.tags:
             return self.tags[number]
-        in_forward = self.phase_at(event) in ("forward", "evaluate")
+        in_forward = self.get_phase_of_event(event) in ("forward", "evaluate")
         return "activations" if in_forward else "temporaries"
 
 
-def _n_bytes(tensor: torch.Tensor) -> int:
+def _count_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -288,7 +287,7 @@ def _list_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
 
     The copies are of input, weight and result, in oneDNN's blocked layout.
     """
-    return [[_n_bytes(args[0]), _n_bytes(args[1]), _n_bytes(out)]]
+    return [[_count_bytes(args[0]), _count_bytes(args[1]), _count_bytes(out)]]
 
 
 def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
@@ -296,7 +295,7 @@ def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
 
     The copies are for the input's gradient and for the weight's.
     """
-    grad, x, weight = (_n_bytes(t) for t in args[:3])
+    grad, x, weight = (_count_bytes(t) for t in args[:3])
     return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
 
 
@@ -329,7 +328,7 @@ _SUMS = {
 }
 
 
-def _flash_attention_bytes(query: torch.Tensor) -> list[int]:
+def _list_flash_attention_bytes(query: torch.Tensor) -> list[int]:
     """Return the bytes of flash attention's buffers in backward.
 
     The buffers are the query's padded gradient, and row sums. Both have 32 bits, as in PyTorch 2.11 (mha_bwd,

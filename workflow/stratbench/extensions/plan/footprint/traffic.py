@@ -1,6 +1,6 @@
 """Computes the bytes that collectives move between ranks, and the memory that gloo needs.
 
-It does not import torch: if all footprints are on disk, a plan takes seconds.
+The module does not import torch: if all footprints are on disk, a plan takes seconds.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PARTS = (
 GLOO_SEGMENTS_BYTES = 2 << 20
 
 
-def staging_bytes(call: CollectiveCall) -> int:
+def compute_staging_bytes(call: CollectiveCall) -> int:
     """Return the bytes of gloo's temporary memory for a collective.
 
-    It gathers into a flat tensor, which it then copies. It scatters from a copy of the whole input.
+    Gloo gathers into a flat tensor, which is then copied. It scatters from a copy of the whole input.
     """
     segments_bytes = min(GLOO_SEGMENTS_BYTES, call.n_bytes)
-    match call.kind:
+    match call.collective_name:
         case "all_reduce":
             return segments_bytes
         case "all_gather":
@@ -35,7 +35,7 @@ def staging_bytes(call: CollectiveCall) -> int:
     return 0
 
 
-def wire_bytes(
+def compute_wire_bytes(
     collectives: Iterable[Sequence[Any]],
     world_size: int,
     on_gloo: bool,
@@ -47,7 +47,7 @@ def wire_bytes(
     Gloo scatters by an all-reduce.
 
     Args:
-        collectives: As in `CollectiveCall.listed`.
+        collectives: As in `CollectiveCall.as_tuple`.
         world_size: Number of ranks.
         on_gloo: Whether the backend is gloo.
         samples: Samples that a worker computes in the step.
@@ -56,7 +56,7 @@ def wire_bytes(
     in_place = {"reduce_scatter": "all_reduce"} if on_gloo else {}
     each = (CollectiveCall(in_place.get(kind, kind), *rest) for kind, *rest in collectives)
     return sum(
-        call.wire_bytes(world_size, samples)
+        call.count_wire_bytes(world_size, samples)
         for call in each
-        if within is None or call.lies_within(within, world_size)
+        if within is None or call.is_within_node(within, world_size)
     )

@@ -1,1 +1,1 @@
-"""One network alone: what `plan --model` and `estimate` say of it."""
+"""Plan of a single model, for `stratbench plan --model` and `stratbench.estimate`."""

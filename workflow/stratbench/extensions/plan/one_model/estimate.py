@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings, build_experiment_schema
 from stratbench.cell.text.words import format_bytes
-from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_footprint
+from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_to_make_footprint
 from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
 from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.footprint.torch_internals import replacing_attribute
+from stratbench.extensions.plan.footprint.torch_internals import replace_attribute
 from stratbench.extensions.plan.needs import Subject
 from stratbench.extensions.plan.one_model.model_answer import NODE_GPUS, choose_batch
 from stratbench.strategies import (
     REGISTRY,
     get_mesh,
     get_option_defaults,
+    get_strategy_class,
     resolve_options,
-    strategy_class,
 )
 from stratbench.study.config.messages import suggest_closest_name
-from stratbench.study.config.schema import check_block
+from stratbench.study.config.schema import check_config_block
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.network.models import Model
 from stratbench.workload.network.own import OwnModel
@@ -125,7 +125,7 @@ def estimate(
         gpus_per_node: Number of GPUs per node.
 
     Raises:
-        ValueError: If the training cannot be estimated; the message says why.
+        ValueError: If the training cannot be estimated; the message has the reason.
     """
     if dist.is_initialized():
         raise ValueError(
@@ -142,7 +142,7 @@ def estimate(
             _check_name(key, value, build_experiment_schema()["properties"][key]["enum"])
         resolved = resolve_options(name, set_options, gpus)
         get_mesh(name, resolved, gpus)
-        cluster = check_block("cluster", {"gpus_per_node": gpus_per_node})
+        cluster = check_config_block("cluster", {"gpus_per_node": gpus_per_node})
         device = make_gpu_device(find_gpu(gpu, "gpu"), precision, cluster)
     except (TypeError, ValueError) as error:
         raise ValueError(f"stratbench.estimate: {error}") from error
@@ -152,30 +152,30 @@ def estimate(
         ),
         input_shape=(1,),  # unused: the example batch has the shapes
         classes=0,
-        local_world=min(gpus, gpus_per_node),
+        workers_per_node=min(gpus, gpus_per_node),
         eval_batch=0,
         given=Given(model, x.to("meta"), y.to("meta"), loss or _choose_loss(y)),
     )
-    cls = strategy_class(name)
+    cls = get_strategy_class(name)
     reason = BY_COMMAND if request.by_command else None
     if cls.divides_network:
-        reason = cls.explain_indivisible(request.network)
+        reason = cls.explain_indivisible(request.model_source)
     if reason is not None:
         raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
-    with replacing_attribute(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
+    with replace_attribute(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        footprint = try_footprint(request, blocks=_find_blocks(request))
+        footprint = try_to_make_footprint(request, blocks=_find_equal_blocks(request))
     if isinstance(footprint, str):
         raise ValueError(f"stratbench.estimate: {footprint}")
     cell = Cell("estimate", "", name, request.settings.model, "", gpus, 0)
     nothing = Dataset(shape=(0,), classes=0, train_samples=0, test_samples=0)
-    subject = Subject(cell, request.settings, nothing, request.served, None, request)
+    subject = Subject(cell, request.settings, nothing, request.is_served, None, request)
     is_text = not x.is_floating_point()
     chosen = partial(choose_batch, subject, footprint, device, cluster, reads_text=is_text)
-    samples = len(x) * request.parts
+    samples = len(x) * request.num_accumulated_parts
     typical, largest = chosen(batch=samples), chosen()
-    peak = footprint.fullest(samples, device.resident_threads).training_peak(
+    peak = footprint.find_fullest_rank(samples, device.resident_threads).compute_training_peak(
         samples, device.resident_threads
     )
     fits = largest.verdict == "fits"
@@ -197,10 +197,10 @@ def estimate(
     )
 
 
-def _find_blocks(request: Request) -> tuple[str, int] | None:
+def _find_equal_blocks(request: Request) -> tuple[str, int] | None:
     """Return the path and number of the model's equal blocks, if any."""
     # Errors of the model are reported when the whole model is traced.
-    with suppress(Exception), fake.surroundings(request):
+    with suppress(Exception), fake.fake_worker_environment(request):
         model, _, _ = fake.build_worker(request)
         return find_equal_blocks(request, model)
     return None
@@ -218,22 +218,24 @@ class Given:
 
 @dataclass(frozen=True)
 class _GivenRequest(Request):
-    """A request whose model, batch and loss are objects instead of names from a config."""
+    """Request of `estimate`, with the caller's module, batch and loss instead of a config's names."""
 
     given: Given = field(kw_only=True)
 
     @property
-    def network(self) -> Model:
-        own = OwnModel(self.settings.model, f"{__name__}:copy_given", {"given": self.given}, None)
-        return Model("own", None, own=own)
+    def model_source(self) -> Model:
+        own = OwnModel(
+            self.settings.model, f"{__name__}:copy_given_model", {"given": self.given}, None
+        )
+        return Model("own", None, own_model=own)
 
-    def example_batch(self, samples: int) -> tuple[Tensor, Tensor]:
+    def make_example_batch(self, samples: int) -> tuple[Tensor, Tensor]:
         return tuple(
             torch.empty((samples, *t.shape[1:]), dtype=t.dtype).zero_()
             for t in (self.given.inputs, self.given.targets)
         )
 
-    def tried_task(self) -> tuple[Task, LossKind]:
+    def make_tried_task(self) -> tuple[Task, LossKind]:
         return _GivenTask(self.given.loss), LossKind()
 
 
@@ -247,7 +249,7 @@ class _GivenTask(Task):
         return self._loss(outputs, targets)
 
 
-def copy_given(given: Given) -> nn.Module:
+def copy_given_model(given: Given) -> nn.Module:
     """Return a copy of a caller's module with fake tensors, in the active fake mode."""
     memo: dict[int, Any] = {}
     for p in given.model.parameters():
@@ -274,7 +276,7 @@ def _make_settings(
         strategy=name,
         options=options,
         model=f"model-{next(_numbers)}",
-        own_model={"call": f"{__name__}:copy_given", "kwargs": {}, "wrap_classes": None},
+        own_model={"call": f"{__name__}:copy_given_model", "kwargs": {}, "wrap_classes": None},
         dataset="",
         gpus=gpus,
         seed=0,

@@ -1,6 +1,7 @@
 """Answers which strategies fit a model on some GPUs, with batch, speed and cost.
 
-It is for `stratbench plan --model NAME --gpus N`. Nothing is trained, and no study has to name the model.
+The answer is for `stratbench plan --model NAME --gpus N`. Nothing is trained, and no study has to name the
+model.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ from stratbench.extensions.plan.device_rates import (
 )
 from stratbench.extensions.plan.duration import BEST, USUAL, WORST, plan_step
 from stratbench.extensions.plan.footprint.footprint import Footprint
-from stratbench.extensions.plan.needs import Subject, data_bytes_of, derive_needs, subject_of
+from stratbench.extensions.plan.needs import (
+    Subject,
+    compute_subject_data_bytes,
+    derive_needs,
+    make_subject,
+)
 from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.one_model.rows import (
     MICROBATCHES_A_STAGE,
     describe_unplanned,
-    divided_variants,
+    list_divided_variants,
 )
 from stratbench.extensions.plan.public_runs import estimate_from_runs
 from stratbench.extensions.plan.schedule import FITS, classify_fit
@@ -75,7 +81,7 @@ class StrategyAnswer:
 
     Attributes:
         strategy: Name of the strategy or variant.
-        checkpointing: Whether activations are checkpointed.
+        uses_checkpointing: Whether activations are checkpointed.
         reason: Why nothing is predicted; empty if something is.
         verdict: FITS, TIGHT or DOES_NOT_FIT, for that batch.
         micro_batch: Samples that a copy of the network computes at once; the minimum if none fits.
@@ -87,7 +93,7 @@ class StrategyAnswer:
     """
 
     strategy: str
-    checkpointing: bool
+    uses_checkpointing: bool
     reason: str = ""
     verdict: str = ""
     micro_batch: int = 0
@@ -98,7 +104,7 @@ class StrategyAnswer:
 
     @property
     def samples_per_s(self) -> tuple[float, float, float] | None:
-        """Samples per second on all GPUs: at worst, at best, and to compare by."""
+        """Samples per second on all GPUs: lowest, highest, and usual. None if unpredicted."""
         if self.step_s is None:
             return None
         best_s, worst_s, usual_s = self.step_s
@@ -107,9 +113,10 @@ class StrategyAnswer:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer for a model.
+    """Answer to the question which strategies fit a model on some GPUs.
 
-    `choices` are sorted, with the fastest that fits first. `unplanned` counts and names what was not planned.
+    `strategy_answers` are sorted, with the fastest that fits first. `unplanned_text` counts and names
+    what was not planned.
     """
 
     question: Question
@@ -119,10 +126,10 @@ class Answer:
     optimizer: str
     precision: str
     parameters: int
-    choices: list[StrategyAnswer]
+    strategy_answers: list[StrategyAnswer]
     variants: Mapping[str, Any]
-    left_out: list[str]
-    unplanned: str
+    left_out_strategies: list[str]
+    unplanned_text: str
 
     @property
     def throughput_unit(self) -> str:
@@ -137,7 +144,7 @@ class Answer:
         return self.question.samples or USUAL_IMAGES
 
     def compute_throughput(self, choice: StrategyAnswer) -> tuple[float, float, float]:
-        """Return a choice's throughput in `counts` per second.
+        """Return a choice's throughput in tokens or samples per second.
 
         The three values are the worst, the best, and the one to compare by.
         """
@@ -175,7 +182,7 @@ def answer_question(
         for name in dict.fromkeys(cell.strategy for cell in study.cells)
     }
     unplanned = describe_unplanned(question.gpus, _choose_node_gpus(question, config), rows)
-    subjects = [_without_evaluation(subject_of(config, study, cell)) for cell in study.cells]
+    subjects = [_without_evaluation(make_subject(config, study, cell)) for cell in study.cells]
     first, data = subjects[0].settings, subjects[0].data
     _check_amount(question, data)
     rehearsed: dict[Any, Rehearsal] = {}
@@ -184,13 +191,13 @@ def answer_question(
     def make_answer(some: Iterable[Subject]) -> Answer:
         choices = [
             _answer_strategy(
-                s, networks[Network.of(s.request)], rehearsed[s.request], sheet, cluster
+                s, networks[Network.from_request(s.request)], rehearsed[s.request], sheet, cluster
             )
             for s in some
         ]
         return Answer(
             question, sheet, cluster, data, first.optimizer, first.precision,
-            max(n.parameters for n in networks.values()), sorted(choices, key=_make_sort_key),
+            max(n.num_parameters for n in networks.values()), sorted(choices, key=_make_sort_key),
             template["variants"], list(dict.fromkeys(left_out)), unplanned,
         )  # fmt: skip
 
@@ -236,14 +243,14 @@ def _choose_node_gpus(question: Question, config: Mapping[str, Any]) -> int:
 
 
 def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the study of the template for the GPUs of the question.
+    """Return the study of the template file, adapted to the question's number of GPUs.
 
-    It has the form that `make_model_study` takes.
+    The study has the form that `make_model_study` takes.
     """
     template = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
     node = _choose_node_gpus(question, config)
-    divided = divided_variants(node)
+    divided = list_divided_variants(node)
     template["variants"] |= divided
     strategies += divided
     # This batch only has to be divisible by all strategies. The footprint gives the largest batch that
@@ -254,7 +261,7 @@ def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, A
 
 
 def _without_evaluation(s: Subject) -> Subject:
-    """Return the cell without evaluation, whose batch is a choice of a study."""
+    """Return the cell without an evaluation, whose batch size a model question leaves open."""
     return replace(s, request=replace(s.request, eval_batch=0))
 
 
@@ -262,11 +269,11 @@ def _answer_strategy(
     s: Subject, network: Any, rehearsal: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
 ) -> StrategyAnswer:
     checkpointing = s.settings.activation_checkpointing
-    reason = cell_refusal_reason(s, network, rehearsal) or rehearsal.unpredicted
+    reason = cell_refusal_reason(s, network, rehearsal) or rehearsal.unpredicted_reason
     if rehearsal.footprint is None or reason:
         return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
-    least = acceptance.compute_least_samples(
-        network.batchnorm, s.settings.gradient_accumulation_steps
+    least = acceptance.compute_min_samples(
+        network.has_batchnorm, s.settings.gradient_accumulation_steps
     )
     return choose_batch(s, rehearsal.footprint, make_gpu_device(sheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
@@ -281,30 +288,30 @@ def choose_batch(
     batch: int | None = None,
     reads_text: bool | None = None,
 ) -> StrategyAnswer:
-    """Return a cell at the largest batch that fits a device, or the minimum.
+    """Return a cell at the largest batch that fits a device, or the smallest batch.
 
     Args:
         s: The cell, with any batch.
-        footprint: Footprint of its model and strategy.
+        footprint: Footprint of the cell's model and strategy.
         device: One GPU.
         cluster: The block `cluster` of the config.
         least: Minimum number of samples that a copy of the model must compute at once.
         batch: Samples per step of a copy of the model, in place of the largest that fits.
-        reads_text: Whether its samples are texts; None if its data set says so.
+        reads_text: Whether the cell's samples are texts; None if the data set says so.
     """
-    threads, parts = device.resident_threads, s.request.parts
+    threads, parts = device.resident_threads, s.request.num_accumulated_parts
     margin = cluster["memory_margin"]
     if batch is None:
-        data_bytes = partial(data_bytes_of, s)
-        batch = footprint.largest_batch(device.room_bytes(margin), threads, data_bytes)
+        data_bytes = partial(compute_subject_data_bytes, s)
+        batch = footprint.largest_batch(device.compute_room_bytes(margin), threads, data_bytes)
         batch = max(batch // parts * parts, -(-least // parts) * parts)
     settings = replace(s.settings, per_worker_batch=batch, global_batch=batch * s.mesh.replicas)
     samples = max(s.data.train_samples, settings.global_batch)
     s = replace(s, settings=settings, data=replace(s.data, train_samples=samples))
-    fullest = footprint.fullest(batch, threads)
+    fullest = footprint.find_fullest_rank(batch, threads)
     needs = derive_needs(s, fullest, resources.count_nodes(s.cell, cluster))
-    needed_bytes = fullest.needed_bytes(batch, threads) + needs.data_bytes
-    reserved_bytes = fullest.reserved_bytes(batch, threads) + needs.data_bytes
+    needed_bytes = fullest.compute_needed_bytes(batch, threads) + needs.data_bytes
+    reserved_bytes = fullest.compute_reserved_bytes(batch, threads) + needs.data_bytes
     step_s, runs = None, None
     if device.flops_per_s is not None:
         *ends, usual = [plan_step(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]

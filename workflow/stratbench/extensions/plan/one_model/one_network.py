@@ -13,7 +13,7 @@ from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError, suggest_closest_name
 from stratbench.workload.data.datasets import DATASETS, SPECS
 from stratbench.workload.network import models
-from stratbench.workload.network.libraries import library_of_entry
+from stratbench.workload.network.libraries import find_library_of_entry
 from stratbench.workload.network.own import list_torchvision_names
 
 TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
@@ -30,7 +30,7 @@ def make_model_study(
     sequence: int | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Study, list[str]]:
-    """Return the validated config and study of `model` alone, and why strategies are left out.
+    """Return a config and a study of `model` only, and the reasons for omitted strategies.
 
     Args:
         config: Raw config with models, data sets and cluster; it may be empty.
@@ -64,7 +64,7 @@ def make_model_study(
             f"data by --dataset, one of {', '.join(known)}"
         )
     entry = (config.get("models") or {}).get(model) or {}
-    if vocabulary := library_of_entry(entry).vocabulary_of_entry(entry):
+    if vocabulary := find_library_of_entry(entry).get_entry_vocabulary(entry):
         for values in usual.values():
             if "vocabulary" in values:
                 values["vocabulary"] = vocabulary
@@ -84,10 +84,9 @@ def make_model_study(
         return None
 
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
-    _, alone = load_experiments(
-        {"network": block | {"strategies": first, "gpus": [1]}}
-    )  # raises for faults that all experiments share
-    if "optimizer" not in block and alone.dataset(block["dataset"]).is_text:
+    # This call raises for faults that all experiments share.
+    _, alone = load_experiments({"network": block | {"strategies": first, "gpus": [1]}})
+    if "optimizer" not in block and alone.get_dataset(block["dataset"]).is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
     experiments, left_out = {}, []
     for (kind, change), (group, matrix) in product(
@@ -109,7 +108,7 @@ def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
     """Set the tokens per text of a data set.
 
     Raises:
-        ConfigError: If its length is fixed.
+        ConfigError: If the data set's length is fixed.
     """
     values = datasets.get(name) or {}
     if "sequence" not in values:
@@ -144,13 +143,13 @@ def _find_training_data(
                     return {key: block[key] for key in OF_AN_EXPERIMENT if key in block}
     try:
         entry = own.get(model) or {}
-        task = library_of_entry(entry).task_of_entry(entry)
+        task = find_library_of_entry(entry).get_entry_task(entry)
     except ValueError as error:
         raise ConfigError(f"config: models.{model}{error}") from None
     if task is not None:
         return overrides["trained_on"][task]
-    spec = models.get_specification(model, own)
-    named = models.named_model(model, spec and {"kwargs": {}, "wrap_classes": None} | spec)
+    spec = models.get_model_specification(model, own)
+    named = models.make_model_metadata(model, spec and {"kwargs": {}, "wrap_classes": None} | spec)
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
     if reads_text is None:
         return {}

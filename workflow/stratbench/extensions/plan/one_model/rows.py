@@ -1,4 +1,6 @@
-"""The rows of one model's answer that strategies declare: groups of GPUs that divide a network.
+"""Variants of one model's answer that split the model over groups of GPUs.
+
+Strategies declare such variants by their options.
 
 The options of a strategy declare the size of such groups, and the values to try (`tried`). Nothing here
 names a strategy.
@@ -15,18 +17,18 @@ from stratbench.strategies import (
     REGISTRY,
     get_mesh,
     get_option_defaults,
+    get_strategy_class,
     get_traits,
-    strategy_class,
 )
 
-#: Micro-batches of a pipeline's step, by its stages: so many keep its bubble below a fifth.
+#: Number of micro-batches per pipeline stage in a step, which keeps the bubble below a fifth of the step.
 MICROBATCHES_A_STAGE = 4
-#: The option that has their number.
+#: Option with the number of micro-batches.
 MICROBATCHES = "microbatches"
 
 
-def divided_variants(node: int) -> dict[str, dict[str, Any]]:
-    """Return variants that divide a network among 2 to `node` GPUs, by name.
+def list_divided_variants(node: int) -> dict[str, dict[str, Any]]:
+    """Return the variants that split a model over 2 to `node` GPUs, by name.
 
     Tensor parallelism has a variant for each group size that divides a node evenly. Each has another one for
     each option that its strategy declares to try as true. Pipelines take longest to plan, since each stage
@@ -38,9 +40,9 @@ def divided_variants(node: int) -> dict[str, dict[str, Any]]:
     sizes = [n for n in range(2, node + 1) if node % n == 0]
     variants = {}
     for strategy in REGISTRY:
-        if (option := size_option(strategy, node)) is None:
+        if (option := find_size_option(strategy, node)) is None:
             continue
-        switches = [key for key, tried in tried_values(strategy) if tried is True]
+        switches = [key for key, tried in iter_tried_values(strategy) if tried is True]
         is_pipeline = MICROBATCHES in get_option_defaults(strategy)
         for size, switch in product(sizes[-1:] if is_pipeline else sizes, (None, *switches)):
             variant: dict[str, Any] = {"strategy": strategy, option: size}
@@ -54,8 +56,8 @@ def divided_variants(node: int) -> dict[str, dict[str, Any]]:
     return variants
 
 
-def size_option(strategy: str, node: int) -> str | None:
-    """Return the option that sets how many GPUs share a copy of the network.
+def find_size_option(strategy: str, node: int) -> str | None:
+    """Return the option that sets how many GPUs share one copy of the model.
 
     The result is None if there is no such option.
 
@@ -69,21 +71,23 @@ def size_option(strategy: str, node: int) -> str | None:
     for key in defaults:
         # Sizes of other groups, such as those that divide states, leave each GPU a copy of the network.
         if key.endswith("_size"):
-            one, all_ = (get_mesh(strategy, defaults | {key: n}, node).members for n in (1, node))
+            one, all_ = (
+                get_mesh(strategy, defaults | {key: n}, node).workers_per_replica for n in (1, node)
+            )
             if (one, all_) == (1, node):
                 return key
     return None
 
 
-def tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a strategy with each value that it declares to try."""
-    for option in fields(strategy_class(strategy).Options):
+def iter_tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
+    """Yield each value to try of a strategy's options, as pairs of option and value."""
+    for option in fields(get_strategy_class(strategy).Options):
         for value in option.metadata.get("tried", ()):
             yield option.name, value
 
 
 def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a text that counts and names what is not planned.
+    """Return a text with the number and the names of variants that are not planned.
 
     The text is on strategies with DDP's updates.
 
@@ -102,8 +106,8 @@ def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any
         (name, key, value)
         for name in similar
         if name in planned
-        for key, value in tried_values(name)
-        if key != size_option(name, node) or node % value == 0
+        for key, value in iter_tried_values(name)
+        if key != find_size_option(name, node) or node % value == 0
     ]
     missing = [
         f"{name} {key}={value}"
@@ -111,22 +115,23 @@ def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any
         if not any(row["strategy"] == name and row.get(key) == value for row in rows.values())
     ]
     return (
-        f"{len(others)} of {len(similar)} strategies with DDP's updates{_names(others)}; {len(missing)} of "
-        f"{len(values)} values to try that options of the others declare{_names(missing)}; groups "
+        f"{len(others)} of {len(similar)} strategies with DDP's updates{_join_names(others)}; "
+        f"{len(missing)} of "
+        f"{len(values)} values to try that options of the others declare{_join_names(missing)}; groups "
         f"over several nodes, tensor and pipeline parallelism at once, {rest}"
     )
 
 
 def has_ddp_updates(strategy: str, gpus: int) -> bool:
-    """Return whether a strategy runs on so many GPUs and makes DDP's updates."""
-    cls = strategy_class(strategy)
+    """Return whether a strategy runs on `gpus` workers and makes the same updates as DDP."""
+    cls = get_strategy_class(strategy)
     if cls.kind == "own" or (cls.max_workers or gpus) < gpus:
         return False
     try:
         return get_traits(strategy, get_option_defaults(strategy), gpus).equals_ddp
-    except ValueError:  # it cannot divide this number of workers
+    except ValueError:  # the strategy cannot divide this number of workers
         return False
 
 
-def _names(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return f" ({', '.join(names)})" if names else ""

@@ -1,1 +1,1 @@
-"""The plan and the check as people read them: rows, quantities, texts and the page."""
+"""Output of the plan and the check for users: rows, quantities, texts and the page."""

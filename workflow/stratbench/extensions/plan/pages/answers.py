@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from stratbench.cell.extensions import iter_resolved
+from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.text.words import format_bytes, format_count, format_names
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
-from stratbench.extensions.plan.needs import data_bytes_of
-from stratbench.extensions.plan.quantities import cells_by, format_span
+from stratbench.extensions.plan.needs import compute_subject_data_bytes
+from stratbench.extensions.plan.quantities import format_span, group_cells_by
 from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned
 
 #: Name of each part of the memory in a sentence.
@@ -59,7 +59,12 @@ def answer_questions(plan: Plan) -> list[tuple[str, list[str]]]:
             list(_answer_resharding(plan)),
         ),
         ("What takes the memory?", list(_answer_largest_parts(plan))),
-        *(pair for _, a in iter_resolved("plans") if a.questions for pair in a.questions(plan)),
+        *(
+            pair
+            for _, a in iter_imported_additions("plan_additions")
+            if a.questions
+            for pair in a.questions(plan)
+        ),
     ]
 
 
@@ -68,13 +73,13 @@ def _list_if_answered(question: str, sentences: list[str]) -> list[tuple[str, li
 
 
 def _list_predicted(plan: Plan) -> list[Planned]:
-    """Return one cell of each set of repeats, if it has a prediction."""
+    """Return the first cell of each set of repeats that has a prediction."""
     return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
 
 
 def _iter_largest_counts(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
     """Yield the cells on the largest worker count, per experiment and model."""
-    for (experiment, model), cells in cells_by(
+    for (experiment, model), cells in group_cells_by(
         _list_predicted(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)
@@ -116,15 +121,18 @@ def compute_parameter_growth(
         Factors (low, high). Low: all memory grows with the parameters, as in a deeper network. High:
         only the states grow.
     """
-    peak, copied_bytes = footprint.training_peak(batch, threads), footprint.copied_bytes
+    peak, copied_bytes = (
+        footprint.compute_training_peak(batch, threads),
+        footprint.warmup_copy_device_bytes,
+    )
     states_bytes = sum(peak.parts_bytes.get(part, 0) for part in STATES)
     rest_bytes = peak.n_bytes - states_bytes
-    least = room_bytes / footprint.needed_bytes(batch, threads)
+    least = room_bytes / footprint.compute_needed_bytes(batch, threads)
     return least, max(least, (room_bytes - rest_bytes) / (states_bytes + copied_bytes))
 
 
 def _answer_sizes(plan: Plan) -> Iterator[str]:
-    """Yield which strategy is the fastest of those that still fit, as a network grows."""
+    """Yield sentences on which strategy is fastest as the model grows, among those that fit."""
     for where, there in _iter_largest_counts(plan):
         growth = {
             c.cell.strategy: compute_parameter_growth(
@@ -134,7 +142,7 @@ def _answer_sizes(plan: Plan) -> Iterator[str]:
                 c.fit.resident_threads,
             )
             for c in there
-            if c.fit.verdict == FITS and c.fit.by_device
+            if c.fit.memory_verdict == FITS and c.fit.device_rate_span
         }
         timed = sorted(
             (c for c in there if c.cell.strategy in growth),
@@ -158,14 +166,14 @@ def _format_growth(growth: tuple[float, float]) -> str:
 
 
 def _answer_fastest(plan: Plan) -> Iterator[str]:
-    """Yield how many cells fit, and which of them are fastest.
+    """Yield sentences on how many cells fit, and which of these cells are fastest.
 
     One time of each cell at equal rates decides which is fastest.
     """
     for where, there in _iter_largest_counts(plan):
         least = min(there, key=lambda c: c.fit.needed_bytes)
         able = [c for c in there if c.fit.may_run]
-        tight = sum(c.fit.verdict == TIGHT for c in there)
+        tight = sum(c.fit.memory_verdict == TIGHT for c in there)
         if len(there) == 1:
             continue
         if not able:
@@ -180,7 +188,7 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
         if all(c.state == "done" for c in able):
             told += "; all are trained, and `stratbench decide` names the fastest"
         elif best:
-            ranges = {format_span(c.fit.by_device) for c in best}
+            ranges = {format_span(c.fit.device_rate_span) for c in best}
             told += (
                 f"; fastest by the device's rates: {format_names([c.cell.strategy for c in best])}"
             )
@@ -192,15 +200,21 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
 
 
 def _select_fastest(cells: list[Planned], within: float) -> list[Planned]:
-    """Return the cells whose usual time is within a fraction of the shortest, fastest first."""
-    timed = sorted((c for c in cells if c.fit.by_device), key=lambda c: c.fit.usual_s)
+    """Return the cells whose usual time exceeds the shortest by at most the fraction `within`.
+
+    The fastest cell comes first.
+    """
+    timed = sorted((c for c in cells if c.fit.device_rate_span), key=lambda c: c.fit.usual_s)
     return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + within)]
 
 
 def _answer_divisions(plan: Plan) -> Iterator[str]:
-    """Yield the fastest and the smallest division into layers' parts (T) or stages (S)."""
+    """Yield a sentence on model splits: the fastest, and the one with least memory.
+
+    T is the degree of tensor parallelism, and S the number of pipeline stages.
+    """
     for where, there in _iter_largest_counts(plan):
-        divided = [c for c in there if c.subject.mesh.members > 1]
+        divided = [c for c in there if c.subject.mesh.workers_per_replica > 1]
         if not divided:
             continue
         able = [c for c in divided if c.fit.may_run]
@@ -233,10 +247,10 @@ def _answer_worker_counts(plan: Plan) -> Iterator[str]:
     known = _list_predicted(plan)
     if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
         yield "No strategy of the study has cells on two numbers of workers."
-    for (experiment, model), cells in cells_by(known, "experiment", "model").items():
+    for (experiment, model), cells in group_cells_by(known, "experiment", "model").items():
         rows = []
         ordered = sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus))
-        for strategy, each in cells_by(ordered, "strategy").items():
+        for strategy, each in group_cells_by(ordered, "strategy").items():
             if len(each) < 2:
                 continue
             first, last = each[0], each[-1]
@@ -253,10 +267,12 @@ def _answer_worker_counts(plan: Plan) -> Iterator[str]:
 
 
 def _answer_resharding(plan: Plan) -> Iterator[str]:
-    if not plan.resharding:
+    if not plan.footprints_by_resharding:
         yield "The study has no cells with FSDP."
-    followed = [c for c in _list_predicted(plan) if c.subject.request in plan.resharding]
-    for (experiment, model, workers), cells in cells_by(
+    followed = [
+        c for c in _list_predicted(plan) if c.subject.request in plan.footprints_by_resharding
+    ]
+    for (experiment, model, workers), cells in group_cells_by(
         followed, "experiment", "model", "gpus"
     ).items():
         # Cells that differ only in this choice count as one kind, like cells with equal requests.
@@ -264,13 +280,13 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
             c.subject.request.with_options(**{RESHARDING: "always"}): c for c in reversed(cells)
         }
         for c in reversed(kinds.values()):
-            choice = plan.resharding[c.subject.request]
+            choice = plan.footprints_by_resharding[c.subject.request]
             always, never = choice["always"], choice["never"]
             batch, threads = c.subject.samples_per_step, c.fit.resident_threads
-            peaks = [f.training_peak(batch, threads).n_bytes for f in (always, never)]
-            gathers = [f.payload_bytes().get("all_gather", 0) for f in (always, never)]
+            peaks = [f.compute_training_peak(batch, threads).n_bytes for f in (always, never)]
+            gathers = [f.sum_payload_bytes_by_kind().get("all_gather", 0) for f in (always, never)]
             largest = never.largest_batch(
-                c.fit.room_bytes, threads, partial(data_bytes_of, c.subject)
+                c.fit.room_bytes, threads, partial(compute_subject_data_bytes, c.subject)
             )
             answer = (
                 "the batch fits"
@@ -286,7 +302,7 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
 
 
 def _answer_largest_parts(plan: Plan) -> Iterator[str]:
-    for (experiment, model), cells in cells_by(
+    for (experiment, model), cells in group_cells_by(
         _list_predicted(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)

@@ -9,9 +9,13 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_count, format_names
 from stratbench.extensions.plan.check import Checked, CheckResult, Network
 from stratbench.extensions.plan.needs import Subject
-from stratbench.strategies import strategy_class
+from stratbench.strategies import get_strategy_class
 from stratbench.strategies.base import Strategy
-from stratbench.study.reasons import format_reasons, format_worker_counts, remove_subject
+from stratbench.study.reasons import (
+    format_skip_reasons,
+    format_worker_counts,
+    remove_cell_from_reason,
+)
 from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.tasks import OwnTask
 
@@ -24,28 +28,36 @@ WITHOUT_GRADIENT = {
 }
 
 
-def check_text(checked: Checked) -> str:
+def format_check_result(checked: Checked) -> str:
     """Return the text that `snakemake check` prints."""
     return "\n".join(_iter_lines(checked))
 
 
 def _iter_lines(checked: Checked) -> Iterator[str]:
-    yield f"Study {checked.study.name}: {format_count(len(checked.networks), 'network')}"
-    for network, found in checked.networks.items():
-        cells = [s for s in checked.subjects if Network.of(s.request) == network]
+    yield f"Study {checked.study.name}: {format_count(len(checked.checks_by_network), 'network')}"
+    for network, found in checked.checks_by_network.items():
+        cells = [s for s in checked.subjects if Network.from_request(s.request) == network]
         yield ""
         unchecked = {
-            s.cell: reason for s in cells if (reason := checked.rehearsals[s.request].unchecked)
+            s.cell: reason
+            for s in cells
+            if (reason := checked.rehearsals_by_request[s.request].unchecked_reason)
         }
-        yield from _describe_network(network, found, cells, checked.refused, unchecked)
+        yield from _describe_network(
+            network, found, cells, checked.refusal_reasons_by_cell, unchecked
+        )
     yield ""
-    if checked.refused:
-        n = len(checked.refused)
+    if checked.refusal_reasons_by_cell:
+        n = len(checked.refusal_reasons_by_cell)
         yield f"{n} of {format_count(len(checked.subjects), 'cell')} would end as unsupported:"
-        yield from (f"  {line}" for line in format_reasons(checked.refused.items()))
+        yield from (
+            f"  {line}" for line in format_skip_reasons(checked.refusal_reasons_by_cell.items())
+        )
     else:
         yield f"none of {format_count(len(checked.subjects), 'cell')} would end as unsupported"
-    if n := sum(bool(checked.rehearsals[s.request].unchecked) for s in checked.subjects):
+    if n := sum(
+        bool(checked.rehearsals_by_request[s.request].unchecked_reason) for s in checked.subjects
+    ):
         yield f"{format_count(n, 'cell')} could not be checked before the training"
 
 
@@ -57,38 +69,41 @@ def _describe_network(
     unchecked: Mapping[Cell, str],
 ) -> Iterator[str]:
     datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
-    own = json.loads(network.own_task)
+    own = json.loads(network.own_task_json)
     task = f", {OwnTask(own['call'])}" if own else ""
     yield f"{network.model} on {datasets}{task}"
     if found.fault is not None:
         yield f"   cannot be trained: {found.fault}"
         return
-    if found.unchecked is not None:
-        yield f"   not checked: {found.unchecked}"
+    if found.unchecked_reason is not None:
+        yield f"   not checked: {found.unchecked_reason}"
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = get_sample_kind(network.input_shape).replace("texts", "tokens")
     gives = f"scores for {network.classes:,} {'tokens' if kind == 'tokens' else 'classes'}"
     if network.values:
         gives = format_count(network.classes, "value")
-    frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
+    frozen = (
+        f", {found.num_frozen_parameters:,} of them frozen" if found.num_frozen_parameters else ""
+    )
     yield (
-        f"   {found.parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"
+        f"   {found.num_parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"
     )
     normalises = (
         "BatchNorm: each worker normalises over its own batch"
-        if found.batchnorm
+        if found.has_batchnorm
         else "no BatchNorm"
     )
-    yield f"   {normalises}; {'dropout' if found.dropout else 'no dropout'}"
-    yield f"   shard groups, {found.rule}: {_describe_groups(found)}"
+    yield f"   {normalises}; {'dropout' if found.has_dropout else 'no dropout'}"
+    yield f"   shard groups, {found.wrap_rule}: {_describe_groups(found)}"
     trained = [s for s in subjects if s.cell not in refused]
     if found.writes_buffers and trained:
         said = _group_by_note(trained, lambda strategy: strategy.buffers_note)
         yield f"   buffers that forward writes: {said}"
-    if found.skipped and trained:
+    if found.parameters_without_gradient and trained:
         said = _group_by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
-        yield f"   without a gradient in some steps, {format_names(found.skipped)}: {said}"
+        names = format_names(found.parameters_without_gradient)
+        yield f"   without a gradient in some steps, {names}: {said}"
     yield from (f"   {remark}" for remark in found.remarks)
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
         own = [s.cell for s in subjects if s.cell.strategy == strategy]
@@ -99,30 +114,32 @@ def _describe_network(
             yield f"   {strategy}: works with {_describe_counts(works, own)}"
         for reason in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
             of = [c for c in own if unchecked.get(c) == reason]
-            yield f"   {strategy}: not checked with {_describe_counts(of, own)}: {remove_subject(reason)}"
+            reason = remove_cell_from_reason(reason)
+            yield f"   {strategy}: not checked with {_describe_counts(of, own)}: {reason}"
         for reason in dict.fromkeys(refused[c] for c in own if c in refused):
             of = [c for c in own if refused.get(c) == reason]
-            yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {remove_subject(reason)}"
+            reason = remove_cell_from_reason(reason)
+            yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {reason}"
 
 
 def _group_by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
     """Return each note with the names of the strategies that it applies to."""
     names: dict[str, list[str]] = {}
     for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
-        names.setdefault(note_of(strategy_class(used)), []).append(name)
+        names.setdefault(note_of(get_strategy_class(used)), []).append(name)
     return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
 
 
 def _describe_groups(found: CheckResult) -> str:
-    if not found.groups:
+    if not found.shard_groups:
         return "none, so that fsdp gathers all at once"
-    groups = found.groups
+    groups = found.shard_groups
     if len(groups) <= MAX_GROUPS:
         said = ", ".join(f"{label} {size:,}" for label, size in groups)
     else:
         sizes = sorted(size for _, size in groups)
         said = f"{len(groups)} of {sizes[0]:,} to {sizes[-1]:,}"
-    return f"{said}; in none: {found.root:,}"
+    return f"{said}; in none: {found.num_root_parameters:,}"
 
 
 def _describe_counts(cells: list[Cell], of: list[Cell]) -> str:

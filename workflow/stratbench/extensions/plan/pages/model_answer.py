@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from stratbench.cell.text.words import GIB, folded, format_bytes, format_count, format_hours
+from stratbench.cell.text.words import GIB, format_bytes, format_count, format_hours, wrap_lines
 from stratbench.extensions.plan.one_model.model_answer import Answer, StrategyAnswer
 from stratbench.extensions.plan.quantities import format_in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
@@ -23,22 +23,22 @@ LEFT = (0, 1, 2, 7)
 
 def format_answer(answer: Answer) -> str:
     """Return the text that `stratbench plan --model NAME --gpus N` prints."""
-    above = folded([_format_heading(answer), "", _describe_best(answer), ""])
+    above = wrap_lines([_format_heading(answer), "", _describe_best(answer), ""])
     below = [f"{told}: {reason}" for reason, told in _group_by_reason(answer).items()]
-    below += [f"left out: {reason}" for reason in answer.left_out]
-    below += [f"not planned: {answer.unplanned}."]
+    below += [f"left out: {reason}" for reason in answer.left_out_strategies]
+    below += [f"not planned: {answer.unplanned_text}."]
     if variants := _format_variants(answer):
         below += ["", f"In config.yaml: variants: {{{variants}}}"]
     below.append("")
-    sources = {c.time_source for c in answer.choices if c.time_source}
+    sources = {c.time_source for c in answer.strategy_answers if c.time_source}
     runs = f", with * from {sources.pop()}" if sources else ""
     below.append(NOTES.format(counts=answer.throughput_unit, runs=runs))
-    return "\n".join([above, *_list_table_lines(answer), folded(below)])
+    return "\n".join([above, *_list_table_lines(answer), wrap_lines(below)])
 
 
 def format_first_traced(answer: Answer) -> str:
     """Return a line on the first strategy that was traced."""
-    return folded([f"first: {_describe_choice(answer, answer.choices[0])}"])
+    return wrap_lines([f"first: {_describe_choice(answer, answer.strategy_answers[0])}"])
 
 
 def _format_heading(answer: Answer) -> str:
@@ -58,11 +58,11 @@ def _format_heading(answer: Answer) -> str:
 
 
 def _describe_best(answer: Answer) -> str:
-    first = answer.choices[0]
+    first = answer.strategy_answers[0]
     if first.verdict != FITS:
-        tight = [c for c in answer.choices if c.verdict and c.verdict != DOES_NOT_FIT]
+        tight = [c for c in answer.strategy_answers if c.verdict and c.verdict != DOES_NOT_FIT]
         if not tight:
-            known = any(c.verdict for c in answer.choices)
+            known = any(c.verdict for c in answer.strategy_answers)
             return "No strategy fits: take more GPUs or larger ones." if known else "No prediction."
         return f"No strategy fits for certain. {_describe_choice(answer, tight[0])}"
     said = _describe_choice(answer, first)
@@ -99,14 +99,17 @@ def _describe_choice(answer: Answer, choice: StrategyAnswer) -> str:
 
 
 def _format_choice_name(choice: StrategyAnswer) -> str:
-    return f"{choice.strategy}{' with checkpointing' if choice.checkpointing else ''}"
+    return f"{choice.strategy}{' with checkpointing' if choice.uses_checkpointing else ''}"
 
 
 def _list_table_lines(answer: Answer) -> list[str]:
-    """Return the lines of the table of predictions, or none without any."""
+    """Return the lines of the table of predictions, or no lines without predictions."""
     heads = ["strategy", "ckpt", "verdict", "micro", "alloc.", "reserv.", "smi"]
     heads += [f"{answer.throughput_unit}/s (range)", "GPU-h", "cost"]
-    rows = [heads, *(_make_table_row(answer, c) for c in answer.choices if c.memory is not None)]
+    rows = [
+        heads,
+        *(_make_table_row(answer, c) for c in answer.strategy_answers if c.memory is not None),
+    ]
     if len(rows) == 1:
         return []
     if not any(row[-1] for row in rows[1:]):
@@ -124,7 +127,7 @@ def _list_table_lines(answer: Answer) -> list[str]:
 
 def _make_table_row(answer: Answer, c: StrategyAnswer) -> list[str]:
     memory = (c.memory.allocated_bytes, c.memory.reserved_bytes, c.memory.shown_bytes)
-    row = [c.strategy, "yes" if c.checkpointing else "no", c.verdict, str(c.micro_batch)]
+    row = [c.strategy, "yes" if c.uses_checkpointing else "no", c.verdict, str(c.micro_batch)]
     row += [format_in_unit(n, GIB) for n in memory]
     if c.verdict == DOES_NOT_FIT or c.step_s is None:
         return [*row, "", "", ""]
@@ -161,17 +164,17 @@ def _format_cost(answer: Answer, gpu_hours: float) -> str:
 def _group_by_reason(answer: Answer) -> dict[str, str]:
     """Return why choices have no prediction: each reason once, with the names of its choices."""
     names: dict[str, list[str]] = {}
-    for c in answer.choices:
+    for c in answer.strategy_answers:
         if c.reason:
             names.setdefault(c.reason, []).append(_format_choice_name(c))
-    if len(names) == 1 and len(next(iter(names.values()))) == len(answer.choices):
+    if len(names) == 1 and len(next(iter(names.values()))) == len(answer.strategy_answers):
         return dict.fromkeys(names, "not predicted")
     return {reason: f"not predicted, {', '.join(each)}" for reason, each in names.items()}
 
 
 def _format_variants(answer: Answer) -> str:
     """Return the entries of `variants` for the strategies that may fit."""
-    used = {c.strategy for c in answer.choices if c.verdict not in ("", DOES_NOT_FIT)}
+    used = {c.strategy for c in answer.strategy_answers if c.verdict not in ("", DOES_NOT_FIT)}
     entries = {name: values for name, values in answer.variants.items() if name in used}
     return ", ".join(
         f"{name}: {json.dumps(values)}".replace('"', "") for name, values in entries.items()

@@ -39,7 +39,7 @@ def read_prediction_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def describe_errors(percent: pd.Series) -> str:
-    """Return errors in percent as text.
+    """Return the plan's errors in percent as text.
 
     Several errors become the median and the one farthest from 0. The text is empty without errors.
     """
@@ -48,4 +48,4 @@ def describe_errors(percent: pd.Series) -> str:
     return f"median {percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
 
 
-READING = Reading(sections=make_prediction_sections)
+READING = Reading(list_sections=make_prediction_sections)

@@ -13,12 +13,12 @@ from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import MIB, format_bytes, format_seconds
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.quantities import format_span, sort_by_usual_time
-from stratbench.extensions.plan.schedule import Plan, Planned, longest_time_s
+from stratbench.extensions.plan.schedule import Plan, Planned, get_longest_time_s
 from stratbench.study import plan_file
 
 
 class Unit(NamedTuple):
-    """Format of one kind of quantity.
+    """Format of one kind of quantity in plan.csv.
 
     Attributes:
         csv: Returns the number for plan.csv.
@@ -49,7 +49,7 @@ class PlanColumn(NamedTuple):
     unit: Unit = PLAIN
     device: str | None = None
 
-    def value(self, c: Planned) -> Any:
+    def get_value(self, c: Planned) -> Any:
         """Return the value of a cell, or None if it is unknown."""
         value: Any = c if self.device is None else c.fits_on.get(self.device)
         for name in self.path.split("."):
@@ -58,9 +58,9 @@ class PlanColumn(NamedTuple):
             value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
         return value
 
-    def text(self, c: Planned) -> str:
+    def format_value(self, c: Planned) -> str:
         """Return the value of a cell as text, or "" if it is unknown."""
-        value = self.value(c)
+        value = self.get_value(c)
         return "" if value is None else self.unit.text(value)
 
 
@@ -72,7 +72,7 @@ COLUMNS = {
     "global_batch": PlanColumn("subject.settings.global_batch"),
     "per_worker_batch": PlanColumn("subject.settings.per_worker_batch"),
     "device": PlanColumn("fit.device"),
-    "fits": PlanColumn("fit.verdict"),
+    "fits": PlanColumn("fit.memory_verdict"),
     "needed_mib": PlanColumn("fit.needed_bytes", IN_MIB),
     "peak_mib": PlanColumn("fit.peak.n_bytes", IN_MIB),
     "peak_phase": PlanColumn("fit.peak.phase"),
@@ -90,33 +90,36 @@ COLUMNS = {
     "snapshots_mib": PlanColumn("needs.snapshot_bytes", IN_MIB),
     "wire_s_per_step": PlanColumn("fit.sending_s", RANGE),
     "compared_time_s": PlanColumn("fit.usual_s", SECONDS),
-    "train_time_s": PlanColumn("fit.train", RANGE),
-    "time_source": PlanColumn("fit.train.source"),
-    "cell_time_s": PlanColumn("fit.total", RANGE),
+    "train_time_s": PlanColumn("fit.train_span", RANGE),
+    "time_source": PlanColumn("fit.train_span.source"),
+    "cell_time_s": PlanColumn("fit.total_span", RANGE),
     "gpu_hours": PlanColumn("fit.gpu_hours", RANGE),
     "cost": PlanColumn("fit.cost", RANGE),
-    "cut_off": PlanColumn("fit.cut_off"),
+    "cut_off": PlanColumn("fit.time_limit_verdict"),
 }
 #: Columns of plan.csv after those of other devices.
 REQUEST_COLUMNS = {
     "host_mem_mib_needed": PlanColumn("needs.host_bytes", IN_MIB),
     **{
-        f"slurm_{key}": PlanColumn(f"asked.{key}")
+        f"slurm_{key}": PlanColumn(f"job_request.{key}")
         for key in ("nodes", "gres", "cpus", "mem_mib", "runtime_min", "workers")
     },
-    "sbatch": PlanColumn("asked.sbatch"),
+    "sbatch": PlanColumn("job_request.sbatch_command"),
 }
 
 
 def make_row(c: Planned, others: Iterable[str]) -> dict[str, Any]:
-    """Return a cell's row of plan.csv, with its prediction on `others`; unknown fields are empty."""
+    """Return a cell's row of plan.csv, with its fit and time on the devices `others`.
+
+    Unknown values are empty.
+    """
     columns = dict(COLUMNS)
     for device in others:
-        columns[f"fits {device}"] = PlanColumn("verdict", PLAIN, device)
-        columns[f"train_time_s {device}"] = PlanColumn("train", RANGE, device)
+        columns[f"fits {device}"] = PlanColumn("memory_verdict", PLAIN, device)
+        columns[f"train_time_s {device}"] = PlanColumn("train_span", RANGE, device)
     row = c.cell.as_dict()
     for name, column in (columns | REQUEST_COLUMNS).items():
-        value, unit = column.value(c), column.unit
+        value, unit = column.get_value(c), column.unit
         is_pair = len(unit.ends) > 1 and value is not None
         values = value if is_pair else [value] * len(unit.ends)
         for end, number in zip(unit.ends, values, strict=True):
@@ -125,8 +128,8 @@ def make_row(c: Planned, others: Iterable[str]) -> dict[str, Any]:
 
 
 def write_csv(plan: Plan, path: Path) -> None:
-    """Write plan.csv."""
-    write_rows([make_row(c, plan.others) for c in sort_by_usual_time(plan.cells)], path)
+    """Write plan.csv, with a row per cell."""
+    write_rows([make_row(c, plan.compared_devices) for c in sort_by_usual_time(plan.cells)], path)
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:
@@ -146,7 +149,7 @@ def write_json(plan: Plan, path: Path) -> None:
             "infeasible": None if c.state != "infeasible" else c.reason,
             "host_mem_mib": c.needs.host_mib,
             "servers_mem_mib": c.needs.servers_host_mib,
-            "cell_time_high_s": longest_time_s(c.fit),
+            "cell_time_high_s": get_longest_time_s(c.fit),
         }
         for c in plan.cells
         if c.needs is not None

@@ -1,4 +1,4 @@
-"""Writes the plan for readers: text for a terminal, and plan.html, a page without other files."""
+"""Writes the plan as text for a terminal, and as the self-contained page plan.html."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.pages import as_json, render, script_values
+from stratbench.cell.text.pages import format_html_safe_json, read_page_script, render_page
 from stratbench.cell.text.words import COLUMNS as WIDTH
 from stratbench.cell.text.words import (
     choose_byte_unit,
-    folded,
     format_bytes,
     format_count,
     format_hours,
     format_seconds,
+    wrap_lines,
 )
 from stratbench.extensions.plan.pages.answers import PART_NAMES, answer_questions
 from stratbench.extensions.plan.pages.table import COLUMNS, RANGE
 from stratbench.extensions.plan.pages.what_fits import collect_page_data
 from stratbench.extensions.plan.quantities import (
-    cells_by,
     format_compared_time,
     format_in_unit,
     format_span,
+    group_cells_by,
     list_assumed_rates,
     sort_by_usual_time,
-    totals,
+    sum_totals,
 )
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Plan, Planned
-from stratbench.study.reasons import format_reasons
+from stratbench.study.reasons import format_skip_reasons
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Indentation of a table's lines, in characters.
@@ -40,23 +40,23 @@ INDENT = 5
 MANY_ALIKE = 3
 
 
-def _fit_mark(c: Planned) -> str:
-    return {FITS: "", TIGHT: "?", DOES_NOT_FIT: "!"}[c.fit.verdict]
+def _format_fit_mark(c: Planned) -> str:
+    return {FITS: "", TIGHT: "?", DOES_NOT_FIT: "!"}[c.fit.memory_verdict]
 
 
-def _time_mark(c: Planned) -> str:
-    return {"no": "", "possible": "?", "certain": "!"}[c.fit.cut_off]
+def _format_time_mark(c: Planned) -> str:
+    return {"no": "", "possible": "?", "certain": "!"}[c.fit.time_limit_verdict]
 
 
 #: Tables per experiment: a column of the plan, the title over its table, and the mark of a field.
 TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
     "needed_mib": (
         "{unit} per worker that {who} needs, at {workers} workers (! does not fit, ? tight)",
-        _fit_mark,
+        _format_fit_mark,
     ),
     "train_time_s": (
         "training time to compare by (range), at {workers} workers (! cut off, ? perhaps)",
-        _time_mark,
+        _format_time_mark,
     ),
     "wire_bytes_per_step": (
         "{unit} that a worker sends in a step, at {workers} workers",
@@ -78,44 +78,44 @@ def format_plan(plan: Plan) -> str:
             key=lambda c: c.needs.snapshot_bytes,
             default=None,
         ),
-        "elastic": [c for c in plan.cells if c.asked.workers and c.cell.repeat == 0],
+        "elastic": [c for c in plan.cells if c.job_request.workers and c.cell.repeat == 0],
         "raised": sorted(
-            (c for c in plan.cells if c.asked.gpus and c.asked.planned_mib),
+            (c for c in plan.cells if c.job_request.gpus and c.job_request.is_memory_planned),
             key=lambda c: -c.needs.host_bytes,
         ),
     }
     filters = {"counted": format_count, "seconds": format_seconds} | FILTERS
-    text = render("plan.txt.j2", TEMPLATES, values=values, filters=filters)
-    return folded([text.rstrip()]) + "\n"
+    text = render_page("plan.txt.j2", TEMPLATES, values=values, filters=filters)
+    return wrap_lines([text.rstrip()]) + "\n"
 
 
 def format_network(plan: Plan) -> str:
     """Return the text that `stratbench plan --model NAME` prints.
 
-    It has the memory for the settings with which the page begins.
+    The text has the memory for the settings with which the page begins.
     """
     first = plan.cells[0].subject.settings
     lines = [
         f"{plan.cells[0].cell.model} on {plan.device}, {plan.cells[0].cell.dataset}, {first.optimizer}, "
         f"{first.precision}, global batch {first.global_batch}"
     ]
-    for cells in cells_by(plan.cells, "experiment").values():
+    for cells in group_cells_by(plan.cells, "experiment").values():
         s = cells[0].subject.settings
         if (s.precision, s.activation_checkpointing) == (first.precision, False):
             lines.append(_format_table(cells, "needed_mib", "it"))
     lines += [f"   {state}: {line}" for state, told in _list_reasons(plan).items() for line in told]
-    return folded(lines)
+    return wrap_lines(lines)
 
 
 def write_html(plan: Plan, path: Path) -> None:
-    """Render plan.html."""
+    """Render the plan as an HTML page, plan.html."""
     values = _collect_values(plan) | {
         "columns": COLUMNS,
         "part_names": PART_NAMES,
-        "data": as_json(collect_page_data(plan)),
-        **script_values(TEMPLATES / "what_fits.js"),
+        "data": format_html_safe_json(collect_page_data(plan)),
+        **read_page_script(TEMPLATES / "what_fits.js"),
     }
-    page = render("plan.html.j2", TEMPLATES, values=values, filters=FILTERS)
+    page = render_page("plan.html.j2", TEMPLATES, values=values, filters=FILTERS)
     write_atomic(path, page)
 
 
@@ -125,10 +125,10 @@ FILTERS = {"bytes": format_bytes, "hours": format_hours}
 def _collect_values(plan: Plan) -> dict[str, Any]:
     return {
         "plan": plan,
-        "experiments": cells_by(sort_by_usual_time(plan.cells), "experiment").items(),
+        "experiments": group_cells_by(sort_by_usual_time(plan.cells), "experiment").items(),
         "answers": answer_questions(plan),
         "assumed": list_assumed_rates(plan),
-        "totals": {name: totals(plan, name) for name in (plan.device, *plan.others)},
+        "totals": {name: sum_totals(plan, name) for name in (plan.device, *plan.compared_devices)},
     }
 
 
@@ -140,7 +140,8 @@ def _list_reasons(plan: Plan) -> dict[str, list[str]]:
     }
     told["not predicted"] = [c for c in plan.cells if not c.footprint and c.state != "unsupported"]
     return {
-        state: format_reasons((c.cell, c.reason) for c in cells) for state, cells in told.items()
+        state: format_skip_reasons((c.cell, c.reason) for c in cells)
+        for state, cells in told.items()
     }
 
 
@@ -163,21 +164,23 @@ def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
     }
     unit, n_bytes = "", 0
     if column.unit is not RANGE:
-        most = max(map(column.value, first.values()), default=0)
+        most = max(map(column.get_value, first.values()), default=0)
         # If nothing is sent, 0 has the unit of the network's weights.
         weights = COLUMNS["state_parameters_bytes"]
-        unit, n_bytes = choose_byte_unit(most or max(map(weights.value, first.values()), default=0))
+        unit, n_bytes = choose_byte_unit(
+            most or max(map(weights.get_value, first.values()), default=0)
+        )
 
-    def field(c: Planned) -> str:
+    def format_field(c: Planned) -> str:
         if not n_bytes:
             return _format_time(c) + mark(c)
-        return format_in_unit(column.value(c), n_bytes) + mark(c)
+        return format_in_unit(column.get_value(c), n_bytes) + mark(c)
 
     models = list(dict.fromkeys(c.cell.model for c in cells))
     alike: dict[tuple[str, ...], list[str]] = {}
     for strategy in _sort_by_time(cells):
         found = [[first.get((strategy, model, n)) for n in workers] for model in models]
-        fields = tuple("  ".join(field(c) for c in there if c) or "-" for there in found)
+        fields = tuple("  ".join(format_field(c) for c in there if c) or "-" for there in found)
         alike.setdefault(fields, []).append(strategy)
     rows = [["", *models], *([_format_names(names), *fields] for fields, names in alike.items())]
     widths = [max(map(len, fields)) for fields in zip(*rows, strict=True)]
@@ -206,11 +209,11 @@ def _sort_by_time(cells: list[Planned]) -> list[str]:
 def _format_time(c: Planned) -> str:
     """Return a cell's training time as text: the comparison time and the range."""
     fit = c.fit
-    if fit.train is None:
+    if fit.train_span is None:
         return "unknown"
-    if fit.train != fit.by_device:
-        return format_span(fit.train)
-    return format_compared_time(fit.usual_s, fit.train)
+    if fit.train_span != fit.device_rate_span:
+        return format_span(fit.train_span)
+    return format_compared_time(fit.usual_s, fit.train_span)
 
 
 def group_columns(widths: list[int]) -> list[list[int]]:

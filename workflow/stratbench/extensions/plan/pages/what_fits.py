@@ -18,8 +18,12 @@ from stratbench.extensions.plan import device_rates, duration, public_runs
 from stratbench.extensions.plan.duration import Span
 from stratbench.extensions.plan.footprint import reductions
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, Sums
-from stratbench.extensions.plan.footprint.traffic import wire_bytes
-from stratbench.extensions.plan.needs import Subject, data_bytes_of, plain_wire_bytes
+from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
+from stratbench.extensions.plan.needs import (
+    Subject,
+    compute_plain_wire_bytes,
+    compute_subject_data_bytes,
+)
 from stratbench.extensions.plan.schedule import Plan, Planned
 from stratbench.strategies.base import Strategy
 from stratbench.telemetry.machine.hardware import Datasheet, list_datasheets
@@ -58,7 +62,7 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
         "margin": plan.cluster["memory_margin"],
         "gpus_per_node": plan.cluster["gpus_per_node"],
         "own_of": ["CPU", plan.device],
-        "beside": _choose_compared([plan.device, *plan.others]),
+        "beside": _choose_compared([plan.device, *plan.compared_devices]),
         "devices": _list_devices(plan, cells),
         "groups": list(GROUPS),
         "footprints": [json.loads(text) for text in footprints],
@@ -70,7 +74,7 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
             "link": duration.LINK_UTILISATION,
             "server": duration.SERVER_BYTES_PER_S,
             "hiding": duration.HIDING,
-            "public": public_runs.band()._asdict(),
+            "public": public_runs.get_public_band()._asdict(),
             "waiting_share": public_runs.MAX_WAITING_SHARE,
         },
         "sums": {
@@ -91,11 +95,11 @@ def _pair_by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, A
 
 
 def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
-    """Return the devices that cells may use, the plan's own first."""
-    kinds = {c.subject.request.on_cuda for c in cells}
+    """Return the devices that cells may use, the plan's own device first."""
+    kinds = {c.subject.request.is_on_cuda for c in cells}
     found = []
     if True in kinds:
-        order = {name: i for i, name in enumerate([plan.device, *plan.others])}
+        order = {name: i for i, name in enumerate([plan.device, *plan.compared_devices])}
         known = sorted(list_datasheets(), key=lambda gpu: order.get(gpu.name, len(order)))
         found += [_describe_gpu(gpu, plan.cluster) for gpu in known]
     if False in kinds:
@@ -154,7 +158,7 @@ def _group_by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
 
 
 def _make_network_key(s: Subject) -> str:
-    """Return a key that ignores settings with a control on the page."""
+    """Return a key that ignores the settings for which the page has controls."""
     # The control for checkpointing is on or off. Cells with partial checkpointing are a separate network.
     mode = s.settings.activation_checkpointing
     own_mode = isinstance(mode, str) and mode
@@ -195,7 +199,7 @@ def _describe_network(
         "epochs": s.epochs,
         "steps": s.steps,
         "batch": s.global_batch,
-        "on_cuda": first.request.on_cuda,
+        "on_cuda": first.request.is_on_cuda,
         "kinds": kinds,
         "ahead": _list_projected(plan, cells),
     }
@@ -209,7 +213,7 @@ def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, lis
     own = {replace(c.cell, gpus=0, repeat=0): c.subject.settings for c in cells}
     there = {replace(c.cell, repeat=0) for c in cells}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for cell, p in sorted(plan.projected.items(), key=lambda item: item[0].gpus):
+    for cell, p in sorted(plan.projected_durations.items(), key=lambda item: item[0].gpus):
         settings = own.get(replace(cell, gpus=0))
         if settings is not None and cell not in there:
             of_kind = found.setdefault(make_settings_key(settings), {})
@@ -219,7 +223,10 @@ def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, lis
 
 
 def _describe_recorded_time(kind: str, batch: int, span: Span) -> dict[str, Any]:
-    """Return a training's time from records; `kind` is measured, projected, or nearby (from another cell)."""
+    """Return a training's time from records as a dict, with its kind and source.
+
+    `kind` is measured, projected, or nearby (scaled from another cell's record).
+    """
     before = {"measured": "measured: ", "nearby": "between perfect scaling and none, from "}
     source = before.get(kind, "") + span.source
     return {"kind": kind, "batch": batch, "span": [*span], "source": source}
@@ -231,7 +238,7 @@ def make_settings_key(s: Settings) -> str:
 
 
 def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
-    """Return the values of a strategy on a worker count.
+    """Return the page's values of a strategy on a worker count.
 
     The only value without a footprint is `reason`.
     """
@@ -239,15 +246,17 @@ def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> di
         return {"reason": c.reason}
     s, needs = c.subject, c.needs
     fit = c.fits_on.get(plan.device) or c.fit
-    recorded = fit.train if fit is not None and fit.train != fit.by_device else None
+    recorded = (
+        fit.train_span if fit is not None and fit.train_span != fit.device_rate_span else None
+    )
     return {
-        "footprints": [_index_footprint(f, footprints) for f in c.footprint.each],
+        "footprints": [_index_footprint(f, footprints) for f in c.footprint.footprint_per_stage],
         "slowest": _find_slowest_index(c.footprint),
         "regular": _is_regular(s),
         "replicas": s.mesh.replicas,
         "pushes": s.steps_per_batch,
-        "parts": s.request.parts,
-        "least": c.least_samples,
+        "parts": s.request.num_accumulated_parts,
+        "least": c.min_samples_per_worker,
         "nodes": needs.nodes,
         "data": _fit_data_bytes(s),
         "wire": None if s.served else _describe_traffic(s, c.footprint, needs.nodes),
@@ -258,7 +267,7 @@ def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> di
         "bubble": s.bubble_share,
         "slowdown": s.slowdown,
         "fused": duration.COMPILED if s.settings.compile else 1,
-        "host_s": duration.host_s(needs.slowest),
+        "host_s": duration.compute_host_s(needs.slowest_rank),
         "public": public_runs.is_like_public_runs(s.settings, s.data.is_text),
         "recorded": recorded
         and _describe_recorded_time(
@@ -271,14 +280,14 @@ def _find_evidence_kind(plan: Plan, c: Planned) -> str:
     """Return the kind of record behind a time: measured, projected or nearby."""
     if c.state == "done":
         return "measured"
-    return "projected" if c.cell in plan.projected else "nearby"
+    return "projected" if c.cell in plan.projected_durations else "nearby"
 
 
 def _is_regular(s: Subject) -> bool:
-    """Return whether a worker's amounts are lines in 1 / workers, from two workers on.
+    """Return whether memory and traffic are linear in 1 / workers, from two workers on.
 
-    This is so if each part of the states is either complete on a worker or divided by all workers, and if
-    all workers exchange by rings.
+    Each part of the states must be either complete on a worker or divided by all workers. All workers must
+    exchange by rings.
     """
     n, traits = s.cell.gpus, s.request.traits
     divided = {traits.weight_parts, traits.optimizer_parts} <= {1, n}
@@ -287,52 +296,60 @@ def _is_regular(s: Subject) -> bool:
 
 def _find_slowest_index(footprint: Footprint) -> int:
     """Return the index of the stage that computes most."""
-    return next(i for i, f in enumerate(footprint.each) if f is footprint.slowest)
+    return next(
+        i for i, f in enumerate(footprint.footprint_per_stage) if f is footprint.slowest_rank
+    )
 
 
 def _fit_data_bytes(s: Subject) -> tuple[float, float]:
     """Return bytes of data on the device: a fixed part, and bytes per sample."""
-    fixed = data_bytes_of(s, 0)
-    return fixed, data_bytes_of(s, 1) - fixed
+    fixed = compute_subject_data_bytes(s, 0)
+    return fixed, compute_subject_data_bytes(s, 1) - fixed
 
 
 def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
-    """Return the bytes that a rank sends per step, as lines in its samples.
+    """Return the bytes that a rank sends per step, as linear functions of its samples.
 
     `within` is the part in groups within a node. A rank sends in the first `start` steps, then in one of
     `period` steps. In the first `plain_steps` steps it sends `plain` bytes instead.
     """
-    on_gloo, gpus = not s.request.on_cuda, s.cell.gpus
+    on_gloo, gpus = not s.request.is_on_cuda, s.cell.gpus
     node_ranks = -(-gpus // nodes)
 
-    def line(within: int | None = None) -> tuple[float, float]:
+    def fit_line(within: int | None = None) -> tuple[float, float]:
         at = [
-            fmean(wire_bytes(f.collectives, gpus, on_gloo, n, within) for f in footprint.each)
+            fmean(
+                compute_wire_bytes(f.collectives, gpus, on_gloo, n, within)
+                for f in footprint.footprint_per_stage
+            )
             for n in (0, 1)
         ]
         return at[0], at[1] - at[0]
 
-    plain = [plain_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.each]
+    plain = [
+        compute_plain_wire_bytes(s, f, f.collectives, on_gloo)
+        for f in footprint.footprint_per_stage
+    ]
     start, period = find_exchange_steps(s.strategy)
     return {
-        "line": line(),
-        "within": line(node_ranks),
+        "line": fit_line(),
+        "within": fit_line(node_ranks),
         "start": start,
         "period": period,
-        "plain_steps": s.strategy.plain_steps,
+        "plain_steps": s.strategy.num_plain_steps,
         "plain": fmean(plain),
     }
 
 
 def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
-    """Return the number of first steps in which workers exchange, and the period after that."""
-    if strategy.exchanges(MANY_STEPS) == MANY_STEPS:
+    """Return in how many first steps workers exchange data, and the period of later exchanges."""
+    if strategy.count_exchanges(MANY_STEPS) == MANY_STEPS:
         return 0, 1
-    return strategy.first_steps[-1], strategy.period
+    return strategy.list_first_steps_by_kind[-1], strategy.steps_per_period
 
 
 def _index_footprint(footprint: Footprint, footprints: dict[str, int]) -> int:
-    """Return the index of a footprint in the page's list, which has equal footprints once."""
+    """Return a footprint's index in the page's list of distinct footprints."""
     text = json.dumps(_select_page_values(footprint), separators=(",", ":"))
     return footprints.setdefault(text, len(footprints))
 
@@ -341,11 +358,15 @@ def _select_page_values(f: Footprint) -> dict[str, Any]:
     """Return the values of a footprint that the page uses: moments, evaluation, FLOPs and bytes."""
     return {
         "moments": [
-            [m.phase, _sum_group_lines(m.parts_bytes), m.sums and _list_sum_values(m.sums)]
-            for m in f.moments
+            [
+                m.phase,
+                _sum_group_lines(m.parts_bytes),
+                m.reduction_sums and _list_sum_values(m.reduction_sums),
+            ]
+            for m in f.peak_moments
         ],
-        "evaluation": _sum_groups(f.evaluation.parts_bytes),
-        "copy": f.copied_bytes,
+        "evaluation": _sum_groups(f.evaluation_peak.parts_bytes),
+        "copy": f.warmup_copy_device_bytes,
         "flops": f.computed_flops_per_sample,
         "attention": f.attention_share,
         "operations": f.operations_per_step,

@@ -1,1 +1,1 @@
-"""Use of `projection.csv`, on unmeasured worker counts, in decisions and the report."""
+"""Uses `projection.csv` in decisions and in the report, for unmeasured worker counts."""

@@ -1,4 +1,4 @@
-"""Finds the fastest strategy by worker count in a projection.csv, and where two of them cross."""
+"""Finds the fastest strategy per worker count in a projection.csv, and where the fastest changes."""
 
 from __future__ import annotations
 
@@ -30,27 +30,30 @@ Lines = dict[str, Sequence[CountStepTime]]
 
 @dataclass(frozen=True)
 class Crossing:
-    """Worker count at which the fastest strategy changes from `before` to `after`.
+    """Worker count at which the fastest strategy changes from `strategy_before` to `strategy_after`.
 
     Attributes:
-        before: Fastest strategy below the crossing.
-        after: Fastest strategy above the crossing.
+        strategy_before: Fastest strategy below the crossing.
+        strategy_after: Fastest strategy above the crossing.
         crossing_workers: Number of workers with equal projected times.
         clear_below: Largest count below, at which the intervals do not overlap; None if there is none.
         clear_above: Smallest count above, at which the intervals do not overlap; None if there is none.
     """
 
-    before: str
-    after: str
+    strategy_before: str
+    strategy_after: str
     crossing_workers: float
     clear_below: int | None
     clear_above: int | None
 
-    def describe(self, noun: str) -> str:
-        """Return a sentence on the crossing."""
+    def describe_crossing(self, noun: str) -> str:
+        """Return a sentence on the worker count at which the fastest strategy changes."""
         apart = [
             f"{name} is clearly faster on {count}"
-            for name, count in ((self.before, self.clear_below), (self.after, self.clear_above))
+            for name, count in (
+                (self.strategy_before, self.clear_below),
+                (self.strategy_after, self.clear_above),
+            )
             if count is not None
         ]
         sure = (
@@ -58,13 +61,16 @@ class Crossing:
             or "their intervals overlap on all counts, so that either may be faster"
         )
         return (
-            f"From about {format_count(round(self.crossing_workers), noun)} on, {self.after} is faster than "
-            f"{self.before}; by the intervals of 80 %, {sure}."
+            f"From about {format_count(round(self.crossing_workers), noun)} on, {self.strategy_after} is "
+            f"faster than {self.strategy_before}; by the intervals of 80 %, {sure}."
         )
 
 
 def find_crossings(lines: Lines) -> list[Crossing]:
-    """Return the changes of the fastest strategy between neighbouring counts that both have."""
+    """Return the worker counts between which the fastest strategy changes.
+
+    Only neighbouring counts with times of both strategies are compared.
+    """
     by_count: dict[int, dict[str, CountStepTime]] = {}
     for strategy, counts in lines.items():
         for count in counts:
@@ -86,7 +92,7 @@ def _intersect_lines(
     here: dict[str, CountStepTime],
     there: dict[str, CountStepTime],
 ) -> Crossing:
-    """Return the crossing of two strategies, by straight lines on logarithmic axes."""
+    """Return where two strategies' step times cross, by straight lines on logarithmic axes."""
     ahead = [math.log(at[after].step_s / at[before].step_s) for at in (here, there)]
     low, high = (math.log(at[after].workers) for at in (here, there))
     meet = math.exp(low + (high - low) * ahead[0] / (ahead[0] - ahead[1]))
@@ -106,7 +112,7 @@ def describe_crossings(lines: Lines, noun: str) -> list[str]:
     if len(projected) < 2:
         return []
     if changes := find_crossings(projected):
-        return [crossing.describe(noun) for crossing in changes]
+        return [crossing.describe_crossing(noun) for crossing in changes]
     shared = set.intersection(*({c.workers for c in counts} for counts in projected.values()))
     leaders = {
         min(projected, key=lambda s, n=n: next(c.step_s for c in projected[s] if c.workers == n))

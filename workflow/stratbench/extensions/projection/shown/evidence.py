@@ -21,7 +21,7 @@ from stratbench.extensions.projection.shown.projected import (
 
 
 class ProjectionEvidence(Evidence):
-    """Evidence of a decision from a projection.csv.
+    """Evidence from a projection.csv for a decision.
 
     Args:
         projected: Projections by strategy and number of workers, within the constraints.
@@ -35,10 +35,12 @@ class ProjectionEvidence(Evidence):
     ):
         self.projected, self.crossings = projected, crossings or {}
 
-    def extend(
+    def iter_unmeasured_candidates(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterator[Candidate]:
-        """Yield each strategy on the available GPUs, if not measured there, and on fewer GPUs.
+        """Yield projected candidates: each strategy on all available GPUs and on fewer GPUs.
+
+        Measured candidates are left out.
 
         The time is the projected one, with an interval of 80 %. The score is that of the largest measured
         number of workers. If nothing is projected to all GPUs, the strategy's candidates state the reason.
@@ -52,26 +54,26 @@ class ProjectionEvidence(Evidence):
             line = [c for c in candidates if c.strategy == name]
             if constraints.gpus is None or constraints.gpus in [c.gpus for c in line]:
                 continue
-            usable = sorted((c for c in line if not c.kind), key=lambda c: c.gpus)
+            usable = sorted((c for c in line if not c.exclusion_kind), key=lambda c: c.gpus)
             by_count = self.projected.get((*question, name), {}) if usable else {}
             requested = by_count.get(
                 constraints.gpus, Projected(missing_projection_reason(usable, constraints.gpus))
             )
             for c in line:
-                c.no_projection_reason = requested.reason
+                c.no_projection_reason = requested.missing_reason
             for gpus, made in by_count.items():
-                if not made.reason:
+                if not made.missing_reason:
                     yield make_candidate(usable, gpus, made)
 
-    def changes(self, question: Question, choice: Candidate) -> Iterable[str]:
-        """Yield sentences on other worker counts, at which another strategy is fastest."""
-        if choice.projected:
+    def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
+        """Yield sentences on other numbers of workers for which another strategy is fastest."""
+        if choice.is_projected:
             for sentence in self.crossings.get(question, ()):
                 yield f"Another number of workers: {sentence}"
 
 
 def read_evidence(path: str, constraints: Constraints) -> Evidence:
-    """Return the evidence of a projection.csv, or none if `path` is ""."""
+    """Return the evidence in a projection.csv, or empty evidence if `path` is ""."""
     if not path:
         return Evidence()
     return ProjectionEvidence(read_projection(path, constraints.gpus), read_crossings(path))
@@ -89,21 +91,21 @@ def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> C
     candidate = replace(
         usable[-1],
         gpus=gpus,
-        basis=f"projected from {made.evidence}",
-        unit="repeat",
-        projected=True,
+        basis=f"projected from {made.evidence_text}",
+        repetition_unit="repeat",
+        is_projected=True,
         times=pd.Series(dtype=float),
         time_s=middle_s,
         time_low_s=low_s,
         time_high_s=high_s,
         memory_bytes=made.memory_high_bytes,
         score_loss_upper=None,
-        held_s=None,
-        present=None,
+        allocated_gpu_s=None,
+        mean_num_workers=None,
         tokens_per_s=None,
         mfu=None,
-        claim=None,
-        doubts=list(dict.fromkeys(doubt for c in usable for doubt in c.doubts)),
+        verdict_claim=None,
+        caveats=list(dict.fromkeys(doubt for c in usable for doubt in c.caveats)),
     )
     candidate.projected_figures = describe_projection(candidate, made)
     return candidate
@@ -139,6 +141,6 @@ def describe_projection(first: Candidate, made: Projected) -> str:
         paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
         text += (
             f" The target score is reached after {middle_s} (80 %: {low_s} to {high_s}), with "
-            f"{format_hours(made.target_gpu_hours)} {'process' if first.on_cpu else 'GPU'}-hours{paid}."
+            f"{format_hours(made.target_gpu_hours)} {'process' if first.is_on_cpu else 'GPU'}-hours{paid}."
         )
-    return f"{text} Evidence: {made.evidence}."
+    return f"{text} Evidence: {made.evidence_text}."

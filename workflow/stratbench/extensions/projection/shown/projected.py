@@ -21,20 +21,20 @@ class Projected:
     Each tuple has the low, middle and high value of an interval of 80 %.
 
     Attributes:
-        reason: Why nothing is projected, or "".
+        missing_reason: Why nothing is projected, or "".
         memory_high_bytes: Upper end of a worker's peak memory; None if unknown.
-        evidence: Measurements on which the projection rests.
+        evidence_text: Measurements on which the projection rests.
         target_range_s: Seconds until the target score of the study.
         target_gpu_hours: GPU-hours until the target score.
         target_cost: Cost until the target score, if GPUs have a price.
     """
 
-    reason: str
+    missing_reason: str
     train_range_s: tuple[float, float, float] | None = None
     step_range_s: tuple[float, float, float] | None = None
     efficiency_range: tuple[float, float, float] | None = None
     memory_high_bytes: float | None = None
-    evidence: str = ""
+    evidence_text: str = ""
     target_range_s: tuple[float, float, float] | None = None
     target_gpu_hours: float | None = None
     target_cost: float | None = None
@@ -45,7 +45,7 @@ TEXTS = ("experiment", "model", "strategy", "base", "scaling", "device", "kind",
          "rule", "reason")  # fmt: skip
 
 
-def read_rows(path: Path) -> pd.DataFrame:
+def read_projection_rows(path: Path) -> pd.DataFrame:
     """Return the rows of a projection.csv, with "" for empty texts.
 
     Raises:
@@ -80,10 +80,12 @@ def read_crossings(path: str) -> dict[tuple[str, str], list[str]]:
         return {}
     return {
         key: [
-            crossing.describe(choose_worker_noun(rows))
+            crossing.describe_crossing(choose_worker_noun(rows))
             for crossing in find_crossings(group_step_times(rows))
         ]
-        for key, rows in read_rows(Path(path)).groupby(["experiment", "model"], sort=False)
+        for key, rows in read_projection_rows(Path(path)).groupby(
+            ["experiment", "model"], sort=False
+        )
     }
 
 
@@ -99,7 +101,7 @@ def read_projection(path: str, max_workers: int | None) -> dict[Line, dict[int, 
     """
     if not path or max_workers is None or not Path(path).exists():
         return {}
-    table = read_rows(Path(path))
+    table = read_projection_rows(Path(path))
     rows = table[(table["workers"] <= max_workers) & (table["kind"] != "measured")]
     by_line: dict[Line, dict[int, Projected]] = {}
     for r in rows.to_dict("records"):
@@ -112,18 +114,18 @@ def _parse_projected(row: Mapping) -> Projected:
     if row["kind"] == "refused":
         return Projected(row["reason"])
 
-    def read_range(name: str, unit: str = "") -> tuple[float, float, float]:
+    def read_interval(name: str, unit: str = "") -> tuple[float, float, float]:
         return row[f"{name}_low{unit}"], row[f"{name}{unit}"], row[f"{name}_high{unit}"]
 
     memory_bytes = row["memory_high_bytes"]
     return Projected(
         "",
-        read_range("train", "_s"),
-        read_range("step", "_s"),
-        read_range("efficiency"),
+        read_interval("train", "_s"),
+        read_interval("step", "_s"),
+        read_interval("efficiency"),
         None if pd.isna(memory_bytes) else memory_bytes,
         row["evidence"],
-        None if pd.isna(row["target_s"]) else read_range("target", "_s"),
+        None if pd.isna(row["target_s"]) else read_interval("target", "_s"),
         None if pd.isna(row["target_gpu_hours"]) else row["target_gpu_hours"],
         None if pd.isna(row["target_cost"]) else row["target_cost"],
     )

@@ -16,13 +16,13 @@ import pandas as pd
 from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.figures.marks import Mark, assign_marks_by_strategy
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
-from stratbench.cell.text.words import folded, format_bytes, format_hours, format_short_time
+from stratbench.cell.text.words import format_bytes, format_hours, format_short_time, wrap_lines
 from stratbench.extensions.projection.shown.crossings import Lines, describe_crossings
 from stratbench.extensions.projection.shown.evidence import read_evidence
 from stratbench.extensions.projection.shown.projected import (
     choose_worker_noun,
     group_step_times,
-    read_rows,
+    read_projection_rows,
 )
 
 TEMPLATE = Path(__file__).parent / "templates" / "projection.html.j2"
@@ -58,7 +58,7 @@ def make_section_entries(
     """
     if not table.exists():
         return []
-    rows = read_rows(table)
+    rows = read_projection_rows(table)
     models = rows.groupby(["experiment", "model"], sort=False)
     marks = assign_marks_by_strategy(zip(rows["strategy"], rows["base"], strict=True))
     return [_make_model_entry(*key, group, marks, trained) for key, group in models]
@@ -86,9 +86,9 @@ def _make_model_entry(
         "scaling": ", ".join(s for s in dict.fromkeys(known["scaling"]) if s),
         "svg": _draw_step_times(model, noun, lines, known, marks) if lines else "",
         "crossings": describe_crossings(lines, noun),
-        "cheapest": list(_describe_cheapest(known, aim, short)),
+        "cheapest": list(_describe_fastest_and_cheapest(known, aim, short)),
         "evidence": list(_describe_evidence(rows)),
-        "refused": list(_describe_refused(rows)),
+        "refused": list(_describe_unprojected_counts(rows)),
         "untold": list(_describe_missing_targets(rows)),
         "priced": bool(known[f"{aim}cost"].notna().any()),
         "aimed": bool(aim),
@@ -98,7 +98,7 @@ def _make_model_entry(
 
 
 def _lacks_newer_records(rows: pd.DataFrame, trained: Collection[tuple[str, int]]) -> bool:
-    """Return whether newer records have worker counts of projected strategies that the table lacks."""
+    """Return whether a strategy was trained on a worker count that projection.csv lacks."""
     measured = rows[rows["kind"] == "measured"]
     known = set(zip(measured["strategy"], measured["workers"], strict=True))
     projected = set(rows["strategy"])
@@ -120,7 +120,7 @@ def _draw_step_times(
         series.append(
             ChartSeries(
                 strategy,
-                marks[strategy].variable,
+                marks[strategy].css_variable,
                 dots,
                 dots,
                 [(c.workers, c.step_s) for c in ahead] if len(ahead) > 1 else [],
@@ -134,7 +134,7 @@ def _draw_step_times(
     first = min((line[0] for line in lines.values()), key=lambda c: (c.workers, c.step_s))
     strong = (rows["scaling"] == "strong").any()
     ideal = [(n, first.step_s * (first.workers / n if strong else 1)) for n in counts]
-    series.append(ChartSeries("perfect scaling", "muted", dashed=ideal))
+    series.append(ChartSeries("perfect scaling", "muted", dashed_line_points=ideal))
     return render_log_chart(
         series, f"{noun}s" if noun == "GPU" else "CPU processes", "time per global batch", counts,
         lambda n: f"{n:g}", format_short_time,
@@ -179,7 +179,7 @@ def _format_or_dash(value: float, text: Callable[[float], str]) -> str:
 def _format_range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[float], str]) -> str:
     """Return the interval of a projection, or the range of repeats, as text.
 
-    It is empty if both ends are equal.
+    The text is empty if both ends are equal.
 
     Empty where it is one value.
     """
@@ -187,8 +187,11 @@ def _format_range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[fl
     return "" if low == high else f"{low} to {high}"
 
 
-def _describe_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
-    """Yield sentences on the strategies and counts with least time and fewest GPU-hours."""
+def _describe_fastest_and_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
+    """Yield sentences on the fastest strategy and the one with fewest GPU-hours.
+
+    Each sentence names a strategy and its number of workers.
+    """
     # In weak scaling with a fixed number of steps, more workers see more samples.
     seen = rows["train_s"] / rows["step_s"] * rows["workers"].where(rows["scaling"] == "weak", 1)
     if seen.max() > MAX_MORE_SAMPLES * seen.min():
@@ -222,7 +225,7 @@ def _describe_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]
 
 
 def _describe_evidence(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield a sentence on the evidence of each strategy's projection."""
+    """Yield a sentence per strategy on the evidence for its projection."""
     for strategy, group in rows[rows["kind"] == "projected"].groupby("strategy", sort=False):
         by_evidence = list(group.groupby("evidence", sort=False)["workers"])
         for evidence, counts in by_evidence:
@@ -230,7 +233,7 @@ def _describe_evidence(rows: pd.DataFrame) -> Iterator[str]:
             yield f"{strategy}{on}: {evidence}."
 
 
-def _describe_refused(rows: pd.DataFrame) -> Iterator[str]:
+def _describe_unprojected_counts(rows: pd.DataFrame) -> Iterator[str]:
     """Yield sentences on the counts that are not projected, one per reason.
 
     Beyond the largest projected count of a strategy only the first refused count is named.
@@ -261,7 +264,7 @@ def _describe_missing_targets(rows: pd.DataFrame) -> Iterator[str]:
             yield f"The time of {strategy} to the target score is unknown: {reason}."
 
 
-READING = Reading(sections=make_projection_sections, evidence=read_evidence)
+READING = Reading(list_sections=make_projection_sections, read_evidence=read_evidence)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -285,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for of in section:
         if sentences := [*of["crossings"], *of["cheapest"]]:
             lines += [f"{of['experiment']}, {of['model']}:", *(f"  {line}" for line in sentences)]
-    print(folded(lines))
+    print(wrap_lines(lines))
     return 0
 
 

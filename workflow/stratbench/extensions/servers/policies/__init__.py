@@ -1,1 +1,1 @@
-"""The policies of a parameter server: what it does with each push."""
+"""Policies of parameter servers: how a server updates the weights with pushed gradients."""

@@ -18,7 +18,7 @@ from stratbench.extensions.servers.policies.options import (
     BoundedOptions,
     EveryPushOptions,
     PolicyOptions,
-    lr_scale_option,
+    make_lr_scale_option,
 )
 from stratbench.extensions.servers.policies.policy import (
     Hyper,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AsyncPolicy(Policy):
-    """Every push is a step, without waiting.
+    """Policy that applies every pushed gradient at once, without waiting for other workers.
 
     W -= eta * velocity(g), with one momentum on the server. Sources: Downpour SGD of Dean et al., "Large
     scale distributed deep networks", NIPS 2012, and the asynchronous server of the paper this project
@@ -47,14 +47,14 @@ class AsyncPolicy(Policy):
     class Options(EveryPushOptions):
         refuses_adamw: ClassVar[str | None] = None
 
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("full")
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
         self._optimizer = make_shard_optimizer(weights, hyper)
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        weight = self._weight(self.version - read_version)
+        weight = self._compute_gradient_weight(self.version - read_version)
         self._optimizer.step(self.weights, grad, self._step_lr, weight)
         self.version += 1
         return Outcome.APPLIED
@@ -63,13 +63,13 @@ class AsyncPolicy(Policy):
     def _step_lr(self) -> float:
         return self.push_lr
 
-    def _weight(self, staleness: int) -> float:
-        """Return the factor on a gradient of this staleness, before it enters the momentum."""
+    def _compute_gradient_weight(self, staleness: int) -> float:
+        """Return the factor on a gradient of some staleness, before the gradient enters the momentum."""
         return 1.0
 
 
 class StalenessLrPolicy(AsyncPolicy):
-    """Older gradients have a smaller weight.
+    """Policy that gives older gradients a smaller weight.
 
     W -= eta * velocity(g / (1 + tau)). Source: Zhang et al., "Staleness-aware async-SGD for distributed deep
     learning", IJCAI 2016, who divide each gradient's learning rate by its staleness. Here the divisor is 1 +
@@ -85,14 +85,16 @@ class StalenessLrPolicy(AsyncPolicy):
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
         # "full", since 1 / (1 + staleness) divides by about N already.
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("full")
 
-    def _weight(self, staleness: int) -> float:
+    def _compute_gradient_weight(self, staleness: int) -> float:
         return 1 / (1 + staleness)
 
 
 class SspPolicy(AsyncPolicy):
-    """Asynchronous, with a bound: no batch starts more than `s` pushes ahead of the slowest worker.
+    """Policy that applies every push at once, but makes fast workers wait at a bound.
+
+    No batch starts more than `s` pushes ahead of the slowest worker.
 
     The clock of a worker counts its pushes. A worker waits while its clock is larger than the slowest
     worker's plus s. Each push is a step, as in ps-async. A worker that joins starts at the slowest clock.
@@ -110,7 +112,7 @@ class SspPolicy(AsyncPolicy):
         staleness_bound: int = option(
             3, "pushes a worker may be ahead of the slowest one when it starts a batch", least=0
         )
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
@@ -134,9 +136,9 @@ class SspPolicy(AsyncPolicy):
 
 
 class AsyncModifiedPolicy(SspPolicy):
-    """The paper's "modified asynchronous" server, section 5.3.
+    """Policy of the "modified asynchronous" server in section 5.3 of the paper.
 
-    It differs from ps-async in three ways. A worker splits each batch into f = `pushes_per_batch`
+    The policy differs from ps-async in three ways. A worker splits each batch into f = `pushes_per_batch`
     sub-batches, and pushes and pulls for each. Staleness is bounded as in ps-ssp, where the clock counts
     sub-batches. Gradients are weighted by 1 / (1 + tau), as in ps-staleness-lr.
 
@@ -159,7 +161,7 @@ class AsyncModifiedPolicy(SspPolicy):
         pushes_per_batch: int = option(
             4, "sub-batches, each pushed by itself, of one batch", least=1
         )
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("full")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("full")
 
         @property
         def pushes_per_ticket(self) -> int:
@@ -167,14 +169,17 @@ class AsyncModifiedPolicy(SspPolicy):
 
         @property
         def is_synchronous_on_one_worker(self) -> bool:
-            """Whether a batch has only one push. Several pushes would be updates on smaller batches."""
+            """Whether a batch has only one push, as in synchronous training.
+
+            Several pushes would be several updates on smaller batches.
+            """
             return self.pushes_per_batch == 1
 
     @property
     def _step_lr(self) -> float:
         return self.push_lr / self.options.pushes_per_batch
 
-    def _weight(self, staleness: int) -> float:
+    def _compute_gradient_weight(self, staleness: int) -> float:
         return 1 / (1 + staleness)
 
 
@@ -206,7 +211,7 @@ class ViewKeepingPolicy(Policy):
 
 
 class DcAsgdPolicy(ViewKeepingPolicy):
-    """Corrects g for the distance the weights have moved since it was read.
+    """Policy that corrects a gradient for the weights' change since the worker read them.
 
     ms <- m ms + (1 - m) g*g;  g' = g + lambda / sqrt(ms + 1e-7) * g*g*(W - W_read);
     W -= eta * velocity(g'). g*g approximates the Hessian's diagonal. Source: DC-ASGD-a of Zheng et al.,
@@ -226,7 +231,7 @@ class DcAsgdPolicy(ViewKeepingPolicy):
         dc_decay: float = option(
             0.95, "decay of the gradient's running mean square", 0.0, below=1.0
         )
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         import torch
@@ -245,7 +250,9 @@ class DcAsgdPolicy(ViewKeepingPolicy):
 
 
 class GapAwarePolicy(ViewKeepingPolicy):
-    """Divides g, weight by weight, by how many typical steps W has moved since read.
+    """Policy that divides a gradient by the distance the weights moved since they were read.
+
+    The division is per weight, with the distance in units of a typical step.
 
     g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction
     (with Nesterov g' + mu times the momentum), and RMS its bias-corrected running root mean square. Source:
@@ -260,7 +267,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
     @dataclass(frozen=True)
     class Options(ViewKeepingOptions):
         step_decay: float = option(0.999, "decay of the step's running mean square", 0.0, below=1.0)
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         import torch
@@ -280,7 +287,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
 
 
 class DanaPolicy(Policy):
-    """A momentum for each worker, and workers read where the others' will carry W.
+    """Policy with one momentum per worker, from which servers predict the weights for each worker.
 
     v_i <- mu v_i + g;  W -= eta v_i. Worker i reads W - eta mu sum over j != i of v_j, which estimates the
     weights to which its gradient will be applied. With `nesterov`, W -= eta (g + mu v_i). The part of j's
@@ -305,7 +312,7 @@ class DanaPolicy(Policy):
     class Options(EveryPushOptions):
         buffers_per_worker: ClassVar[int] = 1
 
-        lr_scale: Literal["full", "1/N"] = lr_scale_option("1/N")
+        lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
         def momentum_buffers(self, workers: int) -> int:
             return workers + 1

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SyncPolicy(Policy):
-    """Averages the gradients of all live workers in one step, for which all wait.
+    """Policy that averages the gradients of all live workers in one step; all workers wait.
 
     W -= lr * velocity(mean of the gradients, weighted by `push_weight`). Sources: bulk-synchronous SGD of Li
     et al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential
@@ -51,7 +51,7 @@ class SyncPolicy(Policy):
             return 1.0
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the buffer count: the momentum, and all gradients of a step but the last."""
+            """Return the number of buffers: the momentum, and all but one of a step's gradients."""
             return 1 + (workers - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -85,9 +85,9 @@ class SyncPolicy(Policy):
         if self._advance(borrowed=grad):
             return Outcome.APPLIED
         if self._total is grad:
-            self._total = self._keep(grad)
+            self._total = self._copy_gradient(grad)
         elif worker in self._held:
-            self._held[worker] = self._keep(grad)
+            self._held[worker] = self._copy_gradient(grad)
         return Outcome.HELD
 
     def on_skip(self, worker: int, read_version: int) -> None:
@@ -97,11 +97,12 @@ class SyncPolicy(Policy):
     def on_leave(self, worker: int) -> None:
         self._live.discard(worker)
         if worker in self._arrived:
-            # Its push stays part of the round. Another worker may get its slot within the round.
+            # The push of the worker that left stays part of the round. Another worker may get its slot within
+            # the round.
             self._arrived.discard(worker)
             self._arrived_and_left += 1
             if worker in self._held:
-                self._sum(self._held.pop(worker))
+                self._add_to_sum(self._held.pop(worker))
         self._advance()
 
     def on_join(self, worker: int) -> None:
@@ -111,14 +112,11 @@ class SyncPolicy(Policy):
         return worker not in self._arrived
 
     def _find_sum_limit(self) -> float:
-        """Return the slot below which all gradients have arrived.
-
-        The slot is infinity if the round is complete.
-        """
+        """Return the lowest slot whose gradient has not arrived, or infinity if all have."""
         return min(self._live - self._arrived, default=math.inf)
 
     def _advance(self, borrowed: Tensor | None = None) -> bool:
-        """Add the gradients that are in order to the sum. If the round is complete, update the weights.
+        """Add the gradients whose turn it is to the sum. If the round is complete, update the weights.
 
         Args:
             borrowed: Gradient that belongs to the caller, so that it must not become a free buffer.
@@ -128,7 +126,7 @@ class SyncPolicy(Policy):
         """
         limit = self._find_sum_limit()
         for worker in sorted(w for w in self._held if w < limit):
-            self._sum(self._held.pop(worker), borrowed)
+            self._add_to_sum(self._held.pop(worker), borrowed)
         if limit != math.inf:
             return False
         if self._total is not None:
@@ -136,30 +134,30 @@ class SyncPolicy(Policy):
                 self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1
-            self._release(self._total, borrowed)
+            self._release_buffer(self._total, borrowed)
         self._total, self._weight, self._arrived_and_left = None, 0.0, 0
         self._arrived.clear()
         return True
 
-    def _sum(self, grad: Tensor, borrowed: Tensor | None = None) -> None:
+    def _add_to_sum(self, grad: Tensor, borrowed: Tensor | None = None) -> None:
         if self._total is None:
             self._total = grad
         else:
             self._total.add_(grad)
-            self._release(grad, borrowed)
+            self._release_buffer(grad, borrowed)
 
-    def _keep(self, grad: Tensor) -> Tensor:
+    def _copy_gradient(self, grad: Tensor) -> Tensor:
         slot = self._free.pop()
         slot.copy_(grad)
         return slot
 
-    def _release(self, tensor: Tensor, borrowed: Tensor | None) -> None:
+    def _release_buffer(self, tensor: Tensor, borrowed: Tensor | None) -> None:
         if tensor is not borrowed:
             self._free.append(tensor)
 
 
 class BackupPolicy(SyncPolicy):
-    """Uses the first N - b of N workers in each step; late pushes are dropped.
+    """Policy that uses the first N - b of N gradients per step, and drops the others.
 
     Source: Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late if its weights were
     read before the last step. Its worker continues at once with the new weights. A step is also made when
@@ -177,9 +175,8 @@ class BackupPolicy(SyncPolicy):
         refuses_adamw: ClassVar[str | None] = None
         backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
 
-        is_synchronous_on_one_worker: ClassVar[bool] = (
-            True  # with one worker, each step waits for its push
-        )
+        # With one worker, each step waits for the push of this worker.
+        is_synchronous_on_one_worker: ClassVar[bool] = True
 
         def waits_for_slowest(self, workers: int) -> bool:
             return self.quorum(workers) == workers
@@ -189,7 +186,7 @@ class BackupPolicy(SyncPolicy):
             return max(1, workers - self.backups)
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the buffer count: the momentum, and all gradients of a step but the last."""
+            """Return the number of buffers: the momentum, and all but one of a step's gradients."""
             return 1 + (self.quorum(workers) - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -232,9 +229,9 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _find_sum_limit(self) -> float:
-        """Return the slot below which gradients may be summed.
+        """Return infinity if the step has enough gradients to be summed, else -1.
 
-        That is infinity once the step is complete, and -1 before: any gradient may yet belong to the step.
+        Until then, any gradient may still belong to the step.
         """
         enough = len(self._arrived) + self._arrived_and_left >= self._quorum
         return math.inf if enough or self._live <= self._arrived | self._late else -1
@@ -257,7 +254,7 @@ class BucketOptions(PolicyOptions):
         return workers / self.pushes_per_update(workers)
 
     def pushes_per_update(self, workers: int) -> int:
-        """Return the number of pushes per update, one per worker for a global batch."""
+        """Return the number of pushes per update: the number of workers."""
         return workers
 
     def optimizer_buffers(self, workers: int) -> int:
@@ -266,7 +263,7 @@ class BucketOptions(PolicyOptions):
 
 
 class KBatchPolicy(Policy):
-    """Averages every K pushes, from any workers, into one update, without waiting.
+    """Policy that averages every K pushes, from any workers, into one update, without waiting.
 
     W -= lr * velocity(mean of K gradients). Sources: K-batch-async SGD of Dutta et al., "Slow and stale
     gradients can win the race", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. If fewer than K
@@ -297,7 +294,7 @@ class KBatchPolicy(Policy):
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         if self._sum is None:
-            self._apply(grad)
+            self._apply_gradient(grad)
             return Outcome.APPLIED
         if self._count:
             self._sum.add_(grad)
@@ -314,9 +311,9 @@ class KBatchPolicy(Policy):
             self._apply_sum()
 
     def _apply_sum(self) -> None:
-        self._apply(self._sum.div_(self._count))
+        self._apply_gradient(self._sum.div_(self._count))
         self._count = 0
 
-    def _apply(self, grad: Tensor) -> None:
+    def _apply_gradient(self, grad: Tensor) -> None:
         self._optimizer.step(self.weights, grad, self.lr)
         self.version += 1

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from stratbench.cell.options import Options, option
 
 
-def lr_scale_option(default: str) -> Any:
+def make_lr_scale_option(default: str) -> Any:
     """Return the dataclass field of `lr_scale`, which is "full" or "1/N"."""
     return option(
         default,
@@ -70,7 +70,7 @@ class PolicyOptions(Options):
         return 1.0 / workers if getattr(self, "lr_scale", "full") == "1/N" else 1.0
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Return how many tensors the policy adds to the weights, with momentum.
+        """Return how many tensors the policy stores besides the weights, if momentum is used.
 
         Each tensor has the size of the weights.
         """

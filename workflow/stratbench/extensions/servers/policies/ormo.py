@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OrMoPolicy(Policy):
-    """Momentum SGD in which a late gradient has the effect that it would have had in time.
+    """Momentum SGD that applies a late gradient as if it had arrived in time.
 
     N gradients form a bucket, which is one global batch. A gradient belongs to the bucket in which its
     weights were
@@ -50,7 +50,7 @@ class OrMoPolicy(Policy):
         )
 
         def lr_factor(self, workers: int) -> float:
-            """Return 1 / N for N workers.
+            """Return the factor on the learning rate: 1 / N for N workers.
 
             The N gradients of a bucket are the parts of one global batch.
             """

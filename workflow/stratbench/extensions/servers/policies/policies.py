@@ -32,7 +32,7 @@ POLICIES: dict[str, str] = {
 }
 
 
-def policy_class(name: str) -> type[Policy]:
+def get_policy_class(name: str) -> type[Policy]:
     """Return the class of a policy.
 
     Raises:
@@ -46,7 +46,7 @@ def policy_class(name: str) -> type[Policy]:
 
 def list_policies_for(optimizer: str) -> list[str]:
     """Return the names of the policies that support an optimizer, "sgd" or "adamw"."""
-    return [name for name in POLICIES if not policy_class(name).Options.refusal(optimizer)]
+    return [name for name in POLICIES if not get_policy_class(name).Options.refusal(optimizer)]
 
 
 def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:
@@ -55,7 +55,7 @@ def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOp
     Raises:
         ValueError: If the policy or a key is unknown, or if a value has the wrong type or range.
     """
-    options, given = policy_class(name).Options, given or {}
+    options, given = get_policy_class(name).Options, given or {}
     known = [spec.name for spec in fields(options)]
     for key in given:
         if key not in known:
@@ -70,7 +70,7 @@ def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOp
 def make_policy(
     name: str, weights: Tensor, hyper: Hyper, options: Mapping[str, Any] | None = None
 ) -> Policy:
-    """Create the policy of one shard.
+    """Create the update policy of one shard.
 
     Args:
         name: Name of the policy.
@@ -85,4 +85,4 @@ def make_policy(
     if reason := parsed.refusal(hyper.optimizer):
         raise ValueError(f"{name} cannot update by {hyper.optimizer}: {reason}")
     hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))
-    return policy_class(name)(weights, hyper, parsed)
+    return get_policy_class(name)(weights, hyper, parsed)

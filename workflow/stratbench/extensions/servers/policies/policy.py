@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stratbench.cell.options import remove_inherited_claims
+from stratbench.cell.options import reset_inherited_attributes
 from stratbench.extensions.servers.policies.options import PolicyOptions
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(Enum):
-    """What a policy has done with a pushed gradient."""
+    """Outcome of a push: whether the policy applied, stored or dropped the gradient."""
 
     APPLIED = "applied"  # the policy has updated the weights
     HELD = "held"  # the policy has stored the gradient for a later update
@@ -94,16 +94,16 @@ def restore_attributes(owner: object, fields: Fields) -> None:
             f"a saved {', '.join(sorted(unknown))} is none of {type(owner).__name__}'s"
         )
     for name, saved in fields.items():
-        setattr(owner, name, _put_back(getattr(owner, name), saved))
+        setattr(owner, name, _restore_value(getattr(owner, name), saved))
 
 
-def _put_back(now: Any, saved: Any) -> Any:
-    """Return the saved value, or the present object after its attributes were restored."""
+def _restore_value(now: Any, saved: Any) -> Any:
+    """Return the saved value, or `now` with its attributes restored if the value is `Fields`."""
     if isinstance(saved, Fields):
         restore_attributes(now, saved)
         return now
     if isinstance(saved, list) and any(isinstance(each, Fields) for each in saved):
-        return [_put_back(*pair) for pair in zip(now, saved, strict=True)]
+        return [_restore_value(*pair) for pair in zip(now, saved, strict=True)]
     return saved
 
 
@@ -118,7 +118,7 @@ class Momentum:
         self.value = torch.zeros_like(like) if hyper.momentum else None
 
     def reset(self) -> None:
-        """Set the buffer to 0."""
+        """Set the momentum buffer to 0."""
         if self.value is not None:
             self.value.zero_()
 
@@ -150,7 +150,7 @@ class Momentum:
 
     @property
     def next_step_factor(self) -> float:
-        """The factor of the present buffer v in the direction of the next step.
+        """Factor of the present momentum buffer in the direction of the next step.
 
         The factor is mu. With Nesterov it is mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g +
         mu^2 v.
@@ -201,7 +201,7 @@ def make_shard_optimizer(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
 
 
 class Policy(ABC):
-    """The update rule of one shard.
+    """Update rule of one shard of the weights.
 
     To add a policy, write a subclass, set the class attributes, and add a line to `policies.py`.
 
@@ -227,10 +227,10 @@ class Policy(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        remove_inherited_claims(cls, ("rigid",))
+        reset_inherited_attributes(cls, ("rigid",))
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
-        """Take over the weights of a shard.
+        """Take over the weights of a shard, which the policy then updates in place.
 
         The server may replace `self.weights` by a copy between two calls. So do not store other references to
         it.
@@ -289,12 +289,12 @@ class Policy(ABC):
         """
 
     def on_join(self, worker: int) -> None:  # noqa: B027
-        """Handle a worker that had left and is present again. It reads the weights at once."""
+        """Handle the return of a worker that had left. The worker reads the weights at once."""
 
     def state(self) -> Fields:
         """Return a copy of all attributes that determine later steps.
 
-        They are all attributes but the settings and `scratch`. Values may be tensors, numbers, texts,
+        These attributes are all but the settings and `scratch`. Values may be tensors, numbers, texts,
         optimizers, and lists, sets and dicts of these.
         """
         return copy_attributes(self, {"hyper", "options", *self.scratch})

@@ -19,7 +19,7 @@ CHUNK = 65536
 
 
 class PreviewPolicy(KBatchPolicy):
-    """AdamW on the mean of any N pushes; reads look ahead by the unfinished bucket's effect.
+    """AdamW on the mean of any N pushes. Workers read weights predicted from the unfinished mean.
 
     N pushes of any workers form a bucket, which makes one step of AdamW, as `ps-kbatch` with K = N (Dutta et
     al., AISTATS 2018). Let m and v be AdamW's moments after t buckets, S the sum of the j gradients that the

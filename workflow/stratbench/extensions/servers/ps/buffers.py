@@ -1,4 +1,4 @@
-"""The mean over the workers of their float buffers (BatchNorm's running statistics), on the server."""
+"""Averages the workers' float buffers (BatchNorm's running statistics) on the server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BufferMean:
 
         Args:
             worker: Number of the worker.
-            buffers: Its buffers, shape [buffer_numel].
+            buffers: Buffers of the worker, shape [buffer_numel].
             alive: Returns whether the worker is still part of the run. If not, nothing is stored.
         """
         with self._lock:
@@ -42,7 +42,7 @@ class BufferMean:
                 self._latest[worker] = torch.empty_like(self._initial)
             self._latest[worker].copy_(buffers)
 
-    def lose(self, worker: int) -> None:
+    def forget_worker(self, worker: int) -> None:
         """Leave a lost worker out of the mean, because its statistics become outdated."""
         with self._lock:
             self._lost.add(worker)
@@ -58,7 +58,7 @@ class BufferMean:
         self._initial.copy_(state["initial"])
         self._latest, self._lost = state["latest"], set(state["latest"])
 
-    def mean(self) -> Tensor:
+    def compute_mean(self) -> Tensor:
         """Return the mean of the buffers as a new tensor, shape [buffer_numel]."""
         with self._lock:
             counted = sorted(self._latest.keys() - self._lost) or sorted(self._latest)

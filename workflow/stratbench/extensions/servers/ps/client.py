@@ -1,4 +1,4 @@
-"""The worker's connections to the parameter servers: it pushes gradients and pulls weights and tickets."""
+"""The worker's connections to the parameter servers, for gradients, weights and tickets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stratbench.extensions.servers.ps.device import Staging
-from stratbench.extensions.servers.ps.flat import FlatSpace, cut
+from stratbench.extensions.servers.ps.flat import FlatSpace, cut_into_shards
 from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.extensions.servers.wire.frames import (
@@ -36,7 +36,7 @@ from stratbench.extensions.servers.wire.transport import (
     Silent,
     connect_to_server,
 )
-from stratbench.workload.flat import as_bytes
+from stratbench.workload.flat import get_tensor_bytes
 
 _HANDSHAKE_S = 30.0
 _REDIAL_S = 0.1
@@ -57,7 +57,7 @@ class Channel:
     5. `channel.close()`.
 
     Other threads of the channel receive frames, send frames to all servers but the first, and send
-    heartbeats, so that a slow worker does not count as lost.
+    heartbeats. A slow worker therefore does not count as lost.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Channel:
         self._done = False
         self._closing = threading.Event()
         self._staging: Staging | None = None
-        self._weight = 1.0  # of the current push
+        self._weight = 1.0  # weight of the current push
         self._lock = threading.Lock()
 
     @classmethod
@@ -136,7 +136,7 @@ class Channel:
         """
         if wire not in ("native", "bfloat16"):
             raise ValueError(f"wire is {wire!r}; expected native or bfloat16")
-        if flat.host.descriptor is None and transport == "auto":
+        if flat.host.shared_memory_descriptor is None and transport == "auto":
             transport = "tcp"
         channel = cls(flat, worker, wire, scale)
         channel._incarnation, channel._start = incarnation, start
@@ -160,7 +160,7 @@ class Channel:
                 channel._send_farewell(Kind.LEAVE)
             channel._close_connections()
             raise
-        channel._begin()
+        channel._start_threads()
         return channel
 
     def _join(
@@ -170,7 +170,8 @@ class Channel:
             sock, used = connect_to_server(rendezvous, server, transport, deadline)
             try:
                 return self._shake_hands(sock, server, secret, used)
-            except Closed as error:  # without a reason: the server had too many new connections
+            # A connection is closed without a reason if the server had too many new ones.
+            except Closed as error:
                 if time.monotonic() > deadline:
                     reason = f"server {server} refuses worker {self.worker}: {error}"
                     raise JoinRefused(reason) from None
@@ -179,7 +180,7 @@ class Channel:
     def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, used: str) -> Link:
         try:
             connection = Connection(sock, tick_s=1.0)
-        except OSError as error:  # the server has closed it already
+        except OSError as error:  # the server has closed the connection already
             sock.close()
             raise Closed(str(error)) from None
         connection.deadline = time.monotonic() + _HANDSHAKE_S
@@ -196,7 +197,9 @@ class Channel:
             welcome = join_handshake(connection, secret, hello)
             if used == "shm":
                 with contextlib.suppress(Closed):  # the next frame says why the server closed
-                    connection.send_descriptor(Frame(Kind.MEMORY), self.flat.host.descriptor)
+                    connection.send_descriptor(
+                        Frame(Kind.MEMORY), self.flat.host.shared_memory_descriptor
+                    )
         except Closed:
             connection.close()
             raise
@@ -206,16 +209,16 @@ class Channel:
         connection.deadline = None
         return Link(connection, server, used, welcome)
 
-    def _begin(self) -> None:
+    def _start_threads(self) -> None:
         """Compute the bounds of all shards, and start the threads."""
-        self._bounds = cut(self.flat.layout.numel, self._links[0].shard_numel)
+        self._bounds = cut_into_shards(self.flat.layout.numel, self._links[0].shard_numel)
         if self.flat.is_mirrored:
             pushes = self._push_buffers, self._push_shards, self._end_push
             self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._set_weight)
             self._staging.fetch_initial()  # the warm-up copies these weights back to the device
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
-        self._weight_bytes = as_bytes(self.flat.host.weights)
-        self._grad_bytes = as_bytes(self.flat.host.grads)
+        self._weight_bytes = get_tensor_bytes(self.flat.host.weights)
+        self._grad_bytes = get_tensor_bytes(self.flat.host.grads)
         self._itemsize = self.flat.host.weights.element_size()
         uses_wire = self._wire != "native" and any(x.transport == "tcp" for x in self._links)
         self._grads = self.flat.host.grads
@@ -223,7 +226,7 @@ class Channel:
             self._grads = torch.empty(self.flat.layout.numel, dtype=DTYPES[self._wire])
         for link in self._links:
             link.connection.silence_s = link.deadline_s
-            link.receiver = self._start_thread(self._receive, link)
+            link.receiver = self._start_thread(self._receive_frames, link)
             if link.server > 0:
                 self._start_thread(self._send_queued, link)
         self._start_thread(self._keep_heartbeat)
@@ -240,12 +243,12 @@ class Channel:
 
     @property
     def moved_bytes(self) -> list[int]:
-        """Bytes sent to and received from each server since `first`."""
+        """Bytes sent to and received from each server since `wait_for_first_ticket`."""
         return [n for link in self._links for n in (link.bytes_out, link.bytes_in)]
 
     # --- what the worker calls -------------------------------------------------------------------
 
-    def first(self) -> Ticket | Evaluation | None:
+    def wait_for_first_ticket(self) -> Ticket | Evaluation | None:
         """Wait until all workers are ready, load the initial weights, and return the first ticket.
 
         The initial weights are those of one of the workers. So the model must be in its initial state.
@@ -255,10 +258,10 @@ class Channel:
         self._expect_reply()
         if self._staging is not None:
             self._staging.accept_weights()
-        for link in reversed(self._links):  # server 0 last: it starts the run
-            self._send(link, Frame(Kind.PULL))
+        for link in reversed(self._links):  # server 0 is last, because it starts the run
+            self._send_frame(link, Frame(Kind.PULL))
         ticket = self._await_reply(time.perf_counter())
-        self.wait_s = 0.0  # does not include the wait for other workers to be ready
+        self.wait_s = 0.0  # waiting for other workers before the run does not count
         return ticket
 
     def reset_counters(self) -> None:
@@ -267,18 +270,21 @@ class Channel:
         for link in self._links:
             link.bytes_out = link.bytes_in = 0
 
-    def arm(self) -> None:
-        """On a GPU, send gradients bucket by bucket while the next backward still runs.
+    def send_during_backward(self) -> None:
+        """Send gradients bucket by bucket while the next backward runs, on a GPU.
 
         Call it only if this backward makes the gradients final, except for the loss scale, and if `push_pull`
-        or `rehearse` follows. It has no effect on a CPU.
+        or `rehearse_exchange` follows. It has no effect on a CPU.
         """
         if self._staging is not None:
             self._expect_reply()
-            self._staging.arm()
+            self._staging.copy_during_backward()
 
-    def weigh(self, weight: torch.Tensor) -> None:
-        """Set the weight of the next push in the average of a step, a scalar. Call it before `arm`."""
+    def set_push_weight(self, weight: torch.Tensor) -> None:
+        """Set the weight of the next push in the average of a step, a scalar.
+
+        Call it before `send_during_backward`.
+        """
         if self._staging is not None:
             self._staging.weight = weight
         else:
@@ -300,16 +306,17 @@ class Channel:
             RunEnded: If a server has ended the run, with its reason.
             ServerLost: If the connection to a server is lost.
         """
-        self._push()
+        self._push_tensors()
         return self._await_reply(time.perf_counter())
 
-    def score(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
+    def send_evaluation(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
         """Send the results of a requested evaluation, and wait for weights and the next ticket."""
         self._told.clear()
         self._next = None
         if self._staging is not None:
-            self._staging.accept_weights()  # the evaluation is over
-        self._send(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
+            # The evaluation is over, so that new weights may overwrite the evaluated ones.
+            self._staging.accept_weights()
+        self._send_frame(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
         if self._error is not None:
             raise self._error
         return self._await_reply(time.perf_counter())
@@ -333,13 +340,13 @@ class Channel:
             self._close_connections()
             self._gone.set()
 
-    def rehearse(self) -> None:
-        """Push and pull in a step of the warm-up, before `first`.
+    def rehearse_exchange(self) -> None:
+        """Push and pull in a step of the warm-up, before `wait_for_first_ticket`.
 
         The servers discard the push. Weights and buffers do not change, nothing is counted, and the worker
         does not wait for others.
         """
-        self._push()
+        self._push_tensors()
         self._await_weights()
         if self._error is not None:
             raise self._error
@@ -347,7 +354,7 @@ class Channel:
             self._staging.deliver_weights()
 
     def close(self) -> None:
-        """Close all connections and stop the threads. If the run is over, tell the servers first."""
+        """Close all connections and stop the threads. At the run's end, say goodbye to the servers first."""
         if self._done and self._error is None:
             for link in self._links[1:] if self._incarnation is not None else ():
                 sent = threading.Event()  # set when DONE has been sent, which must come before BYE
@@ -359,12 +366,11 @@ class Channel:
         self._close_connections()
 
     def _send_farewell(self, kind: Kind) -> None:
-        """Tell all servers that this worker leaves, and how long it has waited for them."""
+        """Tell all servers that this worker leaves, and how many seconds it waited for servers."""
         report = json.dumps({"wait_s": self.wait_s}).encode()
         for link in self._links:
-            with contextlib.suppress(
-                Closed
-            ):  # the server's statistics then lack this worker's wait
+            # The server's statistics then lack this worker's wait.
+            with contextlib.suppress(Closed):
                 link.connection.send(Frame(kind), report)
 
     def _close_connections(self) -> None:
@@ -382,14 +388,13 @@ class Channel:
         self._next = None
         for link in self._links:
             link.expect_all()
-        if (
-            self._error is not None
-        ):  # checked last: a later error sets the events that are waited for
+        # The error is checked last, because a later error sets the events that are waited for.
+        if self._error is not None:
             raise self._error
 
-    def _push(self) -> None:
-        """Push buffers and gradients; with a loss scale, report whether they overflowed."""
-        self.flat.check()
+    def _push_tensors(self) -> None:
+        """Push buffers and gradients. With a loss scale, also report whether gradients overflowed."""
+        self.flat.check_gradient_views()
         overflowed = False
         if self._staging is not None:
             if not self._staging.armed:
@@ -416,7 +421,7 @@ class Channel:
         frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
         for link in reversed(self._links):
             if link.server == 0:
-                self._send(link, frame)
+                self._send_frame(link, frame)
             else:
                 self._queue_frame(link, frame)
 
@@ -424,8 +429,8 @@ class Channel:
         """Push the buffers. They come before the gradients, because the last shard completes a ticket."""
         link = self._links[0]
         if link.has_buffers:
-            payload = b"" if link.transport == "shm" else as_bytes(self.flat.host.buffers)
-            self._send(link, Frame(Kind.PUSH, BUFFERS, 0, self._ticket), payload)
+            payload = b"" if link.transport == "shm" else get_tensor_bytes(self.flat.host.buffers)
+            self._send_frame(link, Frame(Kind.PUSH, BUFFERS, 0, self._ticket), payload)
             link.bytes_out += self.flat.layout.buffer_bytes
 
     def _push_shards(self, first: int, stop: int) -> None:
@@ -441,7 +446,7 @@ class Channel:
 
     def _push_to(self, link: Link, shards: range, ticket: int) -> None:
         if link.transport == "shm":
-            self._send(
+            self._send_frame(
                 link, Frame(Kind.PUSH, shards.start, len(shards), ticket, weight=self._weight)
             )
             start, stop = self._bounds[shards.start][0], self._bounds[shards.stop - 1][1]
@@ -451,8 +456,8 @@ class Channel:
             start, stop = self._bounds[shard]
             if self._grads is not self.flat.host.grads:
                 self._grads[start:stop].copy_(self.flat.host.grads[start:stop])
-            payload = as_bytes(self._grads[start:stop])
-            self._send(link, Frame(Kind.PUSH, shard, 1, ticket, weight=self._weight), payload)
+            payload = get_tensor_bytes(self._grads[start:stop])
+            self._send_frame(link, Frame(Kind.PUSH, shard, 1, ticket, weight=self._weight), payload)
             link.bytes_out += len(payload)
 
     def _queue_frame(self, link: Link, frame: Frame) -> None:
@@ -460,13 +465,14 @@ class Channel:
 
         The frame is sent after the shards that are queued for that server.
         """
-        link.to_send.put(lambda: self._send(link, frame))
+        link.to_send.put(lambda: self._send_frame(link, frame))
 
     def _send_queued(self, link: Link) -> None:
         while (job := link.to_send.get()) is not None:
             try:
                 job()
-            except Exception as error:  # raised later in the thread that uses the channel
+            # The error is raised later in the thread that uses the channel.
+            except Exception as error:
                 self._fail(error)
                 return
 
@@ -482,7 +488,7 @@ class Channel:
                 if self._error is not None:
                     raise self._error
 
-    def _send(self, link: Link, frame: Frame, payload: Any = b"") -> None:
+    def _send_frame(self, link: Link, frame: Frame, payload: Any = b"") -> None:
         try:
             link.connection.send(frame, payload)
         except Closed as error:
@@ -515,23 +521,23 @@ class Channel:
             if not self._done:  # after the end, weights that are still expected never arrive
                 link.replied.wait()
 
-    def _receive(self, link: Link) -> None:
+    def _receive_frames(self, link: Link) -> None:
         """Receive and handle the frames of one server, in a thread of its own."""
         try:
             while True:
-                self._handle(link, link.connection.receive())
+                self._handle_frame(link, link.connection.receive())
         except (Closed, Silent, ProtocolError) as error:
             if not self._closing.is_set() and not self._done:
                 self._fail(ServerLost(f"server {link.server} was lost: {error}"))
-        except Exception as error:  # RunEnded, or an error of a copy to the device
+        except Exception as error:  # the error is RunEnded, or one of a copy to the device
             self._fail(error)
 
-    def _handle(self, link: Link, frame: Frame) -> None:
+    def _handle_frame(self, link: Link, frame: Frame) -> None:
         kind = frame.kind
         if kind is Kind.OK:
             self._take_weights(link, frame)
         elif kind is Kind.TICKET:
-            self._take_ticket(Ticket(*unpack_ticket(link.connection.read(frame.length))))
+            self._take_ticket(Ticket(*unpack_ticket(link.connection.read_payload(frame.length))))
         elif kind is Kind.ACK:
             with contextlib.suppress(Closed):  # the receiving thread of server 0 gets the reason
                 self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
@@ -546,14 +552,14 @@ class Channel:
             self._told.set()
         elif kind is Kind.DONE:
             self.evaluator = frame.shard
-            self._end()
+            self._end_training()
         elif kind is Kind.ERR:
-            raise RunEnded(link.connection.read(frame.length).decode(errors="replace"))
+            raise RunEnded(link.connection.read_payload(frame.length).decode(errors="replace"))
         elif kind is not Kind.HEARTBEAT:
             raise ProtocolError(f"malformed frame: {kind.name} from a server")
 
-    def _end(self) -> None:
-        """End the training, and tell the servers other than 0.
+    def _end_training(self) -> None:
+        """End the training, and report the end to servers other than 0.
 
         These servers do not know of an early end.
         """
@@ -582,7 +588,7 @@ class Channel:
             self._staging.take_weights(start, stop)
         link.bytes_in += high - low
         self.version = frame.version
-        link.arrived(range(first, last + 1))
+        link.record_arrived(range(first, last + 1))
 
     def _take_ticket(self, ticket: Ticket) -> None:
         if self._was_idle:
@@ -593,7 +599,7 @@ class Channel:
         self._told.set()
 
     def _go_idle(self, link: Link) -> None:
-        """Record that there is no ticket now. All weights will arrive again with the next ticket.
+        """Record that server 0 has no ticket now. The next ticket comes with all weights again.
 
         Server 0 sends WAIT first. The other servers repeat it after the last weights that they had to send.
         """
@@ -605,7 +611,7 @@ class Channel:
                 self._queue_frame(other, Frame(Kind.WAIT))
 
     def _send_initial(self, link: Link) -> None:
-        """Send the initial weights to one server.
+        """Send the initial weights and buffers to one server.
 
         The server sends no other frame before it has them.
         """
@@ -614,11 +620,11 @@ class Channel:
             self._staging.fetch_initial()
         shared = link.transport == "shm"
         if link.has_buffers:
-            payload = b"" if shared else as_bytes(host.buffers)
+            payload = b"" if shared else get_tensor_bytes(host.buffers)
             link.connection.send(Frame(Kind.INIT, BUFFERS), payload)
         for shard in link.shards:
             start, stop = self._bounds[shard]
-            payload = b"" if shared else as_bytes(host.weights[start:stop])
+            payload = b"" if shared else get_tensor_bytes(host.weights[start:stop])
             link.connection.send(Frame(Kind.INIT, shard, 1), payload)
 
     def _fail(self, error: Exception) -> None:
@@ -628,9 +634,8 @@ class Channel:
             self._error = error
         for link in self._links:
             link.replied.set()
-            if isinstance(
-                error, RunEnded
-            ):  # the other servers must not report this worker as the cause
+            # The other servers must not report this worker as the cause.
+            if isinstance(error, RunEnded):
                 with contextlib.suppress(Closed):
                     link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
             link.connection.close()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stratbench.extensions.servers.ps.flat import FlatSpace, host_scalar
+from stratbench.extensions.servers.ps.flat import FlatSpace, make_host_scalar
 from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
 
 #: Bytes of gradients in one device-to-host copy.
@@ -39,7 +39,7 @@ def group_shards(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int
 
 
 class Countdown:
-    """Counts the gradients that each bucket still lacks, and tells which buckets are complete.
+    """Counts the missing gradients of each bucket, to know which buckets are complete.
 
     `spans` has the first element and the end of each parameter in the flat tensor, and `edges` those of each
     bucket.
@@ -61,7 +61,7 @@ class Countdown:
         self._left = list(self._total)
         self._final: set[int] = set()
 
-    def final(self, parameter: int) -> list[int]:
+    def mark_final(self, parameter: int) -> list[int]:
         """Mark a parameter's gradient as final, and return the buckets that it completes.
 
         Raises:
@@ -108,12 +108,14 @@ class Staging:
         """
         #: The weight of the next push, a scalar on the device. None: every push has the same weight.
         self.weight: torch.Tensor | None = None
-        self._set_weight, self._own_weight = weigh, host_scalar(flat.device, torch.float64)
+        self._set_weight, self._own_weight = weigh, make_host_scalar(flat.device, torch.float64)
         self.armed = self.overflowed = False
         self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
         self._end_push, self._scale = end_push, scale
         self._unscaler = None if scale is None else Unscaler(flat.device)
-        self._found = host_scalar(flat.device)  # the host's copy of the unscaler's overflow flag
+        self._found = make_host_scalar(
+            flat.device
+        )  # the host's copy of the unscaler's overflow flag
         self._buckets = group_shards(bounds, flat.grads.element_size())
         self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
         spans = [
@@ -125,15 +127,14 @@ class Staging:
         self._back = torch.cuda.Stream(flat.device)
         self._arrivals = threading.Lock()  # guards `_accepting` and `_early`
         self._accepting = False
-        self._early: list[
-            tuple[int, int]
-        ] = []  # (start, stop) of weights that arrived before they may be copied
+        # (start, stop) of weights that arrived before they may be copied.
+        self._early: list[tuple[int, int]] = []
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting: set[int] = set()  # buckets whose copy has not been started
         self._error: Exception | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
-                lambda _, number=number: self._on_final(number)
+                lambda _, number=number: self._handle_final_gradient(number)
             )
             for number, parameter in enumerate(flat.parameters)
         ]
@@ -144,7 +145,7 @@ class Staging:
         for hook in self._hooks:
             hook.remove()
 
-    def arm(self) -> None:
+    def copy_during_backward(self) -> None:
         """Copy each bucket during the next backward, as soon as it is complete."""
         self._begin()
         self.armed = True
@@ -160,27 +161,29 @@ class Staging:
         self._sender = threading.Thread(target=self._send_copied, daemon=True)
         self._sender.start()
         if self.weight is not None:
-            self._copy(self.weight, self._own_weight, lambda: self._set_weight(self._own_weight))
+            self._copy_tensor(
+                self.weight, self._own_weight, lambda: self._set_weight(self._own_weight)
+            )
         # Running statistics are final after the forward.
-        self._copy(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
+        self._copy_tensor(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
 
-    def _on_final(self, parameter: int) -> None:
+    def _handle_final_gradient(self, parameter: int) -> None:
         if self.armed:
-            for bucket in self._countdown.final(parameter):
+            for bucket in self._countdown.mark_final(parameter):
                 self._copy_bucket(bucket)
 
     def _copy_bucket(self, bucket: int) -> None:
         low, high = self._edges[bucket]
         first, stop = self._buckets[bucket]
         self._waiting.discard(bucket)
-        self._copy(
+        self._copy_tensor(
             self._flat.grads[low:high],
             self._flat.host.grads[low:high],
             lambda: self._push_shards(first, stop),
             self._unscaler,
         )
 
-    def _copy(
+    def _copy_tensor(
         self,
         source: torch.Tensor,
         target: torch.Tensor,
@@ -203,24 +206,28 @@ class Staging:
 
     def _send_copied(self) -> None:
         try:
-            torch.cuda.set_device(self._flat.device)  # a thread starts on device 0
+            # The current device of a new thread is device 0.
+            torch.cuda.set_device(self._flat.device)
             while (item := self._copied.get()) is not None:
                 arrived, send = item
                 arrived.synchronize()
                 send()
         except Exception as error:
-            self._error = error  # raised by finish_push
+            self._error = error  # `finish_push` raises this error
 
     def finish_push(self) -> None:
-        """Copy the remaining buckets (all, unless `arm` was called), and wait until everything is sent."""
-        self.accept_weights()  # the backward is over
+        """Copy the remaining buckets, and wait until everything is sent.
+
+        All buckets remain unless `copy_during_backward` was called.
+        """
+        self.accept_weights()  # backward is over, so that new weights may be copied to the device
         if not self.armed:
             self._begin()
         self.armed = False
         for bucket in sorted(self._waiting, reverse=True):
             self._copy_bucket(bucket)
         if self._unscaler is not None:
-            self._copy(self._unscaler.found, self._found, self._judge)
+            self._copy_tensor(self._unscaler.found, self._found, self._judge)
         self._copied.put(None)
         self._sender.join()
         while not self._copied.empty():  # a sender that failed leaves items in the queue
@@ -238,7 +245,7 @@ class Staging:
         self._flat.host.buffers.copy_(self._flat.buffers)
 
     def accept_weights(self) -> None:
-        """From now on, copy arriving weights to the device, after the current stream's work.
+        """Copy arriving weights to the device from now on, after the current stream's work.
 
         Call it when no kernel reads the old weights any more: after a backward, or before the first pull.
         """
@@ -262,7 +269,7 @@ class Staging:
                 self._early.append((start, stop))
 
     def _copy_back(self, start: int, stop: int) -> None:
-        torch.cuda.set_device(self._flat.device)  # a thread starts on device 0
+        torch.cuda.set_device(self._flat.device)  # the current device of a new thread is 0
         with torch.cuda.stream(self._back):
             self._flat.weights[start:stop].copy_(
                 self._flat.host.weights[start:stop], non_blocking=True

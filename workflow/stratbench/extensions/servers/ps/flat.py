@@ -14,20 +14,20 @@ from stratbench.extensions.servers.wire.shm import (
     FlatTensors,
     Layout,
     allocate_flat_tensors,
-    dtype_name,
+    get_dtype_name,
 )
-from stratbench.workload.flat import copied_into, offsets_of, strided
+from stratbench.workload.flat import compute_flat_offsets, copy_into_flat, get_flat_view
 
 
-def cut(numel: int, shard_numel: int) -> list[tuple[int, int]]:
-    """(start, stop) of each shard of a flat tensor.
+def cut_into_shards(numel: int, shard_numel: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each shard of a flat tensor.
 
-    All of `shard_numel` elements but the last.
+    All shards but the last have `shard_numel` elements.
     """
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 
 
-def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype:
+def _get_common_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype:
     dtypes = {tensor.dtype for _, tensor in named}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
@@ -36,7 +36,7 @@ def _same_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype
 
 
 class FlatSpace:
-    """Re-homes a model's trainable parameters, gradients and float buffers in flat tensors.
+    """Moves a model's trainable parameters, gradients and float buffers into flat tensors.
 
     After construction every `p.data`, `p.grad` and float buffer is a view of `weights`, `grads` or
     `buffers` (shapes [numel], [numel], [buffer_numel]; the model's own dtype and strides; padding
@@ -60,8 +60,8 @@ class FlatSpace:
             raise ValueError("the model has no trainable parameters")
         self.parameters = [p for _, p in named]
         buffers = [b for _, b in named_buffers]
-        self.starts, numel = offsets_of(self.parameters)
-        buffer_starts, buffer_numel = offsets_of(buffers)
+        self.starts, numel = compute_flat_offsets(self.parameters)
+        buffer_starts, buffer_numel = compute_flat_offsets(buffers)
         described = [
             (name, list(t.shape), list(t.stride()), start)
             for (name, t), start in zip(
@@ -70,19 +70,19 @@ class FlatSpace:
         ]
         self.layout = Layout(
             numel,
-            dtype_name(_same_dtype(named, "parameters")),
+            get_dtype_name(_get_common_dtype(named, "parameters")),
             buffer_numel,
-            dtype_name(_same_dtype(named_buffers, "float buffers")),
+            get_dtype_name(_get_common_dtype(named_buffers, "float buffers")),
             hashlib.sha256(json.dumps(described).encode()).hexdigest(),
         )
         self.device = self.parameters[0].device
         self.host: FlatTensors = allocate(self.layout, shared)
         self._place_on_device()
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            parameter.data = copied_into(parameter.data, self.weights, start)
-            parameter.grad = strided(parameter, self.grads, start)
+            parameter.data = copy_into_flat(parameter.data, self.weights, start)
+            parameter.grad = get_flat_view(parameter, self.grads, start)
         for buffer, start in zip(buffers, buffer_starts, strict=True):
-            buffer.data = copied_into(buffer.data, self.buffers, start)
+            buffer.data = copy_into_flat(buffer.data, self.buffers, start)
         self._grads = [p.grad for p in self.parameters]
 
     @property
@@ -97,7 +97,7 @@ class FlatSpace:
             return
         for tensor in (host.weights, host.grads, host.buffers):
             if tensor.numel():
-                _pin(tensor)
+                _pin_memory(tensor)
         self.weights = torch.zeros_like(host.weights, device=self.device)
         self.grads = torch.zeros_like(host.grads, device=self.device)
         self.buffers = torch.zeros_like(host.buffers, device=self.device)
@@ -106,7 +106,7 @@ class FlatSpace:
         """Set all gradients to zero, keeping the views; call it before a step's backward."""
         self.grads.zero_()
 
-    def check(self) -> None:
+    def check_gradient_views(self) -> None:
         """Raise RuntimeError if a gradient is no longer a view of `grads`."""
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
             if parameter.grad is not grad:
@@ -114,21 +114,21 @@ class FlatSpace:
                     "a gradient was replaced: use FlatSpace.zero_grads() in place of zero_grad()"
                 )
 
-    def load(self, weights: torch.Tensor, buffers: torch.Tensor) -> None:
+    def load_tensors(self, weights: torch.Tensor, buffers: torch.Tensor) -> None:
         """Set the model's parameters and float buffers from flat CPU tensors (a snapshot's)."""
         self.weights.copy_(weights)
         self.buffers.copy_(buffers)
 
 
-def host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def make_host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a host tensor of shape [1], to which `device` can copy asynchronously."""
     scalar = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=dtype, count=1)
     if device.type == "cuda":
-        _pin(scalar)
+        _pin_memory(scalar)
     return scalar
 
 
-def _pin(tensor: torch.Tensor) -> None:
+def _pin_memory(tensor: torch.Tensor) -> None:
     """Page-lock memory that torch did not allocate: copies to the device are then asynchronous.
 
     Complete pages are locked, and a page can be locked once. So the memory must be mapped, not taken from the
@@ -137,5 +137,6 @@ def _pin(tensor: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(status) != 0:
-        reason = cudart.cudaGetErrorString(status)  # "out of memory" where the host has none to pin
+        # The text is "out of memory" if the host has no memory to pin.
+        reason = cudart.cudaGetErrorString(status)
         raise RuntimeError(f"cudaHostRegister refused to pin {tensor.nbytes} bytes: {reason}")

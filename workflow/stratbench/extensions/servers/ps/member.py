@@ -1,4 +1,4 @@
-"""A worker on the server's side: its pending work and replies, and the transport of its shards."""
+"""A worker as the server sees it: its ticket, queued replies, and transport of shards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.wire.frames import BUFFERS, Frame, Kind, ProtocolError
-from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout, attach
+from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout, attach_flat_tensors
 from stratbench.extensions.servers.wire.transport import Connection
-from stratbench.workload.flat import as_bytes
+from stratbench.workload.flat import get_tensor_bytes
 
 #: Maximum number of shards that one frame announces over shared memory, so that the worker can begin earlier.
 _RUN_SHARDS = 16
@@ -26,11 +26,14 @@ Bounds = list[tuple[int, int]]  # first element and end of each shard in the fla
 
 
 class Weights(Protocol):
-    """Access to the shards' weights, which lanes send. See `Shard.view` and `Shard.lend`."""
+    """Protocol of an object that gives a `StreamLane` or `SharedLane` the shards' weights to send.
+
+    See `Shard.view` and `Shard.lend_weights`.
+    """
 
     def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
 
-    def lend(
+    def lend_weights(
         self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]: ...
 
@@ -81,12 +84,12 @@ class StreamLane:
         """Return the length of a frame's payload that transports this many bytes."""
         return moved_bytes
 
-    def receive(self, shard: int) -> None:
+    def receive_shard(self, shard: int) -> None:
         """Receive the gradient of a shard, or the float buffers if `shard` is `BUFFERS`."""
-        self._connection.receive_into(as_bytes(self._get_receive_buffer(shard)))
+        self._connection.receive_into(get_tensor_bytes(self._get_receive_buffer(shard)))
 
-    def received(self, shard: int) -> Tensor:
-        """Return the gradient or buffers that were received. The next `receive` may overwrite them."""
+    def get_received_tensor(self, shard: int) -> Tensor:
+        """Return the gradient or buffers that were received. The next `receive_shard` may overwrite them."""
         buffer = self._get_receive_buffer(shard)
         if buffer.dtype is self._grad.dtype or shard == BUFFERS:
             return buffer
@@ -94,13 +97,13 @@ class StreamLane:
 
     def take_weights(self, shard: int, out: Tensor) -> None:
         """Receive the initial weights of a shard into `out`."""
-        self._connection.receive_into(as_bytes(out))
+        self._connection.receive_into(get_tensor_bytes(out))
 
-    def blank(self, shard: int) -> memoryview | bytes:
+    def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
         """Return a warm-up reply's payload, which is as long as the shard's weights."""
-        return as_bytes(self._out[: self._numel(shard)])
+        return get_tensor_bytes(self._out[: self._numel(shard)])
 
-    def give(
+    def send_weights(
         self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
     ) -> int:
         """Send the weights of some shards to the worker, and return the number of bytes.
@@ -115,8 +118,8 @@ class StreamLane:
         sent_bytes = 0
         for shard in shards:
             spare = self._out[: self._numel(shard)]
-            with weights.lend(slot, shard, spare, alive) as (lent, version):
-                payload = as_bytes(lent)
+            with weights.lend_weights(slot, shard, spare, alive) as (lent, version):
+                payload = get_tensor_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
             sent_bytes += len(payload)
         return sent_bytes
@@ -125,22 +128,22 @@ class StreamLane:
 class SharedLane:
     """Access to shards in memory that is shared with one worker. Frames only announce them.
 
-    It has the methods of `StreamLane`.
+    The class has the methods of `StreamLane`.
     """
 
     def __init__(self, connection: Connection, bounds: Bounds, memory: FlatTensors) -> None:
         self._connection, self._bounds, self._memory = connection, bounds, memory
 
     def moved_bytes(self, shard: int) -> int:
-        return self.received(shard).nbytes
+        return self.get_received_tensor(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
         return 0
 
-    def receive(self, shard: int) -> None:
+    def receive_shard(self, shard: int) -> None:
         pass
 
-    def received(self, shard: int) -> Tensor:
+    def get_received_tensor(self, shard: int) -> Tensor:
         if shard == BUFFERS:
             return self._memory.buffers
         start, stop = self._bounds[shard]
@@ -150,7 +153,7 @@ class SharedLane:
         start, stop = self._bounds[shard]
         out.copy_(self._memory.weights[start:stop])
 
-    def blank(self, shard: int) -> memoryview | bytes:
+    def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
         """Touch the shard's memory, and return an empty payload.
 
         Training then does not touch the memory first.
@@ -161,7 +164,7 @@ class SharedLane:
         weights.copy_(scratch.copy_(weights))
         return b""
 
-    def give(
+    def send_weights(
         self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
     ) -> int:
         versions = {}
@@ -191,10 +194,10 @@ class Hello(NamedTuple):
 
     worker: int
     wire: str
-    #: Whether its gradients are multiplied by a loss scale, and may overflow.
+    #: Whether the worker's gradients are multiplied by a loss scale, and may overflow.
     scaled: bool
     layout: Layout
-    #: Hash of its initial weights.
+    #: Hash of the worker's initial weights.
     start: str
 
 
@@ -228,36 +231,34 @@ class Member:
 
     def __init__(self, hello: Hello, connection: Connection, transport: str) -> None:
         self.worker, self.wire, self.scaled = hello.worker, hello.wire, hello.scaled
-        self.place = hello.worker  # its slot, by which policies and shards know it
+        self.place = hello.worker  # the worker's slot, by which policies and shards know it
         self.connection = connection
         self.transport = transport
         self.lane: StreamLane | SharedLane
         self.reader = threading.current_thread()
         self.sender: threading.Thread | None = None
         self.alive = True
-        self.pulled = False  # whether it has asked for weights, and so is ready to start
-        self.idle = False  # whether it waits because no ticket was free
-        self.evaluates: int | None = (
-            None  # epoch whose snapshot it evaluates now; it is idle meanwhile
-        )
-        self.ticket: int | None = None  # number of its current ticket
-        self.next: Ticket | None = None  # ticket that is reserved for it
+        self.pulled = False  # whether the worker has asked for weights, and so is ready to start
+        self.idle = False  # whether the worker waits because no ticket was free
+        # Epoch whose snapshot the worker evaluates now; it is idle meanwhile.
+        self.evaluates: int | None = None
+        self.ticket: int | None = None  # number of the worker's current ticket
+        self.next: Ticket | None = None  # ticket that is reserved for the worker
         self.last_ticket = 0
         self.todo: set[int] = set()  # shards of the current ticket that have not arrived
         #: With a loss scale, shards (and `BUFFERS`) that have arrived, until APPLY or SKIP follows.
         self.held: list[int] = []
         self.weight = 1.0  # weight of the push that is arriving
-        #: What is to be sent: numbers of shards, pairs of frame and payload, and None at the end.
+        #: Replies to send: numbers of shards, pairs of frame and payload, and None at the end.
         self._outbox: deque[Any] = deque()
-        # Has one item per item of the outbox.
+        # This queue has one item per item of the outbox.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._sending = threading.Lock()  # held by the thread that empties the outbox
+        self._sending = threading.Lock()  # lock of the thread that empties the outbox
         self._ended = self._mute = False
         self.tickets = self.skips = 0
         self.bytes_in = self.bytes_out = 0
-        self.wait_s: float | None = (
-            None  # seconds that it waited for servers, as it reports when it leaves
-        )
+        # Seconds that the worker waited for servers, as it reports when it leaves.
+        self.wait_s: float | None = None
 
     def is_alive(self) -> bool:
         """Return whether the worker is still part of the run."""
@@ -280,40 +281,40 @@ class Member:
         if frame.kind is not Kind.MEMORY or frame.length != 1:
             raise ProtocolError(f"malformed frame: {frame.kind.name}, expected MEMORY")
         try:
-            memory = attach(connection.read_descriptor(), layout)
+            memory = attach_flat_tensors(connection.read_descriptor(), layout)
         except (OSError, ValueError) as error:
             raise ProtocolError(str(error)) from None
         self.lane = SharedLane(connection, bounds, memory)
 
-    def assign(self, ticket: int, shards: range) -> None:
-        """Set the worker's current ticket, for which it has to push these shards."""
+    def assign_ticket(self, ticket: int, shards: range) -> None:
+        """Set the worker's current ticket, and the shards to push for the ticket."""
         self.ticket = self.last_ticket = ticket
         self.todo = set(shards)
 
-    def post(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
+    def queue_item(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
         """Append a shard, a frame with payload, or the end (None) to the outbox."""
         self._outbox.append(item)
         self._wake.put(None)
 
-    def tell(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
-        """Append a frame to what is sent."""
-        self.post((frame, payload))
+    def queue_frame(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
+        """Append a frame to the queue of replies to the worker."""
+        self.queue_item((frame, payload))
 
     def end(self) -> None:
-        """Append the end to what is sent: nothing after it is sent."""
-        self.post(None)
+        """Append the end to the queue of replies. Nothing is sent after the end."""
+        self.queue_item(None)
 
     def drop_shards(self) -> None:
-        """Stop sending weights. Other frames are still sent."""
+        """Drop all weights that are queued or come later. Other frames are still sent."""
         self._mute = True
 
     @property
     def has_queued(self) -> bool:
-        """Whether something is waiting to be sent."""
+        """Whether a reply to the worker is waiting to be sent."""
         return bool(self._outbox)
 
     def send_replies(self, weights: Weights) -> None:
-        """Send what is queued, and wait for more, until the end.
+        """Send queued frames and shards, and wait for more, until the end is queued.
 
         Each worker has a thread that runs this, so that a slow link of one worker does not delay others.
         """
@@ -324,7 +325,7 @@ class Member:
                 self._wake.get()
 
     def send_now(self, weights: Weights) -> None:
-        """Send what is queued, unless the worker's sending thread does so already.
+        """Send queued frames and shards now, unless the worker's sending thread is doing so.
 
         The thread that has received a push calls it, because that is faster than waking the other thread.
         """
@@ -345,7 +346,7 @@ class Member:
             if shards and self._mute:
                 continue
             if shards:
-                self.bytes_out += self.lane.give(self.place, shards, weights, self.is_alive)
+                self.bytes_out += self.lane.send_weights(self.place, shards, weights, self.is_alive)
             elif (item := self._outbox.popleft()) is None:
                 self._ended = True
             else:
@@ -359,7 +360,7 @@ class Member:
         since = self.connection.waiting_since
         return 0.0 if since is None else now - max(since, awake_since, self.connection.last_heard)
 
-    def let_go(self) -> None:
+    def close_transport(self) -> None:
         """Close the connection and free the transport, after the worker's threads have ended."""
         self.connection.close()
         self.connection.sock.close()
@@ -373,7 +374,7 @@ class Member:
                 f"which worker {self.worker} does not hold"
             )
 
-    def summary(self) -> dict[str, Any]:
+    def make_statistics_row(self) -> dict[str, Any]:
         """Return the worker's row of the server's statistics."""
         return {
             "worker": self.worker,

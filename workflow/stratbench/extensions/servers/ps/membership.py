@@ -1,4 +1,4 @@
-"""The workers of a run, with the number and the slot of each.
+"""Tracks the workers of a run: which worker has which number and slot.
 
 A worker's *number* identifies it in files, logs, records and tickets. Its *slot* (`place`), from 0 to W - 1,
 identifies it to policies and shards. In a gang both are equal. An elastic worker gets a new number and the
@@ -14,19 +14,20 @@ from stratbench.extensions.servers.wire.frames import ComeAgain, ProtocolError
 
 
 class Membership:
-    """The workers of a gang: all join once before training starts, each in the slot of its number.
+    """Workers of a gang: all join once before training starts, in slot = worker number.
 
     Not thread-safe: the server calls its methods under a lock.
     """
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self.members: dict[int, Member] = {}  # by number
-        self._at: dict[int, Member] = {}  # slot -> its present worker, or else its last one
+        self.members: dict[int, Member] = {}  # members by the number of their worker
+        # For each slot its present worker, or its last one if none is present.
+        self._at: dict[int, Member] = {}
 
     @property
-    def numbers(self) -> int:
-        """The exclusive upper bound of workers' numbers."""
+    def number_limit(self) -> int:
+        """Exclusive upper bound of the workers' numbers."""
         return self.places
 
     def choose_slot(self, number: int) -> int:
@@ -41,28 +42,28 @@ class Membership:
             raise ProtocolError(f"worker {number} {state}")
         return number
 
-    def enter(self, member: Member, slot: int) -> None:
-        """Put a worker into a slot."""
+    def add_member(self, member: Member, slot: int) -> None:
+        """Put a new worker into a slot."""
         member.place = slot
         self.members[member.worker] = self._at[slot] = member
 
-    def at(self, slot: int) -> Member:
-        """Return the present worker of a slot, or its last one."""
+    def get_member(self, slot: int) -> Member:
+        """Return the present worker of a slot, or else the slot's last worker."""
         return self._at[slot]
 
     @property
-    def live(self) -> list[Member]:
+    def live_members(self) -> list[Member]:
         """The workers that are connected, in order of arrival."""
         return [m for m in self.members.values() if m.alive]
 
     @property
-    def ready(self) -> list[Member]:
+    def ready_members(self) -> list[Member]:
         """The connected workers that have asked for weights."""
-        return [m for m in self.live if m.pulled]
+        return [m for m in self.live_members if m.pulled]
 
     def may_start(self, n_lost: int) -> bool:
         """Return whether training may begin, if `n_lost` workers were lost before it."""
-        return len(self.ready) + n_lost >= self.places
+        return len(self.ready_members) + n_lost >= self.places
 
     def list_absent_slots(self, lost: Collection[int]) -> set[int]:
         """Return the slots that have no worker when training begins.
@@ -73,20 +74,23 @@ class Membership:
         return set(lost)
 
     @property
-    def all_gone(self) -> bool:
+    def has_no_members_left(self) -> bool:
         """Whether no worker is connected and none can still join."""
-        return not self.live and len(self.members) >= self.places
+        return not self.live_members and len(self.members) >= self.places
 
 
 class OpenMembership(Membership):
-    """Elastic workers, which join and leave at any time: at most `places` at once, each with a new number."""
+    """Elastic workers, which join and leave at any time, each with a new number.
+
+    At most `places` workers are present at once.
+    """
 
     @property
-    def numbers(self) -> int:
+    def number_limit(self) -> int:
         return 1 << 31
 
     def choose_slot(self, number: int) -> int:
-        """Return the lowest free slot.
+        """Return the lowest slot without a present worker.
 
         A connected worker that has not asked for weights may join again: another server had refused it.
 
@@ -98,19 +102,19 @@ class OpenMembership(Membership):
             super().choose_slot(number)
         elif known.alive:
             raise ComeAgain(f"worker {number} has not left yet; come again later")
-        taken = {m.place for m in self.live}
+        taken = {m.place for m in self.live_members}
         for slot in range(self.places):
             if slot not in taken:
                 return slot
         raise ComeAgain(f"all {self.places} places are taken; come again later")
 
     def may_start(self, n_lost: int) -> bool:
-        return bool(self.ready)
+        return bool(self.ready_members)
 
     def list_absent_slots(self, lost: Collection[int]) -> set[int]:
-        return set(range(self.places)) - {m.place for m in self.ready}
+        return set(range(self.places)) - {m.place for m in self.ready_members}
 
     @property
-    def all_gone(self) -> bool:
-        """False, because workers may join until the training is over."""
+    def has_no_members_left(self) -> bool:
+        """Always False, because elastic workers may join until the training is over."""
         return False

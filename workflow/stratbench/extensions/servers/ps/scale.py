@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stratbench.workload.torch_internals import unscale
+from stratbench.workload.torch_internals import unscale_gradients
 
 
 class LossScale:
@@ -42,7 +42,7 @@ class LossScale:
 class Unscaler:
     """Divides gradients by the loss scale and detects overflows in the same pass, on the device.
 
-    It calls GradScaler's own kernel, and never waits for the device.
+    The class calls GradScaler's own kernel, and never waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,4 +57,4 @@ class Unscaler:
 
     def unscale(self, grads: Tensor) -> None:
         """Divide `grads` by the scale, in place."""
-        unscale([grads], self.found, self._inverse)
+        unscale_gradients([grads], self.found, self._inverse)

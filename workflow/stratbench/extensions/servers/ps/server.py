@@ -22,10 +22,10 @@ from stratbench.extensions.servers.ps.store import MakePolicy
 from stratbench.extensions.servers.wire.gate import Gate
 from stratbench.extensions.servers.wire.transport import Listeners
 
-__all__ = ["ServerConfig", "serve"]
+__all__ = ["ServerConfig", "run_server"]
 
 
-def serve(
+def run_server(
     config: ServerConfig,
     secret: bytes,
     make: MakePolicy = make_policy,
@@ -47,13 +47,13 @@ def serve(
     """
     torch.set_num_threads(1)
     run = make_run(config, secret, make)
-    gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.enter)
-    listeners = Listeners(config.bind, config.advertise)
+    gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.admit_connection)
+    listeners = Listeners(config.bind_address, config.advertised_address)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)
     accepting.start()
     listeners.publish(config.rendezvous, config.server, run.incarnation)
     try:
-        run.watch()
+        run.watch_members()
     finally:
         run.over.set()
         gate.close()

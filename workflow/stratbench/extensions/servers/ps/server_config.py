@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stratbench.cell.learning_rate import share_of_lr
+from stratbench.cell.learning_rate import compute_lr_factor
 
 #: Seconds without a heartbeat after which a worker or server counts as lost. It matters for stopped processes
 #: and lost hosts only, since a process that ends closes its connections. The time is long, because heartbeats
@@ -21,17 +21,17 @@ class ServerConfig:
     Attributes:
         rendezvous: Path of the rendezvous files without their suffix, which is `.0` for server 0.
         workers: Number of workers.
-        epochs: Number of epochs. Server 0 hands out `epochs` x `steps_per_epoch` x `slices` tickets.
+        epochs: Number of epochs. Server 0 hands out `epochs` x `steps_per_epoch` x `slices_per_step` tickets.
         steps_per_epoch: Global batches per epoch.
-        slices: Tickets per global batch.
+        slices_per_step: Tickets per global batch.
         policy: Name of the update policy.
         hyper: Fields of `policy.Hyper`, except `workers` and `lr_scale`.
         policy_options: Options of the policy by name.
-        schedule: Arguments `schedule`, `warmup` and `final` of `share_of_lr`. None: the rate is constant.
+        schedule: Arguments `schedule`, `warmup` and `final` of `compute_lr_factor`. None: constant.
         server: Number of this server, from 0.
         n_servers: Number of servers.
-        bind: Address to listen on: loopback, unless workers run on other hosts.
-        advertise: Host name under which workers on other hosts reach the server.
+        bind_address: Address to listen on: loopback, unless workers run on other hosts.
+        advertised_address: Host name under which workers on other hosts reach the server.
         shard_bytes: Size of one shard of the parameters, in bytes.
         heartbeat_deadline_s: Seconds without a heartbeat after which a worker counts as lost.
         handshake_deadline_s: Seconds in which a new connection must show the secret.
@@ -46,15 +46,15 @@ class ServerConfig:
     workers: int
     epochs: int
     steps_per_epoch: int
-    slices: int
+    slices_per_step: int
     policy: str
     hyper: dict[str, Any]
     policy_options: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] | None = None
     server: int = 0
     n_servers: int = 1
-    bind: str = "127.0.0.1"
-    advertise: str | None = None
+    bind_address: str = "127.0.0.1"
+    advertised_address: str | None = None
     shard_bytes: int = 4 << 20
     heartbeat_deadline_s: float = HEARTBEAT_DEADLINE_S
     handshake_deadline_s: float = 15.0
@@ -69,18 +69,22 @@ class ServerConfig:
             raise ValueError(
                 f"server {self.server} of {self.n_servers} for {self.workers} workers is impossible"
             )
-        if self.bind in ("0.0.0.0", "::", "") and not self.advertise:
-            raise ValueError(f"bind {self.bind!r} needs `advertise`, the name workers connect to")
+        if self.bind_address in ("0.0.0.0", "::", "") and not self.advertised_address:
+            raise ValueError(
+                f"bind {self.bind_address!r} needs `advertised_address`, the name workers connect to"
+            )
 
     @property
     def lr_share(self) -> Callable[[int], float] | None:
-        """Function from a shard's number of pushes to the factor on the learning rate. None: it is always 1.
+        """Function that maps a shard's number of pushes to a learning rate factor.
 
-        A step ends with the last of the `slices` pushes of its global batch.
+        The property is None if the factor is always 1.
+
+        A step ends with the last of the `slices_per_step` pushes of its global batch.
         """
         if self.schedule is None:
             return None
         steps, schedule = self.steps or self.epochs * self.steps_per_epoch, self.schedule
-        return lambda pushes: share_of_lr(
-            step=max(0, pushes - 1) // self.slices, steps=steps, **schedule
+        return lambda pushes: compute_lr_factor(
+            step=max(0, pushes - 1) // self.slices_per_step, steps=steps, **schedule
         )

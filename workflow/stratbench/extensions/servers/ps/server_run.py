@@ -20,7 +20,7 @@ from stratbench.extensions.servers.ps.membership import Membership
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
-from stratbench.extensions.servers.ps.store import EpochLog, MakePolicy, Store, check_length
+from stratbench.extensions.servers.ps.store import EpochLog, MakePolicy, Store, check_payload_length
 from stratbench.extensions.servers.ps.tickets import TicketPlan, Tickets
 from stratbench.extensions.servers.wire.frames import (
     BUFFERS,
@@ -42,7 +42,7 @@ _OF_A_TICKET = (Kind.PUSH, Kind.APPLY, Kind.SKIP)
 
 
 class ServerRun:
-    """The state of one server process.
+    """State of one server process during a run: workers, tickets and shards.
 
     `_lock` guards members and tickets. A thread that holds it may take a shard's lock, but a thread that
     holds a shard's lock must not take `_lock`.
@@ -63,20 +63,21 @@ class ServerRun:
         self.error: str | None = None
         self.done = False  # every ticket is completed
         self.lost: list[dict[str, Any]] = []
-        self.plan = TicketPlan(config.epochs, config.steps_per_epoch, config.slices, config.steps)
-        self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands them out
+        self.plan = TicketPlan(
+            config.epochs, config.steps_per_epoch, config.slices_per_step, config.steps
+        )
+        self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands out the tickets
         self._writer: SnapshotWriter | None = None
         if config.snapshot_dir:
             self._writer = SnapshotWriter(
-                config.snapshot_dir, config.server, config.n_servers, self._stop
+                config.snapshot_dir, config.server, config.n_servers, self._stop_with_error
             )
         self.epochs = EpochLog(self.plan, self._writer)
         self._lock = threading.Lock()
         self._membership = self.members_by(config.workers)
         self._members = self._membership.members
-        self._store: Store | None = (
-            None  # created when the first worker sends the sizes of its tensors
-        )
+        # The store is created when the first worker sends the sizes of its tensors.
+        self._store: Store | None = None
         self._start: str | None = None  # hash of the initial weights of the first worker
         self._initialiser: Member | None = None
         self._evaluator = 0  # the worker that evaluates at the end
@@ -85,7 +86,9 @@ class ServerRun:
 
     # --- joining ---------------------------------------------------------------------------------
 
-    def enter(self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str):
+    def admit_connection(
+        self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str
+    ):
         """Admit a worker that has shown the secret.
 
         Args:
@@ -99,15 +102,15 @@ class ServerRun:
         """
         member = self._admit(connection, hello, transport)
         try:
-            self._welcome(member, nonces)
+            self._send_welcome(member, nonces)
         except Exception as error:
-            self._lose(member, str(error))
+            self._lose_member(member, str(error))
             raise
         return lambda: self._listen(member)
 
     def _admit(self, connection: Connection, hello: dict[str, Any], transport: str) -> Member:
         c = self.config
-        peer = parse_hello(hello, self._membership.numbers, transport)
+        peer = parse_hello(hello, self._membership.number_limit, transport)
         worker, layout = peer.worker, peer.layout
         with self._lock:
             if self.over.is_set():  # a late worker would otherwise start a run of its own
@@ -115,7 +118,7 @@ class ServerRun:
             slot = self._membership.choose_slot(worker)
             if self._store is None:
                 self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
-                self._check_room(layout.weight_bytes + layout.buffer_bytes)
+                self._check_disk_space(layout.weight_bytes + layout.buffer_bytes)
             elif layout != self._store.layout:
                 raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
             if self._start is None:
@@ -123,27 +126,27 @@ class ServerRun:
             elif peer.start != self._start:
                 raise ProtocolError(OTHER_START)
             member = Member(peer, connection, transport)
-            self._membership.enter(member, slot)
+            self._membership.add_member(member, slot)
         return member
 
     @property
-    def _snapshots_kept(self) -> int:
+    def _max_kept_snapshots(self) -> int:
         """Maximum number of epochs whose snapshots are on the disk at the same time."""
         return self.config.epochs
 
-    def _check_room(self, snapshot_bytes: int) -> None:
-        """End the run before it begins if the disk has no room for its snapshots. `_lock` is held."""
-        folder, max_snapshots = self.config.snapshot_dir, self._snapshots_kept
+    def _check_disk_space(self, snapshot_bytes: int) -> None:
+        """End the run before its start if the disk lacks room for snapshots. `_lock` is held."""
+        folder, max_snapshots = self.config.snapshot_dir, self._max_kept_snapshots
         needed = max_snapshots * snapshot_bytes
         if folder and (free := shutil.disk_usage(folder).free) < needed:
-            self._fail(
+            self._fail_run(
                 f"the servers' snapshots of {max_snapshots} epochs need {needed / 1e9:.3g} GB in "
                 f"{folder}, where {free / 1e9:.3g} GB are free: make room there, or, for a cell on one "
                 "node, set TMPDIR to a folder with more"
             )
             raise ProtocolError(self.error)
 
-    def _welcome(self, member: Member, nonces: bytes) -> None:
+    def _send_welcome(self, member: Member, nonces: bytes) -> None:
         store, connection = self._store, member.connection
         welcome = {
             "shard_numel": store.shard_numel,
@@ -154,28 +157,29 @@ class ServerRun:
             "snapshot_dir": self.config.snapshot_dir,
             "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
             "limit_bytes": store.limit_bytes,
-        } | self._extend_welcome(member)
+        } | self._make_welcome_additions(member)
         accept_handshake(connection, self._secret, nonces, welcome, store.limit_bytes)
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
         sender.start()
-        member.sender = sender  # set after the start, because `close` joins this thread
+        member.sender = sender  # the sender is set after its start, because `close` joins it
 
-    def _extend_welcome(self, member: Member) -> dict[str, Any]:
+    def _make_welcome_additions(self, member: Member) -> dict[str, Any]:
         return {}
 
     def _answer(self, member: Member) -> None:
         try:
             member.send_replies(self._store)
         except Closed:
-            pass  # the receiving thread notices it after the worker's last frames, such as BYE
+            # The receiving thread notices the closed connection after the last frames, such as BYE.
+            pass
         except Exception as error:
             self._stop_after_error(error)
             member.drop_shards()
             with contextlib.suppress(Closed):
-                member.send_replies(self._store)  # sends the reason
+                member.send_replies(self._store)  # sends the reason, which is queued as a reply
 
-    def _handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
+    def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
         """Return the handlers of frames that have no payload, by kind of frame."""
         return {
             Kind.PULL: self._on_pull,
@@ -188,15 +192,16 @@ class ServerRun:
 
     def _listen(self, member: Member) -> None:
         try:
-            self._attend(member)
+            self._handle_frames(member)
         except Exception as error:
             self._stop_after_error(error)
-        member.sender.join()  # it may still send a reason; `close` closes a connection that nobody reads
-        member.let_go()
+        # The sender may still send a reason; `close` closes a connection that nobody reads.
+        member.sender.join()
+        member.close_transport()
 
-    def _attend(self, member: Member) -> None:
+    def _handle_frames(self, member: Member) -> None:
         """Handle a worker's frames until it leaves or is lost."""
-        connection, handlers = member.connection, self._handlers()
+        connection, handlers = member.connection, self._get_frame_handlers()
         try:
             while True:
                 frame = connection.receive()
@@ -211,31 +216,31 @@ class ServerRun:
                 elif frame.kind is Kind.ERR:
                     self._on_error(member, frame)
                 elif frame.kind in (Kind.BYE, Kind.LEAVE):
-                    member.wait_s = self._read_report(member, frame)
+                    member.wait_s = self._read_wait_report_s(member, frame)
                     (self._on_bye if frame.kind is Kind.BYE else self._on_leave)(member)
                     break
                 elif frame.kind is Kind.SCORE:
                     self._on_score(member, self._read_json(member, frame))
                 elif frame.kind in handlers:
-                    check_length(frame, 0)
+                    check_payload_length(frame, 0)
                     handlers[frame.kind](member, frame)
                 else:
                     raise ProtocolError(f"malformed frame: {frame.kind.name} from a worker")
         except ProtocolError as error:
-            self.refusals.add(f"worker {member.worker}", str(error))
-            self._lose(member, str(error))
+            self.refusals.add_refusal(f"worker {member.worker}", str(error))
+            self._lose_member(member, str(error))
         except (Closed, Silent) as error:
-            self._lose(member, str(error))
+            self._lose_member(member, str(error))
 
     def _stop_after_error(self, error: Exception) -> None:
         """End the run because of an unexpected error, so that workers do not wait forever."""
         log.exception("the server failed")
-        self._stop(f"the server failed: {type(error).__name__}: {error}")
+        self._stop_with_error(f"the server failed: {type(error).__name__}: {error}")
 
-    def _stop(self, message: str) -> None:
+    def _stop_with_error(self, message: str) -> None:
         """End the run for all workers with an error. If the run is over already, record the error only."""
         with self._lock:
-            self._fail(message)
+            self._fail_run(message)
             self.error = self.error or message
 
     # --- starting --------------------------------------------------------------------------------
@@ -246,9 +251,8 @@ class ServerRun:
         Servers other than 0 also get PULL from a worker that has a ticket again.
         """
         with self._lock:
-            if (
-                not member.alive
-            ):  # it counts as lost meanwhile, and its slot may have another worker
+            # The worker may count as lost meanwhile, and its slot may have another one.
+            if not member.alive:
                 return
             if member.idle:
                 member.idle = False
@@ -258,7 +262,7 @@ class ServerRun:
                 self._add_ready_member(member)
 
     def _add_ready_member(self, member: Member) -> None:
-        """Add a worker that is ready to start to the shards, once they exist. `_lock` is held."""
+        """Add a worker that is ready to start to the existing shards. `_lock` is held."""
         self._ask_for_weights()
         if self._initialised:
             self._store.join(member.place)
@@ -268,21 +272,20 @@ class ServerRun:
         member = self._initialiser
         if self._initialised or (member is not None and member.alive):
             return
-        if ready := self._membership.ready:
+        if ready := self._membership.ready_members:
             self._initialiser = ready[0]
             self._store.begin_filling()
-            ready[0].tell(Frame(Kind.INIT))
+            ready[0].queue_frame(Frame(Kind.INIT))
 
     def _on_init(self, member: Member, frame: Frame) -> None:
         if member is not self._initialiser or self._initialised:
             raise ProtocolError("malformed frame: INIT that was not asked for")
         initial = self._store.receive_initial(frame, member.lane)
         with self._lock:
-            if (
-                not member.alive
-            ):  # it counts as lost meanwhile, and another worker sends its weights
+            # The worker may count as lost meanwhile, and another one sends its weights.
+            if not member.alive:
                 raise ProtocolError("INIT of a worker that was given up")
-            if not self._store.fill(frame.shard, initial):
+            if not self._store.store_initial(frame.shard, initial):
                 return
             self._store.make_shards(self._make_shard)
             self._initialised = True
@@ -290,7 +293,7 @@ class ServerRun:
                 [entry["worker"] for entry in self.lost]
             ):
                 self._store.leave(slot, lost=True)
-            for other in self._membership.ready:
+            for other in self._membership.ready_members:
                 self._store.join(other.place)
             self._start_if_ready()
 
@@ -298,7 +301,7 @@ class ServerRun:
         return Shard(number, self._make(weights), self._release, self.config.lr_share)
 
     def _release(self, slot: int, shard: int) -> None:
-        self._membership.at(slot).post(shard)
+        self._membership.get_member(slot).queue_item(shard)
 
     def _start_if_ready(self) -> None:
         may_start = self._initialised and self._membership.may_start(len(self.lost))
@@ -307,7 +310,7 @@ class ServerRun:
         self._started = True
         self._begin_clock()
         if self.config.server == 0:
-            for member in sorted(self._membership.ready, key=lambda m: m.place):
+            for member in sorted(self._membership.ready_members, key=lambda m: m.place):
                 self._hand_ticket(member)
 
     def _begin_clock(self) -> None:
@@ -316,15 +319,15 @@ class ServerRun:
     # --- working ---------------------------------------------------------------------------------
 
     def _check_ticket(self, member: Member, frame: Frame) -> None:
-        """Check the ticket of a frame. On servers other than 0, the first frame of a ticket assigns it."""
+        """Check a frame's ticket. On servers other than 0, a ticket's first frame assigns the ticket."""
         if self.config.server and self._initialised and member.ticket is None:
             if not 0 <= frame.ticket < len(self.plan):
                 raise ProtocolError(f"malformed frame: ticket {frame.ticket} is not in the plan")
-            member.assign(frame.ticket, self._store.mine)
+            member.assign_ticket(frame.ticket, self._store.mine)
         member.check_ticket(frame)
 
     def _reserve_ticket(self, member: Member) -> None:
-        """Choose a worker's next ticket before its last shard is applied.
+        """Choose a worker's next ticket before the present ticket's last shard is applied.
 
         This shard may release other workers from a barrier. All workers then have a ticket of the next step
         already, so that a fast worker cannot take two of them.
@@ -332,11 +335,11 @@ class ServerRun:
         if self.config.server == 0:
             with self._lock:
                 if member.alive and member.next is None and self._hands_out_tickets:
-                    member.next = self.tickets.take(member.worker, member.place)
+                    member.next = self.tickets.take_next_ticket(member.worker, member.place)
 
     @property
     def _hands_out_tickets(self) -> bool:
-        """Whether workers get another ticket after the current one, if one is left."""
+        """Whether workers still get tickets: True until the training is done."""
         return not self.done
 
     def _rehearse(self, member: Member, frame: Frame) -> None:
@@ -349,15 +352,15 @@ class ServerRun:
         if frame.kind is Kind.PUSH:
             answered = self._store.list_pushed_shards(member, frame)
             for k in answered:
-                member.lane.receive(k)
+                member.lane.receive_shard(k)
         else:
-            check_length(frame, 0)
+            check_payload_length(frame, 0)
             answered = list(self._store.mine)
         if member.scaled == (frame.kind is Kind.PUSH):
             return  # with a loss scale, the reply follows APPLY or SKIP; without one, it follows the push
         for k in answered:
             if k != BUFFERS:
-                member.tell(Frame(Kind.OK, k, 1), member.lane.blank(k))
+                member.queue_frame(Frame(Kind.OK, k, 1), member.lane.make_rehearsal_payload(k))
 
     def _on_push(self, member: Member, frame: Frame) -> None:
         self._check_ticket(member, frame)
@@ -375,18 +378,18 @@ class ServerRun:
         self._check_ticket(member, frame)
         self._reserve_ticket(member)
         if frame.kind is Kind.APPLY:
-            self._store.apply(member, frame.ticket)
+            self._store.apply_push(member, frame.ticket)
         else:
             member.skips += 1
-            self._store.skip(member, frame.ticket)
+            self._store.skip_ticket(member, frame.ticket)
         self._finish_push(member)
 
     def _finish_push(self, member: Member) -> None:
-        self._complete(member)
-        with contextlib.suppress(Closed):  # as in `_answer`
+        self._complete_ticket(member)
+        with contextlib.suppress(Closed):  # the receiving thread notices a closed connection later
             member.send_now(self._store)
 
-    def _complete(self, member: Member) -> None:
+    def _complete_ticket(self, member: Member) -> None:
         """Complete a ticket, for which the worker has pushed all shards of this server."""
         with self._lock:
             number = member.ticket
@@ -395,12 +398,12 @@ class ServerRun:
             member.ticket = None
             member.tickets += 1
             self._last_push_s = time.perf_counter()
-            self.epochs.count(number, self._last_push_s - self._first_ticket_s, self._store)
+            self.epochs.count_ticket(number, self._last_push_s - self._first_ticket_s, self._store)
             if self.config.server:
-                self.done = self.epochs.complete
-                member.tell(Frame(Kind.ACK, ticket=number))
+                self.done = self.epochs.is_complete
+                member.queue_frame(Frame(Kind.ACK, ticket=number))
                 return
-            self._settle(member.worker, number, server=0)
+            self._settle_ticket(member.worker, number, server=0)
             self._hand_ticket(member)
 
     def _on_settle(self, member: Member, frame: Frame) -> None:
@@ -409,42 +412,45 @@ class ServerRun:
             raise ProtocolError(f"malformed frame: SETTLE of server {frame.shard}")
         with self._lock:
             if member.alive and frame.ticket in self.tickets.list_held(member.worker):
-                self._settle(member.worker, frame.ticket, frame.shard)
+                self._settle_ticket(member.worker, frame.ticket, frame.shard)
 
-    def _settle(self, worker: int, number: int, server: int) -> None:
-        self.tickets.settle(worker, number, server)
+    def _settle_ticket(self, worker: int, number: int, server: int) -> None:
+        self.tickets.record_settled(worker, number, server)
         self._finish_if_over()
 
     def _finish_if_over(self) -> None:
         if self.tickets.all_settled:
-            self._finish()
+            self._finish_training()
 
-    def _finish(self) -> None:
+    def _finish_training(self) -> None:
         """End the training: all workers leave, after one of them has evaluated. `_lock` is held."""
         self.done = True
-        live = self._membership.live
+        live = self._membership.live_members
         self._evaluator = min((m.worker for m in live), default=0)
         for other in live:
-            other.tell(Frame(Kind.DONE, shard=self._evaluator))
+            other.queue_frame(Frame(Kind.DONE, shard=self._evaluator))
 
     def _hand_ticket(self, member: Member) -> None:
         """Give a worker its next ticket, or tell it to wait if none is free. `_lock` is held."""
         if self.done:
             return
-        ticket, member.next = member.next or self.tickets.take(member.worker, member.place), None
+        ticket, member.next = (
+            member.next or self.tickets.take_next_ticket(member.worker, member.place),
+            None,
+        )
         if ticket is not None:
             if member.idle:
                 member.idle = False
                 self._store.join(member.place)
-            member.assign(ticket.number, self._store.mine)
-            member.tell(Frame(Kind.TICKET, ticket=ticket.number), pack_ticket(*ticket))
+            member.assign_ticket(ticket.number, self._store.mine)
+            member.queue_frame(Frame(Kind.TICKET, ticket=ticket.number), pack_ticket(*ticket))
         elif not member.idle:
-            self._let_wait(member)
+            self._tell_to_wait(member)
 
-    def _let_wait(self, member: Member) -> None:
+    def _tell_to_wait(self, member: Member) -> None:
         """Tell a worker that no ticket is free now. `_lock` is held."""
         self._mark_idle(member)
-        member.tell(Frame(Kind.WAIT))
+        member.queue_frame(Frame(Kind.WAIT))
 
     def _mark_idle(self, member: Member) -> None:
         member.idle = True
@@ -455,23 +461,23 @@ class ServerRun:
         """Handle WAIT: a worker reports that server 0 has no ticket for it now."""
         with self._lock:
             if member.alive:
-                self._let_wait(member)
+                self._tell_to_wait(member)
 
     # --- leaving ---------------------------------------------------------------------------------
 
-    def _read_small(self, member: Member, frame: Frame) -> bytes:
+    def _read_small_payload(self, member: Member, frame: Frame) -> bytes:
         """Return the payload of a frame, which may have `SMALL_BYTES` at most."""
         if frame.length > SMALL_BYTES:
             raise ProtocolError(f"oversized frame: {frame.kind.name} of {frame.length} bytes")
-        return member.connection.read(frame.length)
+        return member.connection.read_payload(frame.length)
 
     def _read_json(self, member: Member, frame: Frame) -> Any:
         try:
-            return json.loads(self._read_small(member, frame))
+            return json.loads(self._read_small_payload(member, frame))
         except ValueError as error:
             raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
 
-    def _read_report(self, member: Member, frame: Frame) -> float:
+    def _read_wait_report_s(self, member: Member, frame: Frame) -> float:
         """Return how many seconds a leaving worker has waited for servers, from its report."""
         try:
             return float(self._read_json(member, frame)["wait_s"])
@@ -483,7 +489,7 @@ class ServerRun:
             raise Closed("it left before the run was over")
         with self._lock:
             member.alive = False
-            self._end_if_empty()
+            self._end_run_if_empty()
         member.end()
 
     def _on_leave(self, member: Member) -> None:
@@ -494,26 +500,28 @@ class ServerRun:
 
     def _on_error(self, member: Member, frame: Frame) -> None:
         """Handle ERR: another server has ended the run, or this worker's part in it."""
-        reason = self._read_small(member, frame).decode(errors="replace")
+        reason = self._read_small_payload(member, frame).decode(errors="replace")
         raise Closed(f"another server: {reason}")
 
-    def _end_if_empty(self) -> None:
-        if not self._membership.all_gone:
+    def _end_run_if_empty(self) -> None:
+        if not self._membership.has_no_members_left:
             return
         if not self.done:
-            self._fail(f"all {self.config.workers} workers were lost")
+            self._fail_run(f"all {self.config.workers} workers were lost")
         self.over.set()
 
-    def _lose(self, member: Member, reason: str) -> None:
+    def _lose_member(self, member: Member, reason: str) -> None:
         """Handle the loss of a worker: give its tickets to others, or end the run."""
         with self._lock:
             if not member.alive or self.over.is_set():
                 return
             member.alive = False
-            step = self.plan.global_step(member.last_ticket)
+            step = self.plan.compute_global_step(member.last_ticket)
             log.warning("worker %d was lost at step %d: %s", member.worker, step, reason)
             # A worker that was only stopped will read this when it resumes.
-            member.tell(Frame(Kind.ERR), f"the server gave this worker up: {reason}".encode())
+            member.queue_frame(
+                Frame(Kind.ERR), f"the server gave this worker up: {reason}".encode()
+            )
             member.end()
             if not self.done:
                 after_s = time.perf_counter() - self._first_ticket_s if self._started else 0.0
@@ -521,13 +529,13 @@ class ServerRun:
                     {"worker": member.worker, "step": step, "reason": reason, "after_s": after_s}
                 )
                 if not self._tolerates_loss:
-                    self._fail(f"step {step}: worker {member.worker} was lost ({reason})")
+                    self._fail_run(f"step {step}: worker {member.worker} was lost ({reason})")
                     return
                 self._continue_without(member)
-            self._end_if_empty()
+            self._end_run_if_empty()
 
     def _continue_without(self, member: Member) -> None:
-        self.tickets.give_back(member.worker)
+        self.tickets.take_back_tickets(member.worker)
         if self._initialised:
             self._store.leave(member.place, lost=True)
         else:
@@ -537,29 +545,29 @@ class ServerRun:
 
     def _hand_tickets_to_idle(self) -> None:
         """Give tickets to workers that had to wait for one. `_lock` is held."""
-        for other in self._membership.live if self.config.server == 0 else ():
+        for other in self._membership.live_members if self.config.server == 0 else ():
             if other.idle and other.evaluates is None:
                 self._hand_ticket(other)
 
-    def _fail(self, message: str) -> None:
+    def _fail_run(self, message: str) -> None:
         """End the run with an error, and tell all workers. `_lock` is held."""
         if self.over.is_set():
             return
         self.error = message
         log.error("%s", message)
-        for member in self._membership.live:
-            member.tell(Frame(Kind.ERR), message.encode()[:SMALL_BYTES])
+        for member in self._membership.live_members:
+            member.queue_frame(Frame(Kind.ERR), message.encode()[:SMALL_BYTES])
         self.over.set()
 
     # --- watching --------------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def watch_members(self) -> None:
         """Send heartbeats and look for silent workers until the run is over."""
         interval_s = min(1.0, self.config.heartbeat_deadline_s / 4)
         born, awake = time.monotonic(), Awake(interval_s)
         while not self.over.wait(interval_s):
             now = time.monotonic()
-            self._lose_silent_members(now, awake.look(now))
+            self._lose_silent_members(now, awake.record_awake(now))
             self._check_start_deadline(now - born)
 
     def _check_start_deadline(self, age_s: float) -> None:
@@ -570,8 +578,8 @@ class ServerRun:
         """
         if not self._started and age_s > self.config.start_deadline_s:
             with self._lock:
-                here = sorted(m.worker for m in self._membership.ready)
-                self._fail(
+                here = sorted(m.worker for m in self._membership.ready_members)
+                self._fail_run(
                     f"only workers {here} of {self.config.workers} were ready to start within "
                     f"{self.config.start_deadline_s:g} s"
                 )
@@ -580,9 +588,9 @@ class ServerRun:
         deadline_s = self.config.heartbeat_deadline_s
         for member in list(self._members.values()):
             if member.alive and member.compute_silence_s(now, awake_since) > deadline_s:
-                self._lose(member, f"no heartbeat for {deadline_s:g} s")
+                self._lose_member(member, f"no heartbeat for {deadline_s:g} s")
             elif member.alive and not member.has_queued:
-                member.tell(Frame(Kind.HEARTBEAT))
+                member.queue_frame(Frame(Kind.HEARTBEAT))
 
     def close(self) -> None:
         """Send the frames that are queued, close all connections, and finish the snapshots."""
@@ -612,7 +620,7 @@ class ServerRun:
             "epochs": self.epochs.ends,
             **({"step_ends_s": self.epochs.step_ends_s.tolist()} if c.steps else {}),
             "tickets_settled": self.tickets.n_settled if c.server == 0 else None,
-            "workers": [self._members[w].summary() for w in sorted(self._members)],
+            "workers": [self._members[w].make_statistics_row() for w in sorted(self._members)],
             "lost": self.lost,
             "reassigned": self.tickets.reassigned,
             "refused": self.refusals.count,

@@ -16,12 +16,12 @@ from stratbench.extensions.servers.policies.policy import Outcome, Policy
 from stratbench.extensions.servers.ps.tickets import CompactIntSet
 
 
-def _always() -> bool:
+def _return_true() -> bool:
     return True
 
 
 class Shard:
-    """One shard: a policy with a lock.
+    """One shard of the weights: an update policy, protected by a lock.
 
     A ticket is applied to the shard once, even if it is pushed again.
     """
@@ -59,12 +59,10 @@ class Shard:
         #: Whether every worker reads the weights themselves, so that they are sent without a copy.
         self._shows_weights = type(policy).view is Policy.view
         self._borrowers = 0  # number of threads that are sending the present tensor of weights
-        self._lent_on: dict[
-            int, int
-        ] = {}  # id of an earlier tensor of weights -> threads that send it
-        self._spare: Tensor | None = (
-            None  # an earlier tensor of weights that no thread sends any more
-        )
+        # Number of threads that send each earlier tensor of weights, by the tensor's id.
+        self._lent_on: dict[int, int] = {}
+        # An earlier tensor of weights that no thread sends any more, for reuse.
+        self._spare: Tensor | None = None
 
     def push(
         self,
@@ -74,7 +72,7 @@ class Shard:
         alive: Callable[[], bool],
         weight: float = 1.0,
     ) -> None:
-        """Apply a worker's gradient of a ticket.
+        """Apply the gradient that a worker has pushed for a ticket.
 
         If the shard has had the ticket before, because its first worker was lost half-way, the step counts as
         skipped. If the worker is lost by now, nothing changes.
@@ -99,12 +97,12 @@ class Shard:
             self.policy.push_weight = weight
             self._before_change()
             started = time.perf_counter()
-            self._apply(worker, grad)
+            self._apply_gradient(worker, grad)
             self._waiting.add(worker)
             self._release_ready()
             self.apply_s += time.perf_counter() - started
 
-    def _apply(self, worker: int, grad: Tensor | None) -> None:
+    def _apply_gradient(self, worker: int, grad: Tensor | None) -> None:
         read_version = self._read_version[worker]
         if grad is None:
             self.policy.on_skip(worker, read_version)
@@ -120,7 +118,7 @@ class Shard:
             self._waiting.discard(worker)
             self._release(worker, self.index)
 
-    def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _always) -> int:
+    def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _return_true) -> int:
         """Write the weights that a worker shall read to `out`, and return their version.
 
         If the worker is lost, the read is not recorded, because another worker may have its slot.
@@ -142,8 +140,8 @@ class Shard:
         return version
 
     @contextmanager
-    def lend(
-        self, worker: int, spare: Tensor, alive: Callable[[], bool] = _always
+    def lend_weights(
+        self, worker: int, spare: Tensor, alive: Callable[[], bool] = _return_true
     ) -> Iterator[tuple[Tensor, int]]:
         """Yield the weights that a worker shall read, shape [n], and their version.
 
@@ -168,10 +166,10 @@ class Shard:
             yield lent, version
         finally:
             with self._lock:
-                self._take_back(lent)
+                self._return_lent(lent)
 
     def join(self, worker: int) -> None:
-        """Add a worker, or add it again, and let it read the shard at once."""
+        """Add a new or returning worker, and let it read the shard's weights at once."""
         with self._lock:
             if worker in self._left:
                 self._left.discard(worker)
@@ -190,10 +188,10 @@ class Shard:
             self._release_ready()
 
     @property
-    def taken(self) -> CompactIntSet:
+    def pushed_tickets(self) -> CompactIntSet:
         """A copy of the set of tickets that were pushed to this shard."""
         with self._lock:
-            return CompactIntSet(self._taken.floor, self._taken.above)
+            return CompactIntSet(self._taken.floor, self._taken.numbers_above_floor)
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the shard's state for `load`, without workers that wait or read."""
@@ -201,7 +199,7 @@ class Shard:
             return {
                 "policy": self.policy.state(),
                 "floor": self._taken.floor,
-                "above": self._taken.above,
+                "above": self._taken.numbers_above_floor,
                 "staleness": dict(self.staleness),
                 "dropped": self.dropped,
                 "apply_s": self.apply_s,
@@ -227,11 +225,12 @@ class Shard:
                     self._left.add(worker)
                     self.policy.on_leave(worker)
             self.policy.finish()
-            for worker in self._waiting:  # a worker that repeats a ticket needs weights
+            # A worker that waits because it repeats a ticket still needs weights.
+            for worker in self._waiting:
                 self._release(worker, self.index)
             self._waiting.clear()
 
-    def snapshot(self, out: Tensor) -> None:
+    def request_snapshot(self, out: Tensor) -> None:
         """Request a copy of the present weights in `out`, shape [n].
 
         The copy is made by `save_snapshots`, or before the next change of the shard if that comes first. So
@@ -241,12 +240,12 @@ class Shard:
             self._snapshots.append(out)
 
     def save_snapshots(self) -> None:
-        """Make the copies that `snapshot` has requested."""
+        """Make the copies that `request_snapshot` has requested."""
         with self._lock:
             self._save_snapshots()
 
     def _before_change(self) -> None:
-        """Save the present weights for those that still need them, before they change. `_lock` is held."""
+        """Save the weights for pending snapshots and sends before they change. `_lock` is held."""
         self._save_snapshots()
         if self._borrowers:
             weights = self.policy.weights
@@ -254,7 +253,7 @@ class Shard:
             self._lent_on[id(weights)], self._borrowers = self._borrowers, 0
             self.policy.weights, self._spare = fresh.copy_(weights), None
 
-    def _take_back(self, lent: Tensor) -> None:
+    def _return_lent(self, lent: Tensor) -> None:
         """Record that a thread has sent the tensor `lent`. `_lock` is held."""
         if lent is self.policy.weights:
             self._borrowers -= 1
@@ -262,7 +261,8 @@ class Shard:
             self._lent_on[id(lent)] -= 1
             if not self._lent_on[id(lent)]:
                 del self._lent_on[id(lent)]
-                self._spare = lent  # reused, since its memory has been touched already
+                # The tensor is reused, since its memory has been touched already.
+                self._spare = lent
 
     def _save_snapshots(self) -> None:
         for out in self._snapshots:

@@ -23,33 +23,33 @@ from torch import Tensor
 
 from stratbench.cell.files import write_atomic
 from stratbench.extensions.servers.ps.shard import Shard
-from stratbench.extensions.servers.wire.shm import DTYPES, dtype_name
-from stratbench.workload.flat import as_bytes
+from stratbench.extensions.servers.wire.shm import DTYPES, get_dtype_name
+from stratbench.workload.flat import get_tensor_bytes
 
 
-def _weights_file(folder: Path, epoch: int, server: int) -> Path:
+def _get_weights_path(folder: Path, epoch: int, server: int) -> Path:
     return folder / f"epoch{epoch}.weights.{server}.npy"
 
 
-def _buffers_file(folder: Path, epoch: int) -> Path:
+def _get_buffers_path(folder: Path, epoch: int) -> Path:
     return folder / f"epoch{epoch}.buffers.npy"
 
 
-def _notice_file(folder: Path, epoch: int, server: int) -> Path:
+def _get_notice_path(folder: Path, epoch: int, server: int) -> Path:
     return folder / f"epoch{epoch}.{server}.json"
 
 
-def _save(path: Path, tensor: Tensor) -> None:
+def _write_tensor(path: Path, tensor: Tensor) -> None:
     """Write a tensor as bytes. The JSON file names the dtype, because NumPy has no bfloat16.
 
     The function does not use `np.save`, whose error on a full disk does not name the reason.
     """
     partial = path.with_suffix(".part")
-    header = {"descr": "|u1", "fortran_order": False, "shape": (as_bytes(tensor).nbytes,)}
+    header = {"descr": "|u1", "fortran_order": False, "shape": (get_tensor_bytes(tensor).nbytes,)}
     try:
         with partial.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
-            file.write(as_bytes(tensor))
+            file.write(get_tensor_bytes(tensor))
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def _save(path: Path, tensor: Tensor) -> None:
         raise
 
 
-def _load(path: Path, dtype: str) -> Tensor:
+def _read_tensor(path: Path, dtype: str) -> Tensor:
     return torch.from_numpy(np.load(path, allow_pickle=False)).view(DTYPES[dtype])
 
 
@@ -71,7 +71,7 @@ class SnapshotWriter:
         n_servers: int,
         on_failure: Callable[[str], None],
     ) -> None:
-        """Start the thread.
+        """Start the thread that writes snapshots.
 
         Args:
             folder: Folder for the snapshots.
@@ -86,7 +86,9 @@ class SnapshotWriter:
         self._start_thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
         self._start_thread.start()
 
-    def take(self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None) -> None:
+    def request_snapshot(
+        self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None
+    ) -> None:
         """Request a snapshot of the present weights, and return at once.
 
         Args:
@@ -100,11 +102,11 @@ class SnapshotWriter:
         start = 0
         for shard in shards:
             stop = start + shard.policy.weights.numel()
-            shard.snapshot(weights[start:stop])
+            shard.request_snapshot(weights[start:stop])
             start = stop
         self._queue_frame.put((epoch, seconds, shards, weights, buffers))
 
-    def wait(self) -> None:
+    def wait_for_snapshots(self) -> None:
         """Wait until all snapshots that were requested so far are on the disk."""
         done = threading.Event()
         self._queue_frame.put(done)
@@ -125,30 +127,31 @@ class SnapshotWriter:
                 for shard in shards:
                     shard.save_snapshots()
                 self._write(epoch, seconds, weights, buffers)
-            except Exception as error:  # of any kind: `wait` would wait forever for a dead thread
+            # An error of any kind is kept, because `wait` would wait forever for a dead thread.
+            except Exception as error:
                 cause = getattr(error, "strerror", None) or error
                 reason = f"the snapshot of epoch {epoch + 1} could not be written to {self.folder}"
                 self._on_failure(f"{reason}: {cause}")
 
     def _write(self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None) -> None:
-        _save(_weights_file(self.folder, epoch, self._server), weights)
+        _write_tensor(_get_weights_path(self.folder, epoch, self._server), weights)
         notice = {
             "epoch": epoch,
             "seconds": seconds,
             "n_servers": self._n_servers,
-            "dtype": dtype_name(weights.dtype),
+            "dtype": get_dtype_name(weights.dtype),
             "buffer_dtype": None,
         }
         if buffers is not None:
-            _save(_buffers_file(self.folder, epoch), buffers)
-            notice["buffer_dtype"] = dtype_name(buffers.dtype)
-        write_atomic(_notice_file(self.folder, epoch, self._server), json.dumps(notice))
+            _write_tensor(_get_buffers_path(self.folder, epoch), buffers)
+            notice["buffer_dtype"] = get_dtype_name(buffers.dtype)
+        write_atomic(_get_notice_path(self.folder, epoch, self._server), json.dumps(notice))
 
 
 def load_snapshot(
     folder: str | Path, epoch: int, wait_s: float = 0.0
 ) -> tuple[float, Tensor, Tensor | None]:
-    """Return the servers' state after `epoch`.
+    """Return the weights and other state that the servers saved after `epoch`.
 
     Waits up to `wait_s` for the servers' writing. Counts epochs from 0.
 
@@ -166,7 +169,7 @@ def load_snapshot(
     folder, deadline = Path(folder), time.monotonic() + wait_s
     notices, n_servers = [], 1
     while len(notices) < n_servers:
-        path = _notice_file(folder, epoch, len(notices))
+        path = _get_notice_path(folder, epoch, len(notices))
         if path.exists():
             notices.append(json.loads(path.read_text(encoding="utf-8")))
             n_servers = notices[0]["n_servers"]
@@ -175,15 +178,17 @@ def load_snapshot(
         else:
             time.sleep(0.02)
     first = notices[0]
-    parts = [_load(_weights_file(folder, epoch, s), first["dtype"]) for s in range(n_servers)]
+    parts = [
+        _read_tensor(_get_weights_path(folder, epoch, s), first["dtype"]) for s in range(n_servers)
+    ]
     buffers = None
     if first["buffer_dtype"] is not None:
-        buffers = _load(_buffers_file(folder, epoch), first["buffer_dtype"])
+        buffers = _read_tensor(_get_buffers_path(folder, epoch), first["buffer_dtype"])
     return first["seconds"], torch.cat(parts), buffers
 
 
 def delete_later_snapshots(folder: str | Path, server: int, epochs: int) -> None:
-    """Delete a server's snapshots after its first `epochs`, which an earlier incarnation has left.
+    """Delete a server's snapshots after the first `epochs`, left by an earlier incarnation.
 
     Args:
         folder: Folder of the snapshots.
@@ -198,7 +203,7 @@ def delete_later_snapshots(folder: str | Path, server: int, epochs: int) -> None
 def delete_snapshot(folder: str | Path, epoch: int) -> None:
     """Delete the files of a snapshot that has been loaded.
 
-    Its folder stays, for those to come.
+    The folder stays for later snapshots.
     """
     for path in Path(folder).glob(f"epoch{epoch}.*"):
         path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stratbench.extensions.servers.policies.policy import Hyper, Policy
 from stratbench.extensions.servers.ps.buffers import BufferMean
-from stratbench.extensions.servers.ps.flat import cut
+from stratbench.extensions.servers.ps.flat import cut_into_shards
 from stratbench.extensions.servers.ps.member import Member, SharedLane, StreamLane
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
@@ -22,12 +22,11 @@ from stratbench.extensions.servers.wire.frames import BUFFERS, SMALL_BYTES, Fram
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
-MakeShard = Callable[
-    [int, Tensor], Shard
-]  # from the shard's number and its initial weights, shape [n]
+# Makes a shard from its number and its initial weights, shape [n].
+MakeShard = Callable[[int, Tensor], Shard]
 
 
-def check_length(frame: Frame, expected: int) -> None:
+def check_payload_length(frame: Frame, expected: int) -> None:
     """Raise ProtocolError unless the frame's payload has `expected` bytes."""
     if frame.length != expected:
         raise ProtocolError(
@@ -38,8 +37,8 @@ def check_length(frame: Frame, expected: int) -> None:
 class Store:
     """One server's part of the model: the shards `mine` of all shards in `bounds`.
 
-    It is allocated for the sizes that the first worker sends, and filled with the initial weights of one
-    worker.
+    The store is allocated for the sizes that the first worker sends, and filled with the initial weights of
+    one worker.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Store:
         numel = max(1, -(-part // -(-part // max(1, shard_bytes // itemsize))))
         self.layout = layout
         self.shard_numel = numel
-        self.bounds = cut(layout.numel, numel)
+        self.bounds = cut_into_shards(layout.numel, numel)
         n = len(self.bounds)
         if n < n_servers:
             raise ProtocolError(f"the model makes {n} shards, too few for {n_servers} servers")
@@ -87,21 +86,21 @@ class Store:
     def receive_initial(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
         """Receive the initial weights of a shard, or the initial buffers.
 
-        The method returns them for `fill`.
+        The method returns them for `store_initial`.
         """
         if frame.shard not in self._to_fill:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
         if frame.shard == BUFFERS:
-            check_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
-            lane.receive(BUFFERS)
-            return lane.received(BUFFERS)
+            check_payload_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
+            lane.receive_shard(BUFFERS)
+            return lane.get_received_tensor(BUFFERS)
         start, stop = self.bounds[frame.shard]
         weights = torch.empty(stop - start, dtype=DTYPES[self.layout.dtype])
-        check_length(frame, lane.payload_bytes(weights.nbytes))
+        check_payload_length(frame, lane.payload_bytes(weights.nbytes))
         lane.take_weights(frame.shard, weights)
         return weights
 
-    def fill(self, shard: int, initial: Tensor) -> bool:
+    def store_initial(self, shard: int, initial: Tensor) -> bool:
         """Store initial weights or buffers, and return whether all of them have arrived."""
         if shard == BUFFERS:
             self._initial_buffers.copy_(initial)
@@ -132,46 +131,46 @@ class Store:
                 raise ProtocolError(f"malformed frame: PUSH of shards {first}..{last}")
             numbers = list(range(first, last + 1))
         moved_bytes = sum(member.lane.moved_bytes(k) for k in numbers)
-        check_length(frame, member.lane.payload_bytes(moved_bytes))
+        check_payload_length(frame, member.lane.payload_bytes(moved_bytes))
         return numbers
 
     def push(self, member: Member, frame: Frame) -> None:
         """Receive the gradients, or the buffers, of a PUSH frame and apply them.
 
-        If the worker has a loss scale, they are stored until `apply` or `skip` is called.
+        If the worker has a loss scale, they are stored until `apply_push` or `skip_ticket` is called.
         """
         for k in self.list_pushed_shards(member, frame):
             if k != BUFFERS and k not in member.todo:
                 raise ProtocolError(f"malformed frame: shard {k} was pushed already")
-            member.lane.receive(k)
+            member.lane.receive_shard(k)
             member.weight = frame.weight
             member.bytes_in += member.lane.moved_bytes(k)
             if member.scaled:
                 member.held.append(k)
             else:
-                self._take(member, frame.ticket, k)
+                self._receive_shard(member, frame.ticket, k)
             member.todo.discard(k)
 
-    def _take(self, member: Member, ticket: int, k: int) -> None:
-        received = member.lane.received(k)
+    def _receive_shard(self, member: Member, ticket: int, k: int) -> None:
+        received = member.lane.get_received_tensor(k)
         if k == BUFFERS:
             self.buffers.push(member.place, received, member.is_alive)
         else:
             self.shards[k].push(member.place, ticket, received, member.is_alive, member.weight)
 
-    def apply(self, member: Member, ticket: int) -> None:
+    def apply_push(self, member: Member, ticket: int) -> None:
         """Apply the stored gradients and buffers of a worker's ticket.
 
         Raises:
-            ProtocolError: If some of its shards have not arrived.
+            ProtocolError: If some of the ticket's shards have not arrived.
         """
         if member.todo or not member.scaled:
             raise ProtocolError("malformed frame: APPLY of a push that is not complete")
         for k in member.held:
-            self._take(member, ticket, k)
+            self._receive_shard(member, ticket, k)
         member.held.clear()
 
-    def skip(self, member: Member, ticket: int) -> None:
+    def skip_ticket(self, member: Member, ticket: int) -> None:
         """Count a worker's ticket as a step without gradients.
 
         All data stored for the ticket are dropped.
@@ -194,10 +193,10 @@ class Store:
         """
         return self.shards[shard].view(slot, out, alive)
 
-    def lend(
+    def lend_weights(
         self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
-        """Return a context in which the weights of a shard do not change.
+        """Return a context that yields the weights of a shard, which do not change within.
 
         The weights are sent within the context (`Shard.lend`).
 
@@ -207,21 +206,21 @@ class Store:
             spare: Tensor for weights that the policy computes for this worker, shape [n].
             alive: Returns whether the worker is still part of the run.
         """
-        return self.shards[shard].lend(slot, spare, alive)
+        return self.shards[shard].lend_weights(slot, spare, alive)
 
     def join(self, slot: int) -> None:
-        """Add the worker of a slot to all shards, and let it read them."""
+        """Add the worker of a slot to all shards, and let the worker read them."""
         for shard in self.shards.values():
             shard.join(slot)
 
     def leave(self, slot: int, lost: bool) -> None:
-        """Remove the worker of a slot from all shards. If it is lost, its buffers no longer count, too."""
+        """Remove the worker of a slot from all shards, and a lost worker's buffers too."""
         for shard in self.shards.values():
             shard.leave(slot)
         if lost and self.buffers is not None:
-            self.buffers.lose(slot)
+            self.buffers.forget_worker(slot)
 
-    def resume(
+    def restore_state(
         self,
         make: MakeShard,
         shards: Mapping[int, dict[str, Any]],
@@ -242,9 +241,9 @@ class Store:
         if self.buffers is not None and buffers is not None:
             self.buffers.load(buffers)
 
-    def taken(self) -> CompactIntSet:
+    def find_common_pushed_tickets(self) -> CompactIntSet:
         """Return the tickets that were pushed to all shards."""
-        return intersect_sets(shard.taken for shard in self.shards.values())
+        return intersect_sets(shard.pushed_tickets for shard in self.shards.values())
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of this server's shards. Lists have one element per shard."""
@@ -253,8 +252,8 @@ class Store:
         return {
             "shard_numel": self.shard_numel,
             "updates": [s.policy.version for s in shards],
-            "staleness": [_histogram(s.staleness) for s in shards],
-            "staleness_all_shards": _histogram(total),
+            "staleness": [_list_counts(s.staleness) for s in shards],
+            "staleness_all_shards": _list_counts(total),
             "dropped": [s.dropped for s in shards],
             "apply_s": sum(s.apply_s for s in shards),
         }
@@ -278,7 +277,7 @@ class EpochLog:
         self._set_next_end()
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all tickets of the plan are completed."""
         return len(self._seen) == len(self._plan)
 
@@ -304,8 +303,8 @@ class EpochLog:
             self._set_next_end()
         self._end_complete_epochs(seconds, store)
 
-    def count(self, number: int, seconds: float, store: Store) -> None:
-        """Count a completed ticket, and end the epochs that are over by it.
+    def count_ticket(self, number: int, seconds: float, store: Store) -> None:
+        """Count a completed ticket, and end each epoch whose tickets are now all completed.
 
         Args:
             number: Number of the ticket.
@@ -314,31 +313,31 @@ class EpochLog:
         """
         if not self._seen.add(number):
             return
-        if self._plan.steps and not len(self._seen) % self._plan.slices:
+        if self._plan.steps and not len(self._seen) % self._plan.slices_per_step:
             self.step_ends_s.append(seconds)
         self._end_complete_epochs(seconds, store)
 
     def _end_complete_epochs(self, seconds: float, store: Store) -> None:
-        if self.complete:
+        if self.is_complete:
             for shard in store.shards.values():
                 shard.finish()
         while len(self._seen) >= self._next_end and len(self.ends) < self._plan.epochs:
-            self._end(len(self.ends), seconds, store)
+            self._end_epoch(len(self.ends), seconds, store)
             self._set_next_end()
 
-    def _end(self, epoch: int, seconds: float, store: Store) -> None:
+    def _end_epoch(self, epoch: int, seconds: float, store: Store) -> None:
         self.ends.append({"epoch": epoch, "end_s": seconds})
         if self._writer is not None:
-            buffers = None if store.buffers is None else store.buffers.mean()
-            self._writer.take(epoch, seconds, list(store.shards.values()), buffers)
+            buffers = None if store.buffers is None else store.buffers.compute_mean()
+            self._writer.request_snapshot(epoch, seconds, list(store.shards.values()), buffers)
 
     def _set_next_end(self) -> None:
-        if not self.complete:
+        if not self.is_complete:
             self._next_end += self._plan.count_epoch_tickets(len(self.ends))
 
 
-def _histogram(counts: Counter[int]) -> list[int]:
-    """Return counts as a list.
+def _list_counts(counts: Counter[int]) -> list[int]:
+    """Return counts of small integers as a list.
 
     Element i is the number of times that the value i occurred.
     """

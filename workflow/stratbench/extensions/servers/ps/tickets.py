@@ -29,53 +29,53 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class TicketPlan:
-    """All tickets of a run: `epochs` x `steps_per_epoch` global batches, each cut into `slices`.
+    """All tickets of a run: `epochs` x `steps_per_epoch` global batches, each cut into `slices_per_step`.
 
     If `steps` is not None, the run ends after this number of global batches, within its last epoch.
     """
 
     epochs: int
     steps_per_epoch: int
-    slices: int
+    slices_per_step: int
     steps: int | None = None
 
     def __post_init__(self) -> None:
         most = self.epochs * self.steps_per_epoch
         if self.steps is not None and not most - self.steps_per_epoch < self.steps <= most:
             raise ValueError(f"{self.steps} steps do not end in the last of the epochs of {self}")
-        if min(self.epochs, self.steps_per_epoch, self.slices) < 1:
+        if min(self.epochs, self.steps_per_epoch, self.slices_per_step) < 1:
             raise ValueError(f"a plan needs epochs, steps_per_epoch, slices >= 1, got {self}")
 
     def __len__(self) -> int:
-        return (self.steps or self.epochs * self.steps_per_epoch) * self.slices
+        return (self.steps or self.epochs * self.steps_per_epoch) * self.slices_per_step
 
     def count_epoch_tickets(self, epoch: int) -> int:
         """Return the number of tickets of an epoch."""
-        whole = self.steps_per_epoch * self.slices
+        whole = self.steps_per_epoch * self.slices_per_step
         return min(whole, len(self) - epoch * whole)
 
-    def ticket(self, number: int) -> Ticket:
-        """Return the ticket with this number.
+    def get_ticket(self, number: int) -> Ticket:
+        """Return the ticket with number `number` in the run.
 
         Raises:
             IndexError: If the plan has no such ticket.
         """
         if not 0 <= number < len(self):
             raise IndexError(f"ticket {number} is outside the plan's 0..{len(self) - 1}")
-        step, slice_ = divmod(number, self.slices)
+        step, slice_ = divmod(number, self.slices_per_step)
         epoch, step = divmod(step, self.steps_per_epoch)
         return Ticket(number, epoch, step, slice_)
 
-    def global_step(self, number: int) -> int:
+    def compute_global_step(self, number: int) -> int:
         """Return how many steps of the run come before the step of ticket `number`."""
-        return number // self.slices
+        return number // self.slices_per_step
 
 
 class CompactIntSet:
     """A set of integers that grows mostly in order, stored compactly."""
 
     def __init__(self, floor: int = 0, above: Iterable[int] = ()) -> None:
-        self._floor = floor  # everything below is in the set
+        self._floor = floor  # all numbers below this one are in the set
         self._above: set[int] = set()
         for number in above:
             self.add(number)
@@ -86,7 +86,7 @@ class CompactIntSet:
         return self._floor
 
     @property
-    def above(self) -> set[int]:
+    def numbers_above_floor(self) -> set[int]:
         """A copy of the numbers in the set that are not below `floor`."""
         return set(self._above)
 
@@ -101,7 +101,7 @@ class CompactIntSet:
         yield from sorted(self._above)
 
     def add(self, number: int) -> bool:
-        """Add a number, and return False if the set had it already."""
+        """Add a number, and return False if the set already had the number."""
         if number in self:
             return False
         self._above.add(number)
@@ -115,7 +115,7 @@ def intersect_sets(sets: Iterable[CompactIntSet]) -> CompactIntSet:
     """Return the numbers that are in all of these sets. At least one set is required."""
     sets = list(sets)
     floor = min(one.floor for one in sets)
-    further = [set(range(floor, one.floor)) | one.above for one in sets]
+    further = [set(range(floor, one.floor)) | one.numbers_above_floor for one in sets]
     return CompactIntSet(floor, set.intersection(*further))
 
 
@@ -146,10 +146,11 @@ class Tickets:
         self.reassigned: list[dict[str, int]] = []
         self._next_step = 0
         self._fresh: list[int] = []
-        self._returned: deque[tuple[int, int]] = deque()  # (ticket, the worker that lost it)
-        self._held: dict[int, int] = {}  # ticket -> worker
+        # Tickets to hand out again, each with the worker that lost it.
+        self._returned: deque[tuple[int, int]] = deque()
+        self._held: dict[int, int] = {}  # the worker that has each ticket
         self._n_servers = n_servers
-        self._there: dict[int, set[int]] = {}  # ticket -> servers that have all of it
+        self._there: dict[int, set[int]] = {}  # the servers that have all gradients of each ticket
 
     @property
     def all_settled(self) -> bool:
@@ -160,7 +161,7 @@ class Tickets:
         """Return the numbers of the tickets that a worker holds, in ascending order."""
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
-    def take(self, worker: int, slot: int | None = None) -> Ticket | None:
+    def take_next_ticket(self, worker: int, slot: int | None = None) -> Ticket | None:
         """Hand the next ticket to a worker, or return None if no ticket is free.
 
         Args:
@@ -175,10 +176,10 @@ class Tickets:
             if number is None:
                 return None
         self._held[number] = worker
-        return self.plan.ticket(number)
+        return self.plan.get_ticket(number)
 
     def _take_fresh(self, slot: int) -> int | None:
-        slices = self.plan.slices
+        slices = self.plan.slices_per_step
         while not self._fresh:
             first = self._next_step * slices
             if first >= len(self.plan):
@@ -190,8 +191,10 @@ class Tickets:
         self._fresh.remove(number)
         return number
 
-    def settle(self, worker: int, number: int, server: int = 0) -> None:
-        """Record that a server has all gradients of a ticket. With the last server, it is completed.
+    def record_settled(self, worker: int, number: int, server: int = 0) -> None:
+        """Record that a server has all gradients of a ticket.
+
+        The ticket is completed once all servers have recorded it.
 
         Args:
             worker: Number of the worker that computed the gradients.
@@ -217,7 +220,7 @@ class Tickets:
             self.settled_by[number] = EARLIER
         self.n_settled = len(settled)
 
-    def give_back(self, worker: int) -> list[int]:
+    def take_back_tickets(self, worker: int) -> list[int]:
         """Take back the tickets of a lost worker, and return their numbers.
 
         Other workers get these tickets.

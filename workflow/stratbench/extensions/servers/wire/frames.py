@@ -1,4 +1,4 @@
-"""Frames of the parameter-server protocol, which are the same over TCP and with shared memory.
+"""Frames of the parameter-server protocol, identical for TCP and shared memory.
 
 A frame is a binary header of fixed size, authenticated with the connection's key, and `length` bytes of
 payload. Nothing is unpickled. A length is checked before anything is read or allocated.
@@ -45,11 +45,11 @@ class Kind(IntEnum):
     DONE = 12  # S: the training is over; C: forwarded to the other servers of an elastic run
     ACK = 13  # S: a server other than 0 has all gradients of the ticket
     SETTLE = 14  # C: an ACK, forwarded to server 0
-    HEARTBEAT = 15  # both
+    HEARTBEAT = 15  # S and C: sign of life while nothing else is sent
     ERR = 16  # S: why the run, or this worker's part in it, is over. `count` 1: the worker may join later.
     #          C: forwarded to the other servers
     BYE = 17  # C: the worker leaves after the end of the training, with its measured waiting time
-    TALK = 32  # both: JSON, between the coordinator of an elastic cell and its workers
+    TALK = 32  # S and C: JSON, between the coordinator of an elastic cell and its workers
     APPLY = 18  # C: no gradient of the ticket overflowed: apply them
     # In elastic runs only:
     LEAVE = (
@@ -68,13 +68,13 @@ class ComeAgain(ProtocolError):
 
 
 class Frame(NamedTuple):
-    """The header of a frame."""
+    """Header of a frame of the parameter-server protocol."""
 
     kind: Kind
     shard: int = 0  # number of the first shard, or `BUFFERS`
     count: int = 0  # number of shards
     ticket: int = NO_TICKET
-    version: int = 0  # lowest version among the shards
+    version: int = 0  # lowest version among the shards of the frame
     length: int = 0  # bytes of payload that follow the header
     weight: float = 1.0  # weight of a push in an average over pushes
 
@@ -92,18 +92,18 @@ class Header:
         self._mac = hashlib.blake2b(digest_size=MAC_BYTES, key=key)
         self.seq = 0
 
-    def _tag(self, fields: bytes | memoryview) -> bytes:
+    def _compute_tag(self, fields: bytes | memoryview) -> bytes:
         mac = self._mac.copy()
         mac.update(fields)
         return mac.digest()
 
-    def pack(self, frame: Frame) -> bytes:
+    def pack_frame(self, frame: Frame) -> bytes:
         """Return the bytes of a header, and advance the sequence number."""
         fields = _FIELDS.pack(MAGIC, PROTOCOL, *frame, self.seq)
         self.seq += 1
-        return fields + self._tag(fields)
+        return fields + self._compute_tag(fields)
 
-    def unpack(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
+    def unpack_frame(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
         """Return the frame, and whether it is a repetition, whose payload must be discarded.
 
         Raises:
@@ -114,7 +114,7 @@ class Header:
             raise ProtocolError(f"malformed frame: begins with {magic!r}, expected {MAGIC!r}")
         if protocol != PROTOCOL:
             raise ProtocolError(f"malformed frame: protocol {protocol}, expected {PROTOCOL}")
-        tag = self._tag(memoryview(head)[: _FIELDS.size])
+        tag = self._compute_tag(memoryview(head)[: _FIELDS.size])
         if not hmac.compare_digest(bytes(head[_FIELDS.size :]), tag):
             raise ProtocolError("malformed frame: its tag does not fit this connection")
         try:
@@ -138,9 +138,9 @@ def pack_ticket(number: int, epoch: int, step: int, slice_: int) -> bytes:
 
     Args:
         number: Number of the ticket.
-        epoch: Its epoch.
-        step: Its step.
-        slice_: Its slice of the step.
+        epoch: Epoch of the ticket.
+        step: Step of the epoch.
+        slice_: Slice of the step.
     """
     return _TICKET.pack(number, epoch, step, slice_)
 

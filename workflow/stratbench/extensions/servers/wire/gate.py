@@ -33,10 +33,10 @@ class Refusals:
 
     def __init__(self) -> None:
         self.count = 0
-        self.first: list[str] = []  # the first hundred
+        self.first: list[str] = []  # texts of the first hundred refusals
         self._lock = threading.Lock()
 
-    def add(self, who: str, reason: str) -> None:
+    def add_refusal(self, who: str, reason: str) -> None:
         """Count a refusal. The first hundred are also logged and stored.
 
         Args:
@@ -82,7 +82,8 @@ class Gate:
         self._refusals, self._enter = refusals, enter
         self._closed = threading.Event()
         self._wake, self._waker = socket.socketpair()  # ends the wait for connections
-        self._pending: dict[Connection, None] = {}  # in order of arrival
+        # Connections that have not proved the secret, in order of arrival.
+        self._pending: dict[Connection, None] = {}
         self._lock = threading.Lock()  # guards `_pending`
 
     def accept(self, listeners: Listeners) -> None:
@@ -107,10 +108,10 @@ class Gate:
             sock, address = listener.accept()
         except OSError as error:
             if error.errno in _EXHAUSTED:  # the connection stays in the queue: let others end first
-                self._refusals.add("a connection", f"accept failed: {error.strerror}")
+                self._refusals.add_refusal("a connection", f"accept failed: {error.strerror}")
                 self._dismiss_oldest()
                 self._closed.wait(_EXHAUSTED_PAUSE_S)
-            return  # otherwise the peer has closed the connection already
+            return  # for other errors, the peer has closed the connection already
         transport = "shm" if local else "tcp"
         peer = "a local socket" if local else f"{address[0]}:{address[1]}"
         try:
@@ -123,78 +124,79 @@ class Gate:
             if crowded:
                 self._dismiss_oldest()
             attend = threading.Thread(
-                target=self._attend, args=(connection, transport, peer), daemon=True
+                target=self._handle_connection, args=(connection, transport, peer), daemon=True
             )
             try:
                 attend.start()
             except RuntimeError:  # no more threads can be started
-                self._forget(connection)
+                self._forget_unproved(connection)
                 raise
         except (OSError, RuntimeError, ProtocolError) as error:
-            self._refusals.add(peer, str(error))
+            self._refusals.add_refusal(peer, str(error))
             sock.close()
 
     def _dismiss_oldest(self) -> None:
         """Close the oldest connection that has not proved the secret. Its thread counts the refusal."""
-        with self._lock:  # so that no admitted peer is closed
+        with self._lock:  # the lock prevents that an admitted peer is closed
             oldest = next(iter(self._pending), None)
             if oldest is not None:
                 del self._pending[oldest]
                 oldest.close()
 
-    def _forget(self, connection: Connection) -> bool:
-        """Remove a connection from those without proof, and return whether it was one."""
+    def _forget_unproved(self, connection: Connection) -> bool:
+        """Remove a connection from those that have not proved the secret yet.
+
+        The result is whether the connection was one of them.
+        """
         with self._lock:
             known = connection in self._pending
             self._pending.pop(connection, None)
         return known
 
-    def _attend(self, connection: Connection, transport: str, peer: str) -> None:
+    def _handle_connection(self, connection: Connection, transport: str, peer: str) -> None:
         try:
             serve = self._admit_peer(connection, transport, peer)
         finally:
-            self._forget(connection)
+            self._forget_unproved(connection)
         if serve is not None:
             serve()
 
     def _admit_peer(
         self, connection: Connection, transport: str, peer: str
     ) -> Callable[[], None] | None:
-        connection.on_replay = lambda frame: self._refusals.add(
+        connection.on_replay = lambda frame: self._refusals.add_refusal(
             peer, f"replayed frame: {frame.kind.name}"
         )
         connection.deadline = time.monotonic() + self._deadline_s
         try:
             hello, nonces = open_handshake(connection, self._secret)
-            if not self._forget(
-                connection
-            ):  # `_dismiss_oldest` has closed it, so that the peer will retry
+            # `_dismiss_oldest` has closed it, so that the peer will retry.
+            if not self._forget_unproved(connection):
                 raise Closed("it had to make room for another connection")
             serve = self._enter(connection, hello, nonces, transport)
         except ComeAgain as error:
-            _dismiss(connection, str(error), for_now=True)
+            _dismiss_connection(connection, str(error), for_now=True)
             return None
         except Exception as error:
-            if not isinstance(
-                error, (ProtocolError, Closed, Silent)
-            ):  # such as missing memory or threads
+            # The error may be missing memory or threads.
+            if not isinstance(error, (ProtocolError, Closed, Silent)):
                 log.exception("%s could not be taken in", peer)
-            self._refusals.add(peer, str(error))
-            _dismiss(connection, str(error))
+            self._refusals.add_refusal(peer, str(error))
+            _dismiss_connection(connection, str(error))
             return None
         connection.deadline = None
         return serve
 
 
 def _check_user(sock: socket.socket) -> None:
-    """Raise ProtocolError if a local socket belongs to another user, who may know its name."""
+    """Raise ProtocolError if the peer of a local socket is another user's process."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user not in (0, os.geteuid()):
         raise ProtocolError(f"user {user} is not the one who runs this job")
 
 
-def _dismiss(connection: Connection, reason: str, for_now: bool = False) -> None:
+def _dismiss_connection(connection: Connection, reason: str, for_now: bool = False) -> None:
     with contextlib.suppress(Closed):  # the peer may have closed the connection already
         connection.send(Frame(Kind.ERR, count=int(for_now)), reason.encode()[:1024])
     connection.close()

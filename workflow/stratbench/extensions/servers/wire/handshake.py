@@ -33,7 +33,7 @@ class JoinLater(JoinRefused):
     """The server has no free slot for this worker now, so that the worker may try again."""
 
 
-def new_secret() -> bytes:
+def make_secret() -> bytes:
     """Return a fresh secret of 32 random bytes."""
     return os.urandom(32)
 
@@ -79,11 +79,11 @@ def derive_session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
 def _receive_payload(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
     frame = connection.receive()
     if frame.kind is Kind.ERR:
-        reason = connection.read(frame.length).decode(errors="replace")
+        reason = connection.read_payload(frame.length).decode(errors="replace")
         raise JoinLater(reason) if frame.count else JoinRefused(reason)
     if frame.kind is not kind or frame.length < least_bytes:
         raise ProtocolError(f"{frame.kind.name} of {frame.length} bytes, expected {kind.name}")
-    return connection.read(frame.length)
+    return connection.read_payload(frame.length)
 
 
 def _parse_object(payload: bytes) -> dict[str, Any]:

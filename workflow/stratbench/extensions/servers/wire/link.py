@@ -1,4 +1,4 @@
-"""A worker's connection to one server, and the exceptions by which it ends."""
+"""A worker's connection to one server, and the exceptions that end the connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Left(RuntimeError):
 
 
 class Link:
-    """A worker's connection to one server, which owns the shards `shards` of the model."""
+    """A worker's connection to one server, which owns the model's shards `shards`."""
 
     def __init__(self, connection: Connection, server: int, transport: str, welcome: dict) -> None:
         self.connection, self.server, self.transport = connection, server, transport
@@ -45,7 +45,7 @@ class Link:
         self.to_send: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def expect_all(self, outdated: bool = False) -> None:
-        """Expect the weights of all shards.
+        """Expect the weights of all shards from the server.
 
         Args:
             outdated: Whether weights that arrive before the server's next WAIT do not count.
@@ -55,7 +55,7 @@ class Link:
             self.awaited = set(self.shards)
             self.outdated = outdated
 
-    def arrived(self, shards: range) -> None:
+    def record_arrived(self, shards: range) -> None:
         """Record that the weights of some shards have arrived."""
         with self.lock:
             self.awaited.difference_update(shards)

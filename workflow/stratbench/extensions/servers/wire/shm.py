@@ -22,7 +22,7 @@ DTYPES = {
 }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """Return the name that a floating dtype has in the protocol.
 
     Raises:
@@ -71,20 +71,20 @@ class FlatTensors:
     grads: torch.Tensor
     buffers: torch.Tensor
     #: File descriptor of the shared memory. None: the memory is private.
-    descriptor: int | None = None
+    shared_memory_descriptor: int | None = None
 
 
-def _page_aligned(n_bytes: int) -> int:
+def _align_to_pages(n_bytes: int) -> int:
     return -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _total_bytes(layout: Layout) -> int:
-    return 2 * _page_aligned(layout.weight_bytes) + _page_aligned(max(layout.buffer_bytes, 1))
+def _count_total_bytes(layout: Layout) -> int:
+    return 2 * _align_to_pages(layout.weight_bytes) + _align_to_pages(max(layout.buffer_bytes, 1))
 
 
-def _view(memory: mmap.mmap, layout: Layout, descriptor: int | None) -> FlatTensors:
+def _view_as_tensors(memory: mmap.mmap, layout: Layout, descriptor: int | None) -> FlatTensors:
     dtype, buffer_dtype = DTYPES[layout.dtype], DTYPES[layout.buffer_dtype]
-    stride = _page_aligned(layout.weight_bytes)
+    stride = _align_to_pages(layout.weight_bytes)
     if layout.buffer_numel:
         buffers = torch.frombuffer(
             memory, dtype=buffer_dtype, count=layout.buffer_numel, offset=2 * stride
@@ -109,15 +109,15 @@ def allocate_flat_tensors(layout: Layout, shared: bool) -> FlatTensors:
         shared: Whether to use a sealed anonymous file, if the system supports it.
     """
     if not (shared and hasattr(os, "memfd_create")):
-        return _view(mmap.mmap(-1, _total_bytes(layout)), layout, None)
+        return _view_as_tensors(mmap.mmap(-1, _count_total_bytes(layout)), layout, None)
     descriptor = os.memfd_create("stratbench-ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, _total_bytes(layout))
+    os.ftruncate(descriptor, _count_total_bytes(layout))
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return _view(mmap.mmap(descriptor, _total_bytes(layout)), layout, descriptor)
+    return _view_as_tensors(mmap.mmap(descriptor, _count_total_bytes(layout)), layout, descriptor)
 
 
-def attach(descriptor: int, layout: Layout) -> FlatTensors:
+def attach_flat_tensors(descriptor: int, layout: Layout) -> FlatTensors:
     """Map the memory that a worker shares, and close its descriptor.
 
     Args:
@@ -135,10 +135,10 @@ def attach(descriptor: int, layout: Layout) -> FlatTensors:
         if not sealed:
             raise ValueError("the worker's shared memory is not sealed against shrinking")
         size_bytes = os.fstat(descriptor).st_size
-        if size_bytes != _total_bytes(layout):
+        if size_bytes != _count_total_bytes(layout):
             raise ValueError(
-                f"the worker's memory has {size_bytes} bytes, expected {_total_bytes(layout)}"
+                f"the worker's memory has {size_bytes} bytes, expected {_count_total_bytes(layout)}"
             )
-        return _view(mmap.mmap(descriptor, size_bytes), layout, None)
+        return _view_as_tensors(mmap.mmap(descriptor, size_bytes), layout, None)
     finally:
         os.close(descriptor)

@@ -49,11 +49,11 @@ class Awake:
     """
 
     def __init__(self, interval_s: float) -> None:
-        """Start the detection. The caller calls `look` about every `interval_s` seconds."""
+        """Start to detect pauses. The caller calls `record_awake` about every `interval_s` seconds."""
         self._longest_s = 3 * interval_s
         self.since = self._looked = time.monotonic()
 
-    def look(self, now: float) -> float:
+    def record_awake(self, now: float) -> float:
         """Record that the process runs at the time `now`.
 
         The result is the time since which the process has not been paused. Both times are values of
@@ -121,7 +121,7 @@ class Connection:
         """
         with self._send_lock:
             try:
-                self.sock.sendall(self._out.pack(frame._replace(length=1)))
+                self.sock.sendall(self._out.pack_frame(frame._replace(length=1)))
                 socket.send_fds(self.sock, [b"\0"], [descriptor])
             except OSError as error:
                 raise Closed(f"could not send: {error.strerror or error}") from None
@@ -143,7 +143,10 @@ class Connection:
         return descriptors[0]
 
     def send_if_free(self, frame: Frame, payload: bytes = b"") -> None:
-        """Send a small frame, unless another thread is sending: the peer then receives data anyway."""
+        """Send a small frame such as a heartbeat, unless another thread is sending.
+
+        In that case the peer receives data anyway.
+        """
         if self._send_lock.acquire(blocking=False):
             try:
                 self._send(frame, payload)
@@ -152,7 +155,7 @@ class Connection:
 
     def _send(self, frame: Frame, payload: Any) -> None:
         length = len(payload)
-        head = self._out.pack(frame._replace(length=length))
+        head = self._out.pack_frame(frame._replace(length=length))
         try:
             sent = self.sock.sendmsg([head, payload])
             if sent < len(head):
@@ -176,15 +179,15 @@ class Connection:
         """
         while True:
             self.receive_into(memoryview(self._head), between_frames=True)
-            frame, replayed = self._in.unpack(self._head, self.limit_bytes)
+            frame, replayed = self._in.unpack_frame(self._head, self.limit_bytes)
             if not replayed:
                 return frame
             self.replays += 1
             self.on_replay(frame)
-            self.discard(frame.length)
+            self.discard_payload(frame.length)
 
     def receive_into(self, view: memoryview, between_frames: bool = False) -> None:
-        """Receive as many bytes as `view` has.
+        """Receive bytes until `view` is full.
 
         Args:
             view: Memory that is filled.
@@ -209,13 +212,13 @@ class Connection:
                 self._check_deadlines()
         self.waiting_since = None
 
-    def read(self, n_bytes: int) -> bytes:
+    def read_payload(self, n_bytes: int) -> bytes:
         """Receive a small payload of `n_bytes` bytes, a length that the caller has checked."""
         data = bytearray(n_bytes)
         self.receive_into(memoryview(data))
         return bytes(data)
 
-    def discard(self, n_bytes: int) -> None:
+    def discard_payload(self, n_bytes: int) -> None:
         """Receive `n_bytes` bytes and drop them."""
         scratch = memoryview(bytearray(min(n_bytes, _DISCARD_BYTES)))
         while n_bytes > 0:
@@ -227,7 +230,7 @@ class Connection:
         now = time.monotonic()
         if self.deadline is not None and now > self.deadline:
             raise Silent("nothing complete came before the deadline")
-        heard = max(self.last_heard, self._awake.look(now))
+        heard = max(self.last_heard, self._awake.record_awake(now))
         if self.silence_s is not None and now - heard > self.silence_s:
             raise Silent(f"nothing was heard for {self.silence_s:g} s")
         if (
@@ -250,7 +253,7 @@ class Connection:
 
     def close(self) -> None:
         """Close at once. Threads that wait in this connection raise Closed."""
-        with contextlib.suppress(OSError):  # the peer may have closed it already
+        with contextlib.suppress(OSError):  # the peer may have closed the connection already
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
@@ -266,7 +269,7 @@ def _set_tcp_options(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def _boot_id() -> str:
+def _read_boot_id() -> str:
     """Return the identifier of this host's running kernel.
 
     The text is empty if there is none.
@@ -297,7 +300,7 @@ class Listeners:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """All listening sockets."""
+        """All listening sockets of the server."""
         return [self.tcp] if self.local is None else [self.tcp, self.local]
 
     def publish(self, path: str | Path, server: int, incarnation: int = 1) -> None:
@@ -315,24 +318,24 @@ class Listeners:
             "host": self.host,
             "port": self.port,
             "local": self.local_name,
-            "boot_id": _boot_id(),
+            "boot_id": _read_boot_id(),
             "pid": os.getpid(),
         }
-        write_atomic(rendezvous_file(path, server), json.dumps(endpoint))
+        write_atomic(get_rendezvous_path(path, server), json.dumps(endpoint))
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the listening sockets."""
         for sock in self.sockets:
             sock.close()
 
 
-def rendezvous_file(path: str | Path, server: int) -> Path:
+def get_rendezvous_path(path: str | Path, server: int) -> Path:
     """Return the path of the file in which a server publishes its addresses."""
     return Path(f"{path}.{server}")
 
 
 def _connect_once(endpoint: dict[str, Any], transport: str) -> tuple[socket.socket, str]:
-    local = endpoint["local"] and endpoint["boot_id"] and endpoint["boot_id"] == _boot_id()
+    local = endpoint["local"] and endpoint["boot_id"] and endpoint["boot_id"] == _read_boot_id()
     if transport != "tcp" and local and hasattr(os, "memfd_create"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -369,7 +372,7 @@ def connect_to_server(
     """
     if transport not in ("auto", "shm", "tcp"):
         raise ValueError(f"transport is {transport!r}; expected auto, shm or tcp")
-    file = rendezvous_file(path, server)
+    file = get_rendezvous_path(path, server)
     while True:
         try:
             return _connect_once(json.loads(file.read_text(encoding="utf-8")), transport)

@@ -10,11 +10,11 @@ from pathlib import Path
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import describe_decisions
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import folded, printable
+from stratbench.cell.text.words import replace_control_characters, wrap_lines
 from stratbench.extensions.sets.archive import NAME, SetError, quote_untrusted
 from stratbench.extensions.sets.comparing import figures, page, regression, tables
-from stratbench.extensions.sets.comparing.comparison import compare, make_headline
-from stratbench.extensions.sets.comparing.exploring import write_explore
+from stratbench.extensions.sets.comparing.comparison import compare_result_sets, make_headline
+from stratbench.extensions.sets.comparing.exploring import write_explore_page
 from stratbench.extensions.sets.comparing.union import decide_over_sets, iter_constraint_sentences
 from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.keys import EXPLORE, INDEX, PAGES
@@ -56,7 +56,7 @@ def compare_sets(
     sets = [read_set_with_message(source, name) for name, source in named.items()]
     folder = out_root / make_folder_name(named)
     claim_comparison_folder(folder, named)
-    compared = [compare(sets[0], other) for other in sets[1:]]
+    compared = [compare_result_sets(sets[0], other) for other in sets[1:]]
     decisions = decide_over_sets(sets, prices, limits)
     watched = None if allowed is None else regression.watch_regressions(compared, allowed)
     sections = []
@@ -69,26 +69,26 @@ def compare_sets(
     values = page.make_page_values(
         sets, sections, watched, allowed, decisions, constraints, limits, by_cost
     )
-    write_atomic(folder / INDEX, page.render(values))
-    write_explore(sets, folder / EXPLORE)
+    write_atomic(folder / INDEX, page.render_comparison_page(values))
+    write_explore_page(sets, folder / EXPLORE)
     for one in compared:
-        text = f"{one.other.name} compared with {one.first.name}: {make_headline(one)}"
-        print(printable(folded([text])))
-        for mean in one.strategies:
+        text = f"{one.other_set.name} compared with {one.first_set.name}: {make_headline(one)}"
+        print(replace_control_characters(wrap_lines([text])))
+        for mean in one.strategy_means:
             if mean.gpus is None:
                 print(
-                    f"  {mean.strategy}: {tables.ratio_text(mean.time_ratio)} times the training time"
+                    f"  {mean.strategy}: {tables.format_ratio(mean.time_ratio)} times the training time"
                 )
     if decisions:
-        print(printable(describe_decisions(decisions, [], limits, constraints)))
+        print(replace_control_characters(describe_decisions(decisions, [], limits, constraints)))
     if watched is not None:
-        print(printable(folded(regression.describe_watch(watched, allowed))))
+        print(replace_control_characters(wrap_lines(regression.describe_watch(watched, allowed))))
     print(folder / INDEX)
     return 1 if watched and regression.has_failures(watched) else 0
 
 
 def claim_comparison_folder(folder: Path, named: Mapping[str, str]) -> None:
-    """Claim the folder of a comparison.
+    """Claim the output folder of a comparison.
 
     A note is printed if the folder had a comparison of other sets.
     """
@@ -96,11 +96,11 @@ def claim_comparison_folder(folder: Path, named: Mapping[str, str]) -> None:
     before = claim_folder(folder, about)
     if before not in ("", about):
         text = f"{folder} had the comparison of {before}, which is now replaced"
-        print(printable(text), file=sys.stderr)
+        print(replace_control_characters(text), file=sys.stderr)
 
 
 def make_folder_name(names: Iterable[str]) -> str:
-    """Return a folder name for the comparison of these sets, which no other names give."""
+    """Return a folder name for a comparison of sets, unique to the sets' names."""
     name = "+".join(names)  # no name has a plus in it
     if len(name) <= _MAX_FOLDER_NAME:
         return name

@@ -51,7 +51,7 @@ class CellMeasurements:
     """Measurements of one cell's repeats in one set, without repeats that the audit rejects."""
 
     #: Training times of the repeats in seconds.
-    times: tuple[float, ...]
+    train_times_s: tuple[float, ...]
     #: Scores of the repeats, in the unit that pages show.
     scores: tuple[float, ...] = ()
     #: Median over repeats of the peak memory in bytes, or None if unknown.
@@ -59,14 +59,14 @@ class CellMeasurements:
     #: Outcomes of the repeats that failed; empty if all ended well.
     outcome: str = ""
     #: Whether at least one repeat finished, even if the audit rejects its values.
-    finished: bool = True
+    all_finished: bool = True
     #: Rules of the audit that have findings on the times.
-    doubts: tuple[str, ...] = ()
+    doubtful_rules: tuple[str, ...] = ()
 
     @property
     def time_outcome(self) -> str:
         """Text that says whether training times were measured, and otherwise why not."""
-        return self.outcome or ("measured" if self.times else "rejected by the audit")
+        return self.outcome or ("measured" if self.train_times_s else "rejected by the audit")
 
 
 @dataclass(frozen=True)
@@ -74,38 +74,45 @@ class ComparedCell:
     """A cell (all repeats) that two sets have in common, with its measurements in both."""
 
     match: Match
-    first: CellMeasurements
-    other: CellMeasurements
+    first_measurements: CellMeasurements
+    other_measurements: CellMeasurements
     score: Score = field(default_factory=Score)
     #: Differences in what was trained, which make a ratio meaningless.
     work_differences: Sequence[Difference] = ()
     #: Fields on what was trained that only one set states.
     unstated_differences: Sequence[Difference] = ()
     #: Differences in hardware, software and flags, which may explain a ratio.
-    place_differences: Sequence[Difference] = ()
+    machine_differences: Sequence[Difference] = ()
 
     @property
     def group(self) -> Group:
         """Coordinates of the cell in the first set."""
-        return self.match.first
+        return self.match.first_group
 
     @property
-    def in_words(self) -> str:
+    def coordinates_text(self) -> str:
         """Coordinates of the cell as text, such as `ddp on 4, vgg16 (main)`."""
         g = self.group
         return f"{g.strategy} on {g.gpus}, {g.model} ({g.experiment})"
 
     @property
-    def doubts(self) -> tuple[str, ...]:
+    def doubtful_rules(self) -> tuple[str, ...]:
         """Rules of the audit that have findings on the times of either set."""
-        return tuple(dict.fromkeys((*self.first.doubts, *self.other.doubts)))
+        return tuple(
+            dict.fromkeys(
+                (*self.first_measurements.doubtful_rules, *self.other_measurements.doubtful_rules)
+            )
+        )
 
     @cached_property
     def no_ratio_reason(self) -> str:
         """The reason why there is no time ratio; empty if there is one."""
-        if self.work_differences or (self.first.times and self.other.times):
+        if self.work_differences or (
+            self.first_measurements.train_times_s and self.other_measurements.train_times_s
+        ):
             return describe_differences(self.work_differences)
-        return f"{self.first.time_outcome} in one set, {self.other.time_outcome} in the other"
+        first, other = self.first_measurements, self.other_measurements
+        return f"{first.time_outcome} in one set, {other.time_outcome} in the other"
 
     @cached_property
     def time_ratio(self) -> IntervalEstimate | None:
@@ -114,7 +121,11 @@ class ComparedCell:
         The ratio is None if the two are not comparable.
         """
         return (
-            None if self.no_ratio_reason else compute_time_ratio(self.other.times, self.first.times)
+            None
+            if self.no_ratio_reason
+            else compute_time_ratio(
+                self.other_measurements.train_times_s, self.first_measurements.train_times_s
+            )
         )
 
     @property
@@ -124,10 +135,14 @@ class ComparedCell:
         The ratio is None if the two are not comparable. It hardly varies between repeats, so that it has no
         interval.
         """
-        same_method = not any(d.path in MEMORY_METHOD for d in self.place_differences)
-        known = self.first.memory_bytes and self.other.memory_bytes and same_method
+        same_method = not any(d.field_path in MEMORY_METHOD for d in self.machine_differences)
+        known = (
+            self.first_measurements.memory_bytes
+            and self.other_measurements.memory_bytes
+            and same_method
+        )
         return (
-            self.other.memory_bytes / self.first.memory_bytes
+            self.other_measurements.memory_bytes / self.first_measurements.memory_bytes
             if known and not self.no_ratio_reason
             else None
         )
@@ -138,9 +153,15 @@ class ComparedCell:
 
         The change is None if the two are not comparable, or without scores.
         """
-        if self.no_ratio_reason or not self.first.scores or not self.other.scores:
+        if (
+            self.no_ratio_reason
+            or not self.first_measurements.scores
+            or not self.other_measurements.scores
+        ):
             return None
-        return compute_score_difference(self.other.scores, self.first.scores)
+        return compute_score_difference(
+            self.other_measurements.scores, self.first_measurements.scores
+        )
 
 
 @dataclass(frozen=True)
@@ -158,7 +179,7 @@ class StrategyMean:
     is_significant: bool | None
 
     @property
-    def workers(self) -> str:
+    def workers_text(self) -> str:
         """The number of workers as a table shows it."""
         return "all" if self.gpus is None else str(self.gpus)
 
@@ -191,14 +212,14 @@ class RankChange:
 class Comparison:
     """The comparison of two sets: their common cells, differences, mean ratios and changes of order."""
 
-    first: ResultSet
-    other: ResultSet
-    cells: tuple[ComparedCell, ...]
+    first_set: ResultSet
+    other_set: ResultSet
+    common_cells: tuple[ComparedCell, ...]
     #: Differences of all cells, of the three kinds that a ComparedCell has.
-    place_differences: tuple[Difference, ...]
+    machine_differences: tuple[Difference, ...]
     work_differences: tuple[Difference, ...]
     unstated_differences: tuple[Difference, ...]
-    strategies: tuple[StrategyMean, ...]
+    strategy_means: tuple[StrategyMean, ...]
     rank_changes: tuple[RankChange, ...]
     #: Number of cells (all repeats as one) that only the first or only the other set has.
     cells_only_in_first: int
@@ -207,23 +228,23 @@ class Comparison:
     missing_groups: tuple[Group, ...]
 
     @property
-    def by_effect(self) -> dict[str, tuple[Difference, ...]]:
+    def differences_by_effect(self) -> dict[str, tuple[Difference, ...]]:
         """Differences by their effect on ratios, the most serious effect first."""
         return {
             "no ratio": self.work_differences,
             "not known to be equal": self.unstated_differences,
-            "may explain ratios": self.place_differences,
+            "may explain ratios": self.machine_differences,
         }
 
     @cached_property
-    def with_ratio(self) -> list[ComparedCell]:
-        """Cells with a time ratio."""
-        return [cell for cell in self.cells if not cell.no_ratio_reason]
+    def cells_with_ratio(self) -> list[ComparedCell]:
+        """Common cells of both sets with a time ratio."""
+        return [cell for cell in self.common_cells if not cell.no_ratio_reason]
 
     @cached_property
-    def without_ratio(self) -> list[ComparedCell]:
-        """Cells without a time ratio."""
-        return [cell for cell in self.cells if cell.no_ratio_reason]
+    def cells_without_ratio(self) -> list[ComparedCell]:
+        """Common cells of both sets without a time ratio."""
+        return [cell for cell in self.common_cells if cell.no_ratio_reason]
 
 
 class Measurements:
@@ -247,53 +268,55 @@ class Measurements:
         bad = self.bad.get(group)
         return CellMeasurements(
             times,
-            tuple(score.factor * value for value in scores),
-            self.repeats.median(group, "peak_memory_bytes", "memory"),
+            tuple(score.display_factor * value for value in scores),
+            self.repeats.compute_median(group, "peak_memory_bytes", "memory"),
             "" if bad is None else format_outcome_kinds(describe_outcome(bad)),
             group in self.repeats.ok,
             tuple(self.doubts.get(("time", *group), ())),
         )
 
 
-def compare(first: ResultSet, other: ResultSet) -> Comparison:
-    """Compare the other set with the first."""
+def compare_result_sets(first: ResultSet, other: ResultSet) -> Comparison:
+    """Compare a result set with the first set."""
     matched = match_cells(first, other)
     measured = Measurements(first), Measurements(other)
     scored = {name: read_score(rows) for name, rows in first.cells.groupby("experiment")}
     cells = []
     for match in matched:
-        score = scored[match.first.experiment]
+        score = scored[match.first_group.experiment]
         differing = list(iter_differences(match, first, other))
         work = select_blocking_differences(differing, first.is_published or other.is_published)
         cells.append(
             ComparedCell(
                 match,
-                measured[0].measure_group(match.first, score),
-                measured[1].measure_group(match.other, score),
+                measured[0].measure_group(match.first_group, score),
+                measured[1].measure_group(match.other_group, score),
                 score,
                 work_differences=work,
                 unstated_differences=[
                     d for d in select_unstated_differences(differing) if d not in work
                 ],
-                place_differences=[d for d in differing if d.kind not in WORK.values()],
+                machine_differences=[d for d in differing if d.kind not in WORK.values()],
             )
         )
     with_ratio = [cell for cell in cells if not cell.no_ratio_reason]
     in_first, in_other = (one.repeats.ok for one in measured)
-    alone = [group for group in in_first if group not in {match.first for match in matched}]
+    alone = [group for group in in_first if group not in {match.first_group for match in matched}]
     return Comparison(
         first,
         other,
         tuple(cells),
-        place_differences=merge_differences(d for cell in cells for d in cell.place_differences),
+        machine_differences=merge_differences(
+            d for cell in cells for d in cell.machine_differences
+        ),
         work_differences=merge_differences(d for cell in cells for d in cell.work_differences),
         unstated_differences=merge_differences(
             d for cell in cells for d in cell.unstated_differences
         ),
-        strategies=tuple(average_by_strategy(with_ratio)),
+        strategy_means=tuple(average_by_strategy(with_ratio)),
         rank_changes=tuple(find_rank_changes(with_ratio)),
         cells_only_in_first=len(alone),
-        cells_only_in_other=len(in_other.keys() - {match.other for match in matched}),
+        cells_only_in_other=len(in_other.keys() - {match.other_group for match in matched}),
         missing_groups=tuple(
             g for g in alone if measured[0].repeats.values(g, "train_time_s", "time")
         ),
@@ -302,17 +325,20 @@ def compare(first: ResultSet, other: ResultSet) -> Comparison:
 
 def describe_differences(differences: list[Difference]) -> str:
     """Return differences as text, such as `lr 0.01 against 0.5; epochs 10 against not stated`."""
-    return "; ".join(f"{shorten_path(d.path)} {d.first} against {d.other}" for d in differences)
+    return "; ".join(
+        f"{shorten_field_path(d.field_path)} {d.first_value} against {d.other_value}"
+        for d in differences
+    )
 
 
-def shorten_path(path: str) -> str:
+def shorten_field_path(path: str) -> str:
     """Return the path of a record field without a prefix such as `settings`."""
     parts = path.split(".")
     return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
 
 
 def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """Yield each strategy's mean ratio, over all worker counts and at each one."""
+    """Yield each strategy's mean ratio, for all worker counts together and for each count."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         by_strategy[cell.group.strategy].append(cell)
@@ -323,7 +349,10 @@ def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
             rows = [(cell.group.model, math.log(cell.time_ratio.value)) for cell in here]
             by_model = pd.DataFrame(rows, columns=["model", "log"]).groupby("model")["log"].mean()
             mean = compute_mean_of_logs(by_model.tolist())
-            pairs = [(cell.other.times, cell.first.times) for cell in here]
+            pairs = [
+                (cell.other_measurements.train_times_s, cell.first_measurements.train_times_s)
+                for cell in here
+            ]
             # The level is shared (Bonferroni): a false difference of any strategy has probability ALPHA at
             # most.
             shared = compute_mean_slowdown(pairs, ALPHA / 2 / len(by_strategy))
@@ -341,31 +370,42 @@ def find_rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
     comparisons: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         g = cell.group
-        comparisons[(g.experiment, cell.match.other.experiment, g.model, g.gpus)].append(cell)
+        comparisons[(g.experiment, cell.match.other_group.experiment, g.model, g.gpus)].append(cell)
     for (experiment, _, model, gpus), comparison in comparisons.items():
         for a, b in combinations(comparison, 2):
-            before = np.mean(np.log(b.first.times)) - np.mean(np.log(a.first.times))
-            after = np.mean(np.log(b.other.times)) - np.mean(np.log(a.other.times))
+            before = np.mean(np.log(b.first_measurements.train_times_s)) - np.mean(
+                np.log(a.first_measurements.train_times_s)
+            )
+            after = np.mean(np.log(b.other_measurements.train_times_s)) - np.mean(
+                np.log(a.other_measurements.train_times_s)
+            )
             if before * after < 0:
                 old, new = (a, b) if before > 0 else (b, a)
                 yield RankChange(
                     *(experiment, model, gpus, old.group.strategy, new.group.strategy),
-                    compute_time_ratio(new.first.times, old.first.times),
-                    compute_time_ratio(new.other.times, old.other.times),
+                    compute_time_ratio(
+                        new.first_measurements.train_times_s, old.first_measurements.train_times_s
+                    ),
+                    compute_time_ratio(
+                        new.other_measurements.train_times_s, old.other_measurements.train_times_s
+                    ),
                 )
 
 
 def iter_main_results(comparison: Comparison) -> Iterator[str]:
     """Yield sentences on the main results: copied times, and the smallest and largest mean ratio."""
-    a, b, n = comparison.first.name, comparison.other.name, len(comparison.with_ratio)
-    same = sum(cell.first.times == cell.other.times for cell in comparison.with_ratio)
+    a, b, n = comparison.first_set.name, comparison.other_set.name, len(comparison.cells_with_ratio)
+    same = sum(
+        cell.first_measurements.train_times_s == cell.other_measurements.train_times_s
+        for cell in comparison.cells_with_ratio
+    )
     if same:
         copied = (
             f"{same} of {n} times are equal to the last digit, so that they were not measured twice"
         )
         yield f"{b} contains times of {a}: {copied}."
     means = sorted(
-        (m for m in comparison.strategies if m.gpus is None), key=lambda m: m.time_ratio.value
+        (m for m in comparison.strategy_means if m.gpus is None), key=lambda m: m.time_ratio.value
     )
     if not means or same == n:
         return
@@ -398,12 +438,12 @@ def iter_main_results(comparison: Comparison) -> Iterator[str]:
 
 def make_headline(comparison: Comparison) -> str:
     """Return sentences on the main results, and on differences that may explain them."""
-    a, b = comparison.first.name, comparison.other.name
-    if not comparison.cells:
+    a, b = comparison.first_set.name, comparison.other_set.name
+    if not comparison.common_cells:
         return f"{a} and {b} have no cell with the same strategy, model, data set and number of workers."
     kinds = list(
         dict.fromkeys(
-            d.kind for d in comparison.place_differences if d.kind not in ("hosts", "seeds")
+            d.kind for d in comparison.machine_differences if d.kind not in ("hosts", "seeds")
         )
     )
     text = " ".join(iter_main_results(comparison))
@@ -411,7 +451,11 @@ def make_headline(comparison: Comparison) -> str:
         text += f" {a} and {b} do not differ in the hardware, versions and flags that both state."
     elif len(kinds) == 1:
         [kind] = kinds
-        paths = [shorten_path(d.path) for d in comparison.place_differences if d.kind == kind]
+        paths = [
+            shorten_field_path(d.field_path)
+            for d in comparison.machine_differences
+            if d.kind == kind
+        ]
         listed = ", ".join(dict.fromkeys(paths[:4]))
         text += f" {a} and {b} differ in one condition that their records state: {kind} ({listed})."
     else:
@@ -421,23 +465,23 @@ def make_headline(comparison: Comparison) -> str:
         )
     if comparison.unstated_differences:
         listed = ", ".join(
-            dict.fromkeys(shorten_path(d.path) for d in comparison.unstated_differences)
+            dict.fromkeys(shorten_field_path(d.field_path) for d in comparison.unstated_differences)
         )
         text += f" Only one of the two sets states these values: {listed}."
-    doubted = [cell for cell in comparison.with_ratio if cell.doubts]
+    doubted = [cell for cell in comparison.cells_with_ratio if cell.doubtful_rules]
     if doubted:
-        rules = ", ".join(dict.fromkeys(rule for cell in doubted for rule in cell.doubts))
-        text += (
-            f" The audit doubts the times of {len(doubted)} of {len(comparison.with_ratio)} ratios"
-        )
+        rules = ", ".join(dict.fromkeys(rule for cell in doubted for rule in cell.doubtful_rules))
+        text += f" The audit doubts the times of {len(doubted)} of {len(comparison.cells_with_ratio)} ratios"
         text += f" by these rules: {rules}."
     for name, alone in ((a, comparison.cells_only_in_first), (b, comparison.cells_only_in_other)):
         if alone:
             text += f" {format_count(alone, 'cell')} finished only in {name}."
-    if comparison.without_ratio:
-        names = ", ".join(dict.fromkeys(cell.group.strategy for cell in comparison.without_ratio))
+    if comparison.cells_without_ratio:
+        names = ", ".join(
+            dict.fromkeys(cell.group.strategy for cell in comparison.cells_without_ratio)
+        )
         text += (
-            f" {len(comparison.without_ratio)} of {len(comparison.cells)} common cells have no ratio; their "
-            f"strategies are {names}."
+            f" {len(comparison.cells_without_ratio)} of {len(comparison.common_cells)} common cells have no "
+            f"ratio; their strategies are {names}."
         )
     return text.strip()

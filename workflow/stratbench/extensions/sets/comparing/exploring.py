@@ -15,7 +15,7 @@ from stratbench.extensions.sets.keys import INDEX
 from stratbench.extensions.sets.reading import ResultSet
 
 
-def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
+def write_explore_page(sets: Sequence[ResultSet], path: Path) -> None:
     """Write the interactive page of all cells of these sets, explore.html."""
     cells = pd.concat([one.cells.assign(set=one.name) for one in sets], ignore_index=True)
     findings = [
@@ -24,4 +24,4 @@ def write_explore(sets: Sequence[ResultSet], path: Path) -> None:
     title = ", ".join(one.name for one in sets)
     notices = list_notices(cells, findings, list_readings().values(), partial=False)
     data = explore.make_page_data(cells, findings)
-    write_atomic(path, explore.render(data, title, notices, INDEX))
+    write_atomic(path, explore.render_page(data, title, notices, INDEX))

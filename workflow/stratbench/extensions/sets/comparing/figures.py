@@ -27,19 +27,23 @@ def draw_ratio_figures(
         out_dir: Folder to write to.
         margin: Fraction within which times count as equal.
     """
-    marks = assign_marks(pd.concat([comparison.first.cells, comparison.other.cells]))
+    marks = assign_marks(pd.concat([comparison.first_set.cells, comparison.other_set.cells]))
     drawn = []
-    for experiment, model in dict.fromkeys(c.group.comparison for c in comparison.with_ratio):
-        cells = [c for c in comparison.with_ratio if c.group.comparison == (experiment, model)]
-        stem = out_dir / comparison.other.name / experiment / f"{model}_time_ratio"
+    for experiment, model in dict.fromkeys(
+        c.group.comparison_key for c in comparison.cells_with_ratio
+    ):
+        cells = [
+            c for c in comparison.cells_with_ratio if c.group.comparison_key == (experiment, model)
+        ]
+        stem = out_dir / comparison.other_set.name / experiment / f"{model}_time_ratio"
         with plt.rc_context(RC):
             save_figure(draw_rows(make_ratio_rows(cells, marks, margin)), stem)
         drawn.append(
             {
                 "title": f"{model}, {experiment}",
                 "caption": " ".join(iter_caption_sentences(comparison, cells, margin)),
-                "alt": f"Training times in {comparison.other.name} as multiples of those in "
-                f"{comparison.first.name}, for model {model} and experiment {experiment}.",
+                "alt": f"Training times in {comparison.other_set.name} as multiples of those in "
+                f"{comparison.first_set.name}, for model {model} and experiment {experiment}.",
                 "uri": build_data_uri(stem.with_suffix(".svg").read_bytes()),
             }
         )
@@ -67,9 +71,11 @@ def make_ratio_rows(
             for c in own
         ]
         text = f"{own[-1].time_ratio.value:.2f}×"
-        rows.append(FigureRow(strategy, points, told=text, chosen=any(p.chosen for p in points)))
+        rows.append(
+            FigureRow(strategy, points, value_text=text, is_chosen=any(p.is_chosen for p in points))
+        )
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
-    return RowChart.of_ratios(rows, marks, margin, head)
+    return RowChart.from_ratios(rows, marks, margin, head)
 
 
 def iter_caption_sentences(
@@ -79,10 +85,11 @@ def iter_caption_sentences(
 
     Args:
         comparison: The comparison.
-        cells: Its cells.
+        cells: Cells of the figure.
         margin: Fraction within which times are equal.
     """
-    yield f"Training time in {comparison.other.name} as a multiple of that in {comparison.first.name}."
+    first, other = comparison.first_set, comparison.other_set
+    yield f"Training time in {other.name} as a multiple of that in {first.name}."
     if len({c.group.gpus for c in cells}) > 1:
         yield "The number in a mark is the number of workers."
     yield f"The shaded band is within {100 * margin:g} % of 1."

@@ -75,8 +75,8 @@ class Match:
     """The same cell in two sets: two groups of repeats that differ at most in their experiment."""
 
     dataset: str
-    first: Group
-    other: Group
+    first_group: Group
+    other_group: Group
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,21 @@ class Difference:
     """A record field with different values in two sets, and the number of cells with this difference."""
 
     kind: str
-    path: str
-    first: str
-    other: str
+    field_path: str
+    first_value: str
+    other_value: str
     cell_count: int = 1
 
 
 def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
-    """Match cells of two result sets, in the first set's order.
+    """Match cells that train the same in two result sets, in the first set's order.
 
     Matched cells have equal strategy, model, data set and number of workers. Cells of the same experiment are
     matched first. Other cells are matched if each set has only one of its kind.
     """
     mine, theirs = list_groups_with_data(first), list_groups_with_data(other)
     matched = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
-    taken = {match.first for match in matched}
+    taken = {match.first_group for match in matched}
     left: dict[tuple, tuple[list[Group], list[Group]]] = defaultdict(lambda: ([], []))
     for side, groups in enumerate((mine, theirs)):
         for group, dataset in groups.items():
@@ -106,7 +106,7 @@ def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
                 left[(dataset, *group[1:])][side].append(group)
     matched += [Match(key[0], a[0], b[0]) for key, (a, b) in left.items() if len(a) == len(b) == 1]
     order = {group: place for place, group in enumerate(mine)}
-    return sorted(matched, key=lambda match: order[match.first])
+    return sorted(matched, key=lambda match: order[match.first_group])
 
 
 def list_groups_with_data(result_set: ResultSet) -> dict[Group, str]:
@@ -137,7 +137,7 @@ def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
 
 
 def _format_value(value: Any) -> str:
-    """Format a value of a table as records have it: 10, not 10.0."""
+    """Format a table's value as in records: 10, not 10.0."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -160,7 +160,7 @@ def classify_difference(path: str) -> str | None:
     entry = None if path in COUNTED else find_table_row(path)
     if entry is None:
         return None
-    rule = TABLE[entry].rule
+    rule = TABLE[entry].rule_id
     return WORK.get(rule) or PLACE[rule]
 
 
@@ -174,9 +174,9 @@ def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterat
         first: The first set.
         other: The other set.
     """
-    mine = collect_values_by_group(first).get(match.first, {})
-    theirs = collect_values_by_group(other).get(match.other, {})
-    replaced = first.hosts_replaced or other.hosts_replaced
+    mine = collect_values_by_group(first).get(match.first_group, {})
+    theirs = collect_values_by_group(other).get(match.other_group, {})
+    replaced = first.has_replaced_hosts or other.has_replaced_hosts
     for path in dict.fromkeys([*mine, *theirs]):
         if mine.get(path) == theirs.get(path) or (path == "worker.host.name" and replaced):
             continue
@@ -190,7 +190,7 @@ def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterat
 
 
 def select_blocking_differences(differences: list[Difference], published: bool) -> list[Difference]:
-    """Return the differences between two cells because of which they have no ratio.
+    """Return the differences between two cells that prevent a time ratio.
 
     A value that a set lacks is no reason, except for the amount of training in published tables.
     """
@@ -198,20 +198,27 @@ def select_blocking_differences(differences: list[Difference], published: bool) 
         d
         for d in differences
         if d.kind in WORK.values()
-        and (NOT_STATED not in (d.first, d.other) or (published and d.path in AMOUNT))
+        and (
+            NOT_STATED not in (d.first_value, d.other_value)
+            or (published and d.field_path in AMOUNT)
+        )
     ]
 
 
 def select_unstated_differences(differences: list[Difference]) -> list[Difference]:
-    """Return the fields on what is trained that only one of two cells states."""
-    return [d for d in differences if d.kind in WORK.values() and NOT_STATED in (d.first, d.other)]
+    """Return the fields on the trained work that only one of two cells states."""
+    return [
+        d
+        for d in differences
+        if d.kind in WORK.values() and NOT_STATED in (d.first_value, d.other_value)
+    ]
 
 
 def merge_differences(differences: Iterator[Difference]) -> tuple[Difference, ...]:
     """Merge equal differences of several cells, sorted as in WORK and PLACE."""
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     for d in differences:
-        counts[(d.kind, d.path, d.first, d.other)] += d.cell_count
+        counts[(d.kind, d.field_path, d.first_value, d.other_value)] += d.cell_count
     kinds = [*WORK.values(), *PLACE.values()]
     merged = [Difference(*key, cell_count=n) for key, n in counts.items()]
     return tuple(sorted(merged, key=lambda d: kinds.index(d.kind)))

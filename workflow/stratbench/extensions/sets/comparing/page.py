@@ -15,7 +15,7 @@ from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.report.answer_rows import build_first_screen
 from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
 from stratbench.cell.text import pages
-from stratbench.cell.text.words import format_bytes, shortened
+from stratbench.cell.text.words import format_bytes, shorten_for_table
 from stratbench.extensions.sets.check import describe_audit, describe_workers
 from stratbench.extensions.sets.comparing.comparison import (
     ComparedCell,
@@ -24,7 +24,11 @@ from stratbench.extensions.sets.comparing.comparison import (
     make_headline,
 )
 from stratbench.extensions.sets.comparing.regression import WatchedCells
-from stratbench.extensions.sets.comparing.tables import change_text, ratio_text, times_text
+from stratbench.extensions.sets.comparing.tables import (
+    format_mean_time,
+    format_ratio,
+    format_score_change,
+)
 from stratbench.extensions.sets.reading import ResultSet
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -58,29 +62,33 @@ def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]])
     )
     hidden = ranks[MAX_RANK_CHANGES:]
     return {
-        "name": comparison.other.name,
+        "name": comparison.other_set.name,
         "headline": make_headline(comparison),
         "differences": list(iter_difference_rows(comparison)),
-        "strategies": comparison.strategies,
-        "cells": comparison.with_ratio,
-        "has_memory": any(cell.memory_ratio is not None for cell in comparison.with_ratio),
-        "has_score": any(cell.score_change is not None for cell in comparison.with_ratio),
-        "has_caution": any(cell.unstated_differences for cell in comparison.with_ratio),
-        "has_doubts": any(cell.doubts for cell in comparison.with_ratio),
-        "unit": find_common_unit(comparison.with_ratio),
-        "without": comparison.without_ratio,
+        "strategies": comparison.strategy_means,
+        "cells": comparison.cells_with_ratio,
+        "has_memory": any(cell.memory_ratio is not None for cell in comparison.cells_with_ratio),
+        "has_score": any(cell.score_change is not None for cell in comparison.cells_with_ratio),
+        "has_caution": any(cell.unstated_differences for cell in comparison.cells_with_ratio),
+        "has_doubts": any(cell.doubtful_rules for cell in comparison.cells_with_ratio),
+        "unit": find_common_unit(comparison.cells_with_ratio),
+        "without": comparison.cells_without_ratio,
         "ranks": ranks[:MAX_RANK_CHANGES],
         "more_ranks": len(hidden),
         "more_sure": sum(r.is_clear for r in hidden),
         "changes": list(iter_change_sentences(comparison)),
-        "outcomes": [c for c in comparison.cells if c.first.outcome != c.other.outcome],
+        "outcomes": [
+            c
+            for c in comparison.common_cells
+            if c.first_measurements.outcome != c.other_measurements.outcome
+        ],
         "figures": list(figures),
     }
 
 
 def iter_difference_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table of differences: one per kind, the most serious first."""
-    for effect, listed in comparison.by_effect.items():
+    for effect, listed in comparison.differences_by_effect.items():
         for kind in dict.fromkeys(d.kind for d in listed):
             rows = [d for d in listed if d.kind == kind]
             yield {
@@ -96,17 +104,20 @@ def find_common_unit(cells: Sequence[ComparedCell]) -> str:
 
     The text is empty otherwise.
     """
-    units = {c.score.difference(0).partition(" ")[2] for c in cells}
+    units = {c.score.format_difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 
 
 def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
     """Yield a sentence per large change of memory or score."""
-    for cell in comparison.with_ratio:
+    for cell in comparison.cells_with_ratio:
         if cell.memory_ratio is not None and abs(cell.memory_ratio - 1) > MEMORY_CHANGE:
-            before, after = map(format_bytes, (cell.first.memory_bytes, cell.other.memory_bytes))
+            before, after = map(
+                format_bytes,
+                (cell.first_measurements.memory_bytes, cell.other_measurements.memory_bytes),
+            )
             yield (
-                f"{cell.in_words}: peak memory changed by {cell.memory_ratio - 1:+.0%} ({before} to "
+                f"{cell.coordinates_text}: peak memory changed by {cell.memory_ratio - 1:+.0%} ({before} to "
                 f"{after})."
             )
         change = cell.score_change
@@ -114,7 +125,7 @@ def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
             continue
         chance = "" if change.excludes(0) else "; the change may be chance"
         yield (
-            f"{cell.in_words}: {cell.score.name} changed by {change_text(cell)} "
+            f"{cell.coordinates_text}: {cell.score.name} changed by {format_score_change(cell)} "
             f"{find_common_unit([cell])}{chance}."
         )
 
@@ -161,15 +172,21 @@ def find_base_strategies(
 ) -> dict[str, str | None]:
     """Return the base strategy of each name in decisions over sets, such as `ddp (a100)`."""
     known = map_base_strategies(pd.concat([one.cells for one in sets]))
-    listed = {row["strategy"] for decision in decisions for row in decision.matrix}
+    listed = {row["strategy"] for decision in decisions for row in decision.matrix_rows}
     return {name: known.get(name.partition(" (")[0]) for name in sorted(listed)}
 
 
-def render(values: dict[str, Any]) -> str:
+def render_comparison_page(values: dict[str, Any]) -> str:
     """Return the page as HTML, with all values escaped."""
-    texts = (describe_differences, change_text, ratio_text, shortened, times_text)
+    texts = (
+        describe_differences,
+        format_score_change,
+        format_ratio,
+        shorten_for_table,
+        format_mean_time,
+    )
     filters = {text.__name__: text for text in texts}
-    page = pages.render(
+    page = pages.render_page(
         "compare.html.j2", TEMPLATES, REPORT_TEMPLATES, values=values, filters=filters
     )
     return re.sub(r"\n{3,}", "\n\n", page)

@@ -42,7 +42,7 @@ class WatchedCells:
     #: set, and only some in the other. UNKNOWN: none of these.
     outcome: str
     #: Rules of the audit that have findings on the compared times.
-    doubts: tuple[str, ...] = ()
+    doubtful_rules: tuple[str, ...] = ()
 
     @property
     def fails(self) -> bool:
@@ -50,12 +50,12 @@ class WatchedCells:
         return self.outcome in FAILING
 
     @property
-    def shown(self) -> bool:
-        """Whether the page lists this outcome: cells that are not slower are not listed."""
+    def is_listed(self) -> bool:
+        """Whether the page lists this outcome. Single cells that are not slower are not listed."""
         return self.is_whole_strategy or self.fails or self.outcome in (OTHER_WORK, LESS)
 
     @property
-    def sentence(self) -> str:
+    def outcome_sentence(self) -> str:
         """The outcome as text, with the slow-down and its bounds."""
         text = f"{self.set_name}: {self.subject}: {self.outcome}"
         if self.slowdown is None:
@@ -64,7 +64,11 @@ class WatchedCells:
         text += f", {share:+.1%}"
         if low is None:
             return f"{text} (noise is unknown: that takes two repeats in both sets)"
-        doubts = f"; the audit doubts its times: {', '.join(self.doubts)}" if self.doubts else ""
+        doubts = (
+            f"; the audit doubts its times: {', '.join(self.doubtful_rules)}"
+            if self.doubtful_rules
+            else ""
+        )
         return f"{text} ({low:+.1%} to {high:+.1%}){doubts}"
 
 
@@ -76,55 +80,68 @@ def watch_regressions(comparisons: Sequence[Comparison], allowed: float) -> list
     less noise, and a single cell shows a slow-down that the mean hides.
     """
     strategies = [
-        (c.other.name, *entry) for c in comparisons for entry in group_by_strategy(c.with_ratio)
+        (c.other_set.name, *entry)
+        for c in comparisons
+        for entry in group_by_strategy(c.cells_with_ratio)
     ]
     cells = [
-        (c.other.name, cell.in_words, [cell])
+        (c.other_set.name, cell.coordinates_text, [cell])
         for c in comparisons
-        for cell in c.with_ratio
-        if len(cell.first.times) > 1 and len(cell.other.times) > 1
+        for cell in c.cells_with_ratio
+        if len(cell.first_measurements.train_times_s) > 1
+        and len(cell.other_measurements.train_times_s) > 1
     ]
     watched = [
         watch_cells(*entry, whole, ALPHA / 2 / len(family), allowed)
         for family, whole in ((strategies, True), (cells, False))
         for entry in family
     ]
-    for ended_worse, outcome in ((is_lost, LOST), (finishes_less_often, LESS)):
+    for ended_worse, outcome in ((is_no_longer_finished, LOST), (finishes_less_often, LESS)):
         for c in comparisons:
             watched += [
-                make_unfinished_entry(c, cell, outcome) for cell in c.cells if ended_worse(cell)
+                make_unfinished_entry(c, cell, outcome)
+                for cell in c.common_cells
+                if ended_worse(cell)
             ]
-    watched += [entry for c in comparisons for entry in iter_no_longer_judged(c)]
+    watched += [entry for c in comparisons for entry in iter_strategies_without_times(c)]
     order = (*FAILING, LESS, OTHER_WORK, UNKNOWN, WITHIN)
     return sorted(watched, key=lambda w: order.index(w.outcome))
 
 
-def iter_no_longer_judged(comparison: Comparison) -> Iterator[WatchedCells]:
+def iter_strategies_without_times(comparison: Comparison) -> Iterator[WatchedCells]:
     """Yield an outcome per strategy whose cells have times in the first set only.
 
     The text of each outcome contains the reason.
     """
     places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
-    for cell in comparison.cells:
-        if cell.work_differences and cell.first.times:
+    for cell in comparison.common_cells:
+        if cell.work_differences and cell.first_measurements.train_times_s:
             places[OTHER_WORK, cell.group.strategy, "other work"].append(cell.group)
-        elif cell.first.times and not cell.other.times and not is_lost(cell):
+        elif (
+            cell.first_measurements.train_times_s
+            and not cell.other_measurements.train_times_s
+            and not is_no_longer_finished(cell)
+        ):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
     # Published tables have no records, so that none can be missing.
-    for group in () if comparison.other.is_published else comparison.missing_groups:
+    for group in () if comparison.other_set.is_published else comparison.missing_groups:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, reason), groups in places.items():
         named = format_names([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MAX_NAMED)
         what = f"{strategy}, {format_count(len(groups), 'cell')} {reason}: {named}"
-        yield WatchedCells(comparison.other.name, what, False, len(groups), None, outcome)
+        yield WatchedCells(comparison.other_set.name, what, False, len(groups), None, outcome)
 
 
-def is_lost(cell: ComparedCell) -> bool:
-    """Return whether a cell finished in the first set, and no repeat in the other.
+def is_no_longer_finished(cell: ComparedCell) -> bool:
+    """Return whether a cell finished in the first set, but never in the other.
 
     Repeats without a record do not count, and neither do cells that train something else.
     """
-    return bool(cell.first.times) and not cell.other.finished and not cell.work_differences
+    return (
+        bool(cell.first_measurements.train_times_s)
+        and not cell.other_measurements.all_finished
+        and not cell.work_differences
+    )
 
 
 def finishes_less_often(cell: ComparedCell) -> bool:
@@ -132,8 +149,13 @@ def finishes_less_often(cell: ComparedCell) -> bool:
 
     The ratio of such a cell is that of the finished repeats.
     """
-    worse = cell.other.outcome and not cell.first.outcome
-    return bool(worse and cell.first.times and cell.other.finished and not cell.work_differences)
+    worse = cell.other_measurements.outcome and not cell.first_measurements.outcome
+    return bool(
+        worse
+        and cell.first_measurements.train_times_s
+        and cell.other_measurements.all_finished
+        and not cell.work_differences
+    )
 
 
 def make_unfinished_entry(comparison: Comparison, cell: ComparedCell, outcome: str) -> WatchedCells:
@@ -144,8 +166,8 @@ def make_unfinished_entry(comparison: Comparison, cell: ComparedCell, outcome: s
         cell: The cell.
         outcome: LOST or LESS.
     """
-    what = f"{cell.in_words}, {cell.other.outcome}"
-    return WatchedCells(comparison.other.name, what, False, 1, None, outcome)
+    what = f"{cell.coordinates_text}, {cell.other_measurements.outcome}"
+    return WatchedCells(comparison.other_set.name, what, False, 1, None, outcome)
 
 
 def group_by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
@@ -157,7 +179,12 @@ def group_by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list
     for cell in cells:
         groups[cell.group.strategy].append(cell)
     for strategy, cells_of_strategy in groups.items():
-        repeated = [c for c in cells_of_strategy if min(len(c.first.times), len(c.other.times)) > 1]
+        repeated = [
+            c
+            for c in cells_of_strategy
+            if min(len(c.first_measurements.train_times_s), len(c.other_measurements.train_times_s))
+            > 1
+        ]
         yield strategy, repeated or cells_of_strategy
 
 
@@ -174,13 +201,16 @@ def watch_cells(
         alpha: Probability of a false alarm.
         allowed: Allowed slow-down.
     """
-    slowdown = compute_mean_slowdown([(c.other.times, c.first.times) for c in cells], alpha)
+    slowdown = compute_mean_slowdown(
+        [(c.other_measurements.train_times_s, c.first_measurements.train_times_s) for c in cells],
+        alpha,
+    )
     outcome = UNKNOWN
     if slowdown.low is not None and slowdown.low > allowed:
         outcome = SLOWER
     elif slowdown.high is not None and slowdown.high <= allowed:
         outcome = WITHIN
-    doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubts))
+    doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubtful_rules))
     return WatchedCells(set_name, what, whole, len(cells), slowdown, outcome, doubts)
 
 
@@ -215,5 +245,5 @@ def describe_watch(watched: Sequence[WatchedCells], allowed: float) -> Iterator[
         text += f"; unknown for {format_count(len(unknown), 'strategy')} by too few repeats"
     yield f"Regression watch ({allowed:.1%} allowed): {text}."
     for w in watched:
-        if w.shown:
-            yield f"  {w.sentence}"
+        if w.is_listed:
+            yield f"  {w.outcome_sentence}"

@@ -12,12 +12,12 @@ import pandas as pd
 from stratbench.analysis.records.measures import NO_CELL
 from stratbench.analysis.tables.tables import (
     build_table_by_count,
+    format_latex,
     format_markdown,
     group_lines_by_model,
-    latex,
 )
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import shortened
+from stratbench.cell.text.words import shorten_for_table
 from stratbench.extensions.sets.comparing.comparison import (
     ComparedCell,
     Comparison,
@@ -31,18 +31,18 @@ from stratbench.statistics.unpaired import compute_geometric_mean
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def ratio_text(estimate: IntervalEstimate) -> str:
+def format_ratio(estimate: IntervalEstimate) -> str:
     """Format a ratio for tables, with its interval if there is one."""
-    return estimate.text("{:.3f}".format)
+    return estimate.format_text("{:.3f}".format)
 
 
-def change_text(cell: ComparedCell) -> str:
+def format_score_change(cell: ComparedCell) -> str:
     """Format a cell's change of score for tables. The text is empty if the change is unknown."""
     change = cell.score_change
-    return "" if change is None else change.text(f"{{:+.{cell.score.decimals}f}}".format)
+    return "" if change is None else change.format_text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
-def times_text(times: tuple[float, ...]) -> str:
+def format_mean_time(times: tuple[float, ...]) -> str:
     """Format the geometric mean of times, with the number of times if there are several."""
     if not times:
         return NO_CELL
@@ -59,26 +59,30 @@ def make_interval_columns(name: str, estimate: IntervalEstimate | None) -> dict[
 
 def iter_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield a row of cells.csv for every cell that both sets have."""
-    for cell in comparison.cells:
+    for cell in comparison.common_cells:
         yield {
-            "experiment": cell.match.first.experiment,
-            "experiment_other": cell.match.other.experiment,
+            "experiment": cell.match.first_group.experiment,
+            "experiment_other": cell.match.other_group.experiment,
             "strategy": cell.group.strategy,
             "model": cell.group.model,
             "dataset": cell.match.dataset,
             "workers": cell.group.gpus,
-            "repeats_first": len(cell.first.times),
-            "repeats_other": len(cell.other.times),
-            "time_first_s": compute_geometric_mean(cell.first.times) if cell.first.times else None,
-            "time_other_s": compute_geometric_mean(cell.other.times) if cell.other.times else None,
+            "repeats_first": len(cell.first_measurements.train_times_s),
+            "repeats_other": len(cell.other_measurements.train_times_s),
+            "time_first_s": compute_geometric_mean(cell.first_measurements.train_times_s)
+            if cell.first_measurements.train_times_s
+            else None,
+            "time_other_s": compute_geometric_mean(cell.other_measurements.train_times_s)
+            if cell.other_measurements.train_times_s
+            else None,
             **make_interval_columns("time_ratio", cell.time_ratio),
             "memory_ratio": cell.memory_ratio,
             "score_name": cell.score.name,
             **make_interval_columns("score_change", cell.score_change),
-            "outcome_first": cell.first.outcome or "ok",
-            "outcome_other": cell.other.outcome or "ok",
+            "outcome_first": cell.first_measurements.outcome or "ok",
+            "outcome_other": cell.other_measurements.outcome or "ok",
             "no_ratio_because": cell.no_ratio_reason,
-            "doubted_by": "; ".join(cell.doubts),
+            "doubted_by": "; ".join(cell.doubtful_rules),
             "not_known_to_be_equal": describe_differences(cell.unstated_differences),
         }
 
@@ -88,10 +92,10 @@ def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
 
     The table has a row per model and strategy, and a column per worker count.
     """
-    cells = [c for c in comparison.cells if c.group.experiment == experiment]
+    cells = [c for c in comparison.common_cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
     texts = (
-        (c.group, ratio_text(c.time_ratio) if c.time_ratio else f"n/a ({c.no_ratio_reason})")
+        (c.group, format_ratio(c.time_ratio) if c.time_ratio else f"n/a ({c.no_ratio_reason})")
         for c in cells
     )
     return build_table_by_count(counts, group_lines_by_model(texts), "worker")
@@ -101,7 +105,7 @@ def make_strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
     """Return the table of each strategy's mean time ratio."""
     return pd.DataFrame(
         [
-            [m.strategy, m.workers, ratio_text(m.time_ratio), m.model_count, m.cell_count]
+            [m.strategy, m.workers_text, format_ratio(m.time_ratio), m.model_count, m.cell_count]
             for m in means
         ],
         columns=["strategy", "workers", "time ratio", "models", "cells"],
@@ -112,18 +116,32 @@ def make_difference_table(comparison: Comparison) -> pd.DataFrame:
     """Return the table of differences: those that prevent a ratio come first."""
     return pd.DataFrame(
         [
-            [d.kind, d.path, shortened(d.first), shortened(d.other), d.cell_count, effect]
-            for effect, listed in comparison.by_effect.items()
+            [
+                d.kind,
+                d.field_path,
+                shorten_for_table(d.first_value),
+                shorten_for_table(d.other_value),
+                d.cell_count,
+                effect,
+            ]
+            for effect, listed in comparison.differences_by_effect.items()
             for d in listed
         ],
-        columns=["kind", "field", comparison.first.name, comparison.other.name, "cells", "effect"],
+        columns=[
+            "kind",
+            "field",
+            comparison.first_set.name,
+            comparison.other_set.name,
+            "cells",
+            "effect",
+        ],
     )
 
 
 def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
     """Write all tables of a comparison below <out_dir>/<other>."""
-    folder = out_dir / comparison.other.name
-    a, b = comparison.first.name, comparison.other.name
+    folder = out_dir / comparison.other_set.name
+    a, b = comparison.first_set.name, comparison.other_set.name
     write_safe_csv(pd.DataFrame(list(iter_cell_rows(comparison))), folder / "cells.csv")
     write_table(
         make_difference_table(comparison),
@@ -131,12 +149,12 @@ def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
         folder / "differences",
     )
     write_table(
-        make_strategy_table(comparison.strategies),
+        make_strategy_table(comparison.strategy_means),
         f"Training time in {b} divided by that in {a}: geometric mean over the cells of a model, then over "
         "models. Brackets: 95 % t interval over models, or over repeats if there is one model.",
         folder / "strategies",
     )
-    for experiment in dict.fromkeys(cell.group.experiment for cell in comparison.cells):
+    for experiment in dict.fromkeys(cell.group.experiment for cell in comparison.common_cells):
         write_table(
             make_ratio_table(comparison, experiment),
             f"Training time in {b} divided by that in {a}, experiment {experiment}: ratio of geometric "
@@ -157,11 +175,11 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
     write_safe_csv(table, stem.with_suffix(".csv"))
     shown = table.map(lambda value: html.escape(str(value), quote=False))
     write_atomic(stem.with_suffix(".md"), format_markdown(shown, title))
-    write_atomic(stem.with_suffix(".tex"), latex(table, title))
+    write_atomic(stem.with_suffix(".tex"), format_latex(table, title))
 
 
 def write_safe_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file in which no text is taken for a formula.
+    """Write a CSV file in which spreadsheets take no text for a formula.
 
     A text that looks like a formula gets a leading '.
     """

@@ -107,7 +107,7 @@ def list_candidates(
 
 
 def use_one_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a job's rows, all with the experiment of the first row."""
+    """Return a job's rows, all with the experiment name of the first row."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
 
@@ -116,4 +116,4 @@ def iter_constraint_sentences(
 ) -> Iterator[str]:
     """Yield the constraints of a decision as sentences, with the prices of all sets."""
     listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
-    yield from constraints.sentences(f"ranked by cost at {listed}" if prices else "")
+    yield from constraints.iter_sentences(f"ranked by cost at {listed}" if prices else "")

@@ -1,4 +1,4 @@
-"""Converts records to runs as experiment trackers have them: parameters, metrics, tags and times."""
+"""Converts records to runs of experiment trackers: parameters, metrics, tags and times."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
     measured = [
         column.name
         for column in CELL_COLUMNS
-        if column.kind == "number" and column.name not in COORDINATES and not _is_setting(column)
+        if column.value_kind == "number"
+        and column.name not in COORDINATES
+        and not _is_setting(column)
     ]
     metrics_of_epoch = [
         name
@@ -94,8 +96,8 @@ def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
                 )
                 for epoch in rows.to_dict("records")
             ],
-            started_s=_parse_time(record, "started"),
-            finished_s=_parse_time(record, "finished"),
+            started_s=_parse_time_unix_s(record, "started"),
+            finished_s=_parse_time_unix_s(record, "finished"),
         )
 
 
@@ -116,7 +118,7 @@ def _flatten_settings(
             yield f"{above}{key}", str(value)
 
 
-def _parse_time(record: dict[str, Any], name: str) -> float:
+def _parse_time_unix_s(record: dict[str, Any], name: str) -> float:
     """Return a time from a record's provenance in seconds since 1970.
 
     The result is 0 if the time is missing.

@@ -20,9 +20,9 @@ NEEDS_RECORDS = False
 
 def get_arrow_type(column: Column) -> pa.DataType:
     """Return the Arrow type of a column. A column of JSON has the type of texts."""
-    if column.kind == "number":
+    if column.value_kind == "number":
         return pa.int64() if column.is_whole else pa.float64()
-    return pa.bool_() if column.kind == "flag" else pa.string()
+    return pa.bool_() if column.value_kind == "flag" else pa.string()
 
 
 def make_arrow_table(
@@ -37,7 +37,7 @@ def make_arrow_table(
     """
     fields, arrays = [], []
     for name, column in columns.items():
-        meaning = {"unit": column.unit, "definition": column.definition, "kind": column.kind}
+        meaning = {"unit": column.unit, "definition": column.definition, "kind": column.value_kind}
         fields.append(pa.field(name, get_arrow_type(column), metadata=meaning))
         arrays.append(pa.array(_convert_values(frame[name], column), type=get_arrow_type(column)))
     return pa.table(arrays, schema=pa.schema(fields, metadata=about))
@@ -45,9 +45,9 @@ def make_arrow_table(
 
 def _convert_values(series: pd.Series, column: Column) -> list[Any]:
     present = series.astype(object).where(series.notna(), None)
-    if column.kind == "flag":
+    if column.value_kind == "flag":
         return [None if value is None else str(value) == "True" for value in present]
-    return [float(v) if v is not None and column.kind == "number" else v for v in present]
+    return [float(v) if v is not None and column.value_kind == "number" else v for v in present]
 
 
 def write(result_set: ResultSet, folder: Path) -> None:

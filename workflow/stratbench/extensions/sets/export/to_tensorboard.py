@@ -33,7 +33,7 @@ def iter_events(run: ExportedRun) -> Iterator[Event]:
 
 
 def write(result_set: ResultSet, folder: Path) -> None:
-    """Write a log file per cell.
+    """Write a TensorBoard log file per cell.
 
     File names of TensorBoard usually contain this host's name, but these do not.
     """

@@ -1,1 +1,1 @@
-"""Finds the fastest strategy from short paired blocks instead of whole trainings."""
+"""Finds the fastest strategy from short paired blocks instead of complete trainings."""

@@ -1,4 +1,7 @@
-"""Command line: `next` prints the next round of a verdict as JSON, `tell` writes and prints the verdict."""
+"""Command line: `next` prints a verdict's next round as JSON, and `tell` prints the verdict.
+
+`tell` also writes verdict.json.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.text.words import folded
+from stratbench.cell.text.words import wrap_lines
 from stratbench.extensions.verdict.paired.evidence import read_evidence
 from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
 from stratbench.extensions.verdict.paired.next_round import determine_next_round
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdict = make_verdict(analysis, next_round, notes)
     out = Path(config["results"], evidence.study, "verdict", "verdict.json")
     write_atomic(out, json.dumps(verdict, indent=1, allow_nan=False) + "\n")
-    print(folded([*iter_verdict_lines(verdict), f"{out} has it all."]), flush=True)
+    print(wrap_lines([*iter_verdict_lines(verdict), f"{out} has it all."]), flush=True)
     return 0
 
 

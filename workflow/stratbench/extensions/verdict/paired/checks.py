@@ -30,8 +30,8 @@ class FullRunCorrection:
 
     #: Upper bound on the log ratio by which any strategy may be faster than the leader.
     max_log_advantage: float
-    fastest: bool  # whether all alternatives are still shown to be slower than the leader
-    nearest: str  # the alternative with the lowest corrected bound
+    is_fastest: bool  # whether all alternatives are still shown to be slower than the leader
+    nearest_strategy: str  # the alternative with the lowest corrected bound
 
 
 def compute_full_run_deviations(
@@ -45,14 +45,18 @@ def compute_full_run_deviations(
     Args:
         evidence: Evidence of the verdict.
         comparison: The comparison.
-        blocks: Its blocks.
+        blocks: Blocks of the comparison.
     """
     deviations: dict[str, list[float]] = {}
     for strategy in comparison.strategies:
-        known = [log for block in blocks if math.isfinite(log := block.value(strategy))]
+        known = [
+            log for block in blocks if math.isfinite(log := block.compute_log_step_time(strategy))
+        ]
         for run in evidence.list_full_runs(comparison, strategy):
-            if known and run.step_log is not None:
-                deviations.setdefault(strategy, []).append(run.step_log - statistics.fmean(known))
+            if known and run.log_step_time is not None:
+                deviations.setdefault(strategy, []).append(
+                    run.log_step_time - statistics.fmean(known)
+                )
     return deviations
 
 
@@ -124,9 +128,12 @@ def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:
     """
     squares, dof = 0.0, 0
     for comparison in evidence.comparisons:
-        blocks = evidence.list_blocks(comparison.place)
+        blocks = evidence.list_blocks(comparison.comparison_key)
         logs = np.array(
-            [[block.value(strategy) for strategy in comparison.strategies] for block in blocks]
+            [
+                [block.compute_log_step_time(strategy) for strategy in comparison.strategies]
+                for block in blocks
+            ]
         )
         if len(blocks) > 1 and (whole := np.isfinite(logs).all(0)).any():
             levels = logs[:, whole].mean(1)
@@ -143,15 +150,15 @@ def iter_contradicting_strategies(
     Args:
         evidence: Evidence of the verdict.
         comparison: The comparison.
-        block: One of its blocks.
+        block: A block of the comparison.
     """
     for strategy in comparison.strategies:
         logs = [
-            r.step_log
+            r.log_step_time
             for r in evidence.list_full_runs(comparison, strategy)
-            if r.step_log is not None
+            if r.log_step_time is not None
         ]
-        value = block.value(strategy)
+        value = block.compute_log_step_time(strategy)
         if logs and math.isfinite(value):
             apart = value - statistics.median(logs)
             if abs(apart) > math.log(MAX_APART):
@@ -162,12 +169,12 @@ def iter_contradicting_strategies(
 
 
 def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Yield why a comparison's blocks allow no conclusion: copied blocks, or mixed devices."""
+    """Yield reasons why a comparison's blocks allow no conclusion, such as copied blocks."""
     for one, other in combinations(blocks, 2):
         if is_copy(one, other):
             yield (
-                f"the ratios of blocks {one.number} and {other.number} are equal to six digits, so that one "
-                "block is a copy of the other: delete it, and it is measured again"
+                f"the ratios of blocks {one.block_number} and {other.block_number} are equal to six digits, "
+                "so that one block is a copy of the other: delete it, and it is measured again"
             )
             return
     kinds = sorted({block.device for block in blocks})
@@ -196,7 +203,11 @@ def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
     ]
     strategies = {strategy for strategy, _ in segments[0]}
     values = [
-        {strategy: v for strategy in strategies if math.isfinite(v := b.value(strategy))}
+        {
+            strategy: v
+            for strategy in strategies
+            if math.isfinite(v := b.compute_log_step_time(strategy))
+        }
         for b in (one, other)
     ]
     return _have_same_ratios(*segments, least=4) or _have_same_ratios(*values, least=3)

@@ -1,4 +1,4 @@
-"""Costs of a verdict: what it has spent, what the next round takes, and what the full matrix would take."""
+"""Computes costs of a verdict: spent so far, the next round's, and the full matrix's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Costs:
-    """GPU-seconds that a verdict's blocks and full runs took, and estimates for those to come."""
+    """GPU-seconds that a verdict's blocks and full runs took, and estimates of future ones."""
 
     def __init__(self, analysis: Course) -> None:
         self._course, self._evidence = analysis, analysis.evidence
         self._runs_s: dict[ComparisonKey, float] = {}
         for cell in analysis.requested_runs:
             if run := self._evidence.full_runs.get(cell):
-                key = ComparisonKey.of(cell)
+                key = ComparisonKey.from_cell(cell)
                 self._runs_s[key] = self._runs_s.get(key, 0.0) + run.gpu_seconds
 
     @property
@@ -36,30 +36,33 @@ class Costs:
     def sum_block_gpu_seconds(self, state: ComparisonState) -> float:
         """Return the GPU-seconds that a comparison's blocks took."""
         return sum(
-            block.gpu_seconds for block in self._evidence.list_blocks(state.comparison.place)
+            block.gpu_seconds
+            for block in self._evidence.list_blocks(state.comparison.comparison_key)
         )
 
     def sum_full_run_gpu_seconds(self, state: ComparisonState) -> float:
         """Return the GPU-seconds of a comparison's full runs that the verdict requested."""
-        return self._runs_s.get(state.comparison.place, 0.0)
+        return self._runs_s.get(state.comparison.comparison_key, 0.0)
 
     @property
     def expected_gpu_seconds(self) -> float | None:
         """Expected GPU-seconds of the next round.
 
-        None if a part of it cannot be estimated yet.
+        The value is None if a part of it cannot be estimated yet.
         """
         expected = 0.0
         for state, _ in self._course.missing_blocks:
-            if not (blocks := self._evidence.list_blocks(state.comparison.place)):
+            if not (blocks := self._evidence.list_blocks(state.comparison.comparison_key)):
                 return None
             last = blocks[-1]
             before = {s.strategy for s in last.segments}
-            still = len(before & set(state.active))
+            still = len(before & set(state.active_strategies))
             expected += last.gpu_seconds * (still + 0.5) / (len(before) + 0.5)
-        states = {state.comparison.place: state for state in self._course.states}
+        states = {state.comparison.comparison_key: state for state in self._course.states}
         for cell in self._course.missing_runs:
-            full = self.estimate_full_run_gpu_seconds(states[ComparisonKey.of(cell)], cell.strategy)
+            full = self.estimate_full_run_gpu_seconds(
+                states[ComparisonKey.from_cell(cell)], cell.strategy
+            )
             if full is None:
                 return None
             expected += full
@@ -68,7 +71,8 @@ class Costs:
     def average_step_seconds(self, state: ComparisonState, strategy: str) -> float | None:
         """Return a strategy's seconds per step: the geometric mean over its blocks."""
         logs = [
-            block.value(strategy) for block in self._evidence.list_blocks(state.comparison.place)
+            block.compute_log_step_time(strategy)
+            for block in self._evidence.list_blocks(state.comparison.comparison_key)
         ]
         known = [log for log in logs if math.isfinite(log)]
         return math.exp(statistics.fmean(known)) if known else None
@@ -85,11 +89,11 @@ class Costs:
             return None
         starts = [
             s.start_s
-            for block in self._evidence.list_blocks(state.comparison.place)
+            for block in self._evidence.list_blocks(state.comparison.comparison_key)
             for s in block.segments
             if s.strategy == strategy and s.status == "ok"
         ]
-        return state.comparison.place.gpus * (statistics.median(starts) + steps * step_s)
+        return state.comparison.comparison_key.gpus * (statistics.median(starts) + steps * step_s)
 
     def estimate_matrix_gpu_seconds(self, state: ComparisonState) -> float | None:
         """Return the GPU-seconds of a comparison if all its cells were trained MATRIX_REPEATS times.

@@ -64,16 +64,17 @@ def compute_interval_widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarr
     """
     factor = np.ones(np.broadcast(ratio, blocks).shape)
     for n in (n for n in np.unique(blocks) if n >= 3):
-        ratios, factors = _compute_autoregressive_factors(int(n))
+        ratios, factors = _compute_autoregressive_interval_factors(int(n))
         factor = np.where(blocks == n, np.interp(LEAN - ratio, -ratios, factors), factor)
     return factor
 
 
 @cache
-def _compute_autoregressive_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
+def _compute_autoregressive_interval_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return von Neumann's expected ratio and the interval factor of `n` blocks per correlation."""
     lags = np.arange(1, n)
     powers = CORRELATIONS[:, None] ** lags
-    inflated = 1 + 2 * ((1 - lags / n) * powers).sum(-1)  # n times the variance of the mean
-    expected = (n - inflated) / (n - 1)  # of the variance, divisor n - 1
+    # Number of blocks times the variance of the mean, in units of the variance.
+    inflated = 1 + 2 * ((1 - lags / n) * powers).sum(-1)
+    expected = (n - inflated) / (n - 1)  # expected value of the variance with divisor n - 1
     return (1 - CORRELATIONS) / expected, np.sqrt(inflated / expected)

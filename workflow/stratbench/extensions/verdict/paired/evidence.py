@@ -21,7 +21,7 @@ from stratbench.extensions.verdict.blocks import (
     list_block_files,
     read_block,
 )
-from stratbench.strategies import get_traits, strategy_class
+from stratbench.strategies import get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import Study
 from stratbench.study.jobs import Jobs
@@ -32,22 +32,22 @@ from stratbench.workload.network.models import MODELS
 class PairedComparison:
     """A comparison: the strategies that compete on one experiment, model and number of workers."""
 
-    place: ComparisonKey
+    comparison_key: ComparisonKey
     dataset: str
     strategies: tuple[str, ...]
-    served: tuple[bool, ...]
+    uses_servers: tuple[bool, ...]
     #: Per strategy: whether its arithmetic equals DDP's. Such strategies share one score.
-    equal: tuple[bool, ...]
-    #: Key of the arithmetic: comparisons with equal keys share the score of the strategies in `equal`.
-    arithmetic: tuple[Any, ...]
+    equals_ddp: tuple[bool, ...]
+    #: Key of the arithmetic: comparisons with equal keys share the score of the strategies that equal DDP.
+    arithmetic_keys: tuple[Any, ...]
     #: The traits of each strategy, as it declares them.
     traits: tuple[Traits, ...] = ()
     #: Hash of each strategy's settings, from `hash_trained_settings`.
-    trained: tuple[str, ...] = ()
+    settings_hashes: tuple[str, ...] = ()
     #: Number of steps of a full run, or None if not known before the data are read.
     full_steps: int | None = None
     #: Whether full runs are evaluated, and so have a score.
-    scored: bool = True
+    has_score: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FullRun:
     status: str
     reason: str | None
     score: float | None  # in the unit of the report, such as percentage points of accuracy
-    better: str
+    better_direction: str
     tolerance: float
     score_name: str
     gpu_seconds: float
@@ -65,15 +65,15 @@ class FullRun:
     steps: int
 
     @property
-    def sign(self) -> int:
+    def score_sign(self) -> int:
         """1 if a higher score is better, else -1."""
-        return 1 if self.better == "higher" else -1
+        return 1 if self.better_direction == "higher" else -1
 
     @property
-    def step_log(self) -> float | None:
+    def log_step_time(self) -> float | None:
         """The logarithm of the run's mean seconds per step.
 
-        None if the run did not end well.
+        The value is None if the run did not end well.
         """
         if self.status != "ok" or not self.train_time_s or not self.steps:
             return None
@@ -82,7 +82,7 @@ class FullRun:
 
 @dataclass(frozen=True)
 class PairedEvidence:
-    """All inputs of a verdict: comparisons, blocks, full runs and limits, in an order of their own."""
+    """All inputs of a verdict: comparisons, blocks, full runs and limits."""
 
     study: str
     seed: int
@@ -95,7 +95,7 @@ class PairedEvidence:
     tolerances: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
-    def _blocks_by_place(self) -> dict[ComparisonKey, list[PairedBlock]]:
+    def _blocks_by_comparison(self) -> dict[ComparisonKey, list[PairedBlock]]:
         blocks: dict[ComparisonKey, list[PairedBlock]] = {}
         for key in sorted(self.blocks):
             blocks.setdefault(key[0], []).append(self.blocks[key])
@@ -103,21 +103,21 @@ class PairedEvidence:
 
     def list_blocks(self, key: ComparisonKey) -> list[PairedBlock]:
         """Return the blocks of a comparison, ordered by number."""
-        return self._blocks_by_place.get(key, [])
+        return self._blocks_by_comparison.get(key, [])
 
-    def cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+    def make_cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
         """Return the cell of a strategy's full training.
 
         Args:
             comparison: The comparison.
-            strategy: Its strategy.
+            strategy: Name of a strategy in the comparison.
             repeat: Number of the repeat.
         """
-        return cell_of(self.study, comparison, strategy, repeat)
+        return make_cell_of_strategy(self.study, comparison, strategy, repeat)
 
     def list_full_runs(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
         """Return the full runs of a strategy, ordered by repeat."""
-        cells = (self.cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
+        cells = (self.make_cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
     def order_strategies(
@@ -131,28 +131,31 @@ class PairedEvidence:
             strategies: Strategies of the block.
         """
         return sorted(
-            strategies, key=lambda strategy: _hash(self.seed, comparison.place, block, strategy)
+            strategies,
+            key=lambda strategy: _hash_parts(self.seed, comparison.comparison_key, block, strategy),
         )
 
     def compute_block_seed(self, comparison: PairedComparison, block: int) -> int:
         """Return the seed that all segments of a block share."""
-        return int(_hash(self.seed, comparison.place, block)[:8], 16) >> 1
+        return int(_hash_parts(self.seed, comparison.comparison_key, block)[:8], 16) >> 1
 
 
-def _hash(*parts: object) -> str:
+def _hash_parts(*parts: object) -> str:
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
 
 
-def cell_of(study: str, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+def make_cell_of_strategy(
+    study: str, comparison: PairedComparison, strategy: str, repeat: int = 0
+) -> Cell:
     """Return the cell of a strategy and repeat in a comparison.
 
     Args:
         study: Name of the study.
         comparison: The comparison.
-        strategy: Its strategy.
+        strategy: Name of a strategy in the comparison.
         repeat: Number of the repeat.
     """
-    key = comparison.place
+    key = comparison.comparison_key
     return Cell(study, key.experiment, strategy, key.model, comparison.dataset, key.gpus, repeat)
 
 
@@ -167,7 +170,7 @@ OWN_COMMAND_REASON = "it is trained by a command of yours, which cannot run in s
 def find_cells_without_blocks(study: Study) -> dict[str, str]:
     """Return the reason for each cell that blocks cannot time, by path of the cell."""
     apart = (cell.path for cell in study.cells if study.settings(cell).workers_are_jobs)
-    own = (cell.path for cell in study.cells if study.strategy_kind(cell.strategy) == "own")
+    own = (cell.path for cell in study.cells if study.get_strategy_kind(cell.strategy) == "own")
     return dict.fromkeys(apart, SEPARATE_JOBS_REASON) | dict.fromkeys(own, OWN_COMMAND_REASON)
 
 
@@ -176,15 +179,18 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
     study = Study(config, config["study"])
     keys = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skipped | find_cells_without_blocks(study)
-    comparisons = tuple(comparisons_of(study, skipped))
+    skipped = Jobs(config, study).skip_reasons | find_cells_without_blocks(study)
+    comparisons = tuple(iter_comparisons(study, skipped))
     notes = [
         f"{path} is not compared: {reason}"
         for path, reason in skipped.items()
         if path.endswith("rep0")
     ]
-    blocks = {(b.place, b.number): b for b in _iter_usable_blocks(study, comparisons, root, notes)}
-    runs = dict(_full_runs(study, comparisons, root, notes))
+    blocks = {
+        (b.comparison_key, b.block_number): b
+        for b in _iter_usable_blocks(study, comparisons, root, notes)
+    }
+    runs = dict(_iter_full_runs(study, comparisons, root, notes))
     samples = {}
     for cell, (_, train_samples) in runs.items():
         samples.setdefault(cell.dataset, train_samples)
@@ -203,12 +209,12 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
     ), notes
 
 
-def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
+def iter_comparisons(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
     """Yield the comparisons of a study in the config's order, without the cells in `skipped`."""
     by_key: dict[ComparisonKey, list[Cell]] = {}
     for cell in study.cells:
         if cell.repeat == 0 and cell.path not in skipped:
-            by_key.setdefault(ComparisonKey.of(cell), []).append(cell)
+            by_key.setdefault(ComparisonKey.from_cell(cell), []).append(cell)
     for key, cells in by_key.items():
         settings = [study.settings(cell) for cell in cells]
         known = MODELS.get(key.model)
@@ -219,15 +225,15 @@ def comparisons_of(study: Study, skipped: Container[str] = ()) -> Iterator[Paire
             get_traits(s.strategy, s.options, key.gpus, adds_up=builtin) for s in settings
         )
         yield PairedComparison(
-            place=key,
+            comparison_key=key,
             dataset=cells[0].dataset,
             strategies=tuple(cell.strategy for cell in cells),
-            served=tuple(strategy_class(s.strategy).kind == "server" for s in settings),
-            equal=tuple(t.equals_ddp for t in traits),
-            arithmetic=(key.experiment, key.model, key.gpus if apart else None),
+            uses_servers=tuple(get_strategy_class(s.strategy).kind == "server" for s in settings),
+            equals_ddp=tuple(t.equals_ddp for t in traits),
+            arithmetic_keys=(key.experiment, key.model, key.gpus if apart else None),
             traits=traits,
-            trained=tuple(map(hash_trained_settings, settings)),
-            scored=settings[0].steps is None,
+            settings_hashes=tuple(map(hash_trained_settings, settings)),
+            has_score=settings[0].steps is None,
         )
 
 
@@ -241,8 +247,10 @@ def add_full_steps(
         comparison: The comparison.
         train_samples: Number of training samples, if known.
     """
-    known = train_samples or study.dataset(comparison.dataset).train_samples
-    settings = study.settings(cell_of(study.name, comparison, comparison.strategies[0]))
+    known = train_samples or study.get_dataset(comparison.dataset).train_samples
+    settings = study.settings(
+        make_cell_of_strategy(study.name, comparison, comparison.strategies[0])
+    )
     if settings.steps is None and known is None:
         return comparison
     return replace(comparison, full_steps=settings.total_steps(known or 0))
@@ -252,35 +260,38 @@ def _iter_usable_blocks(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[PairedBlock]:
     """Yield the blocks whose strategies were all trained with the settings of the config."""
-    wanted = {b.place: dict(zip(b.strategies, b.trained, strict=True)) for b in comparisons}
+    wanted = {
+        b.comparison_key: dict(zip(b.strategies, b.settings_hashes, strict=True))
+        for b in comparisons
+    }
     for path in list_block_files(results, study.name):
         try:
             block = read_block(path)
         except BlockError as e:
             notes.append(f"not used: {e}; delete it, and the block is measured again")
             continue
-        if block.place not in wanted:
+        if block.comparison_key not in wanted:
             continue
         # Strategies that were removed from the study since may keep segments with any settings.
-        strategies = wanted[block.place].keys() & block.trained.keys()
-        now = wanted[block.place]
-        if stale := sorted(a for a in strategies if now[a] != block.trained[a]):
+        strategies = wanted[block.comparison_key].keys() & block.settings_hashes.keys()
+        now = wanted[block.comparison_key]
+        if stale := sorted(a for a in strategies if now[a] != block.settings_hashes[a]):
             notes.append(
-                f"{block.place}, block {block.number} is not used: {', '.join(stale)} had other "
-                "settings than those of the config"
+                f"{block.comparison_key}, block {block.block_number} is not used: {', '.join(stale)} had "
+                "other settings than those of the config"
             )
             continue
         yield block
 
 
-def _full_runs(
+def _iter_full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
     """Yield the full runs with the config's settings, each with its number of training samples."""
     for comparison in comparisons:
         for strategy in comparison.strategies:
             for repeat in range(MATRIX_REPEATS):
-                cell = cell_of(study.name, comparison, strategy, repeat)
+                cell = make_cell_of_strategy(study.name, comparison, strategy, repeat)
                 path = cell.record_path(results)
                 if not path.exists():
                     continue
@@ -306,7 +317,7 @@ def make_full_run(measured: record.Record, steps: int) -> FullRun:
         status=measured["status"],
         reason=measured["reason"],
         score=None if score is None else factor * score,
-        better=task["better"],
+        better_direction=task["better"],
         tolerance=task["tolerance"],
         score_name=task["score"],
         gpu_seconds=measured["time"]["total_s"] * measured["cell"]["gpus"],

@@ -1,9 +1,9 @@
 """Sequential analysis: evaluates each comparison after every few blocks, and decides when it ends.
 
 A comparison is an experiment, model and number of workers, with several strategies. All arrays have the axes
-[..., comparisons, strategies, blocks], [..., comparisons, strategies] or [..., comparisons], so that a
-simulation runs the same functions as a study. Times are natural logarithms of seconds per step. A *look* is
-an evaluation of the blocks so far.
+[..., comparisons, strategies, blocks], or without the last one or two of these. Further axes in front let a
+simulation run the same functions as a study. Times are natural logarithms of seconds per step. A *look* is an
+evaluation of the blocks so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ EQUAL = 0.03
 
 
 class Look(NamedTuple):
-    """An evaluation of all comparisons. Ratios to the leader are logarithms, NaN or infinite if unknown.
+    """Evaluation of all comparisons at one interim analysis, as arrays.
+
+    Ratios to the leader are logarithms. They are NaN or infinite if unknown.
 
     Fields from `mean` to `rivals` have shape [..., comparisons, strategies], the others [..., comparisons].
     """
@@ -34,21 +36,18 @@ class Look(NamedTuple):
     leader: np.ndarray  # index of the fastest strategy that may be chosen
     blocks: np.ndarray  # number of blocks that contain all strategies in the comparison
     sets: np.ndarray  # number of node sets that these blocks ran on
-    reuses_few_nodes: (
-        np.ndarray
-    )  # whether they are on fewer than MIN_SETS, and one of these came again
-    excess_similarity_sds: (
-        np.ndarray
-    )  # standard deviations by which neighbouring blocks are too similar
+    # Whether the blocks have fewer than MIN_SETS node sets, one of them repeatedly.
+    reuses_few_nodes: np.ndarray
+    # Standard deviations by which neighbouring blocks are too similar.
+    excess_similarity_sds: np.ndarray
     mean: np.ndarray
     bound: np.ndarray  # lower bound of the strategy's ratio, on which decisions are based
     low: np.ndarray  # lower end of the reported interval of the ratio
     high: np.ndarray
     slower: np.ndarray  # strategies shown to be slower than the leader
     rivals: np.ndarray  # strategies in the comparison, except the leader
-    at_most: (
-        np.ndarray
-    )  # upper bound on the log ratio by which any strategy may be faster than the leader
+    # Upper bound on the log ratio by which any strategy may be faster than the leader.
+    at_most: np.ndarray
     decided: np.ndarray
 
     @property
@@ -72,7 +71,7 @@ def find_fastest_index(means: np.ndarray, among: np.ndarray) -> np.ndarray:
 
 
 def select_by_index(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return the value of the strategy at `index` in each comparison, shape [..., comparisons]."""
+    """Return each comparison's value of the strategy at `index`, shape [..., comparisons]."""
     return np.take_along_axis(values, index[..., None], -1)[..., 0]
 
 
@@ -89,7 +88,7 @@ def mask_incomplete_blocks(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
 def average_log_times(logs: np.ndarray) -> np.ndarray:
     """Return the mean log time of each strategy over its blocks, shape [..., comparisons, strategies].
 
-    It is NaN for a strategy without blocks.
+    The mean is NaN for a strategy without blocks.
     """
     is_present = np.isfinite(logs)
     with np.errstate(invalid="ignore"):
@@ -115,7 +114,7 @@ def group_by_node_set(
     is_present = np.isfinite(logs).any(-2)
     nodes = np.where(is_present, nodes, -1)
     labels = np.arange(max(nodes.max(initial=0) + 1, logs.shape[-1]))
-    inside = nodes[..., None] == labels  # [..., comparisons, blocks, sets]
+    inside = nodes[..., None] == labels  # shape [..., comparisons, blocks, sets]
     sets = inside.any(-2).sum(-1)
     again = sets < is_present.sum(-1)
     many = again & (sets >= MIN_SETS)
@@ -141,7 +140,7 @@ def judge_comparisons(
     nodes: np.ndarray,
     doubtful: np.ndarray | bool = False,
 ) -> Look:
-    """Evaluate the comparisons of the mask `judged` by their blocks so far.
+    """Evaluate the comparisons selected by the mask `judged`, by their blocks so far.
 
     If the same few nodes ran all blocks, a block may depend on its predecessor. Then a decision takes
     MIN_ALIKE blocks, only strategies beyond the margin count as slower, and intervals are widened
@@ -150,7 +149,7 @@ def judge_comparisons(
     Args:
         logs: Log step times; NaN where a strategy was not in a block.
         active: Strategies that are still in the comparison.
-        admissible: Strategies that may lead, because their score is known to be good enough.
+        admissible: Strategies that may lead, because the strategies' scores are known to be good enough.
         served: Strategies with a parameter server.
         started: Number of strategies with which the comparison began.
         judged: Comparisons to evaluate.
@@ -158,7 +157,8 @@ def judge_comparisons(
             fraction.
         screen: Log ratio above which a single block shows that a strategy is slower.
         nodes: Node set of each block (group_by_node_set).
-        doubtful: Strategies with a block that contradicts their full run; they are not called slower.
+        doubtful: Strategies with a block that contradicts their full run. Doubtful strategies are not called
+            slower.
     """
     logs = mask_incomplete_blocks(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)
@@ -226,11 +226,11 @@ def compute_reported_tail(started: np.ndarray) -> np.ndarray:
     return moderated.ALPHA / (moderated.REPEATED_LOOKS * np.maximum(2, started * (started - 1)))
 
 
-def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
-    """Return a mask of strategies that leave the comparison after a look.
+def mask_dropped_strategies(look: Look, decided: np.ndarray) -> np.ndarray:
+    """Return a mask of strategies that leave the comparison after an interim analysis.
 
-    They leave because they are slower. A decided comparison keeps them, so that their intervals are reported.
-    Below MIN_BLOCKS blocks the fastest alternative stays, so that the next blocks still compare two
+    Strategies leave because they are slower. A decided comparison keeps them, so that their intervals are
+    reported. Below MIN_BLOCKS blocks the fastest alternative stays, so that the next blocks still compare two
     strategies.
     """
     near = find_fastest_index(look.mean, look.rivals)
@@ -240,8 +240,8 @@ def dropped(look: Look, decided: np.ndarray) -> np.ndarray:
     return look.slower & ~stays & ~decided[..., None]
 
 
-def get_next_look(blocks: int) -> int | None:
-    """Return the number of blocks at the look after the one at `blocks`.
+def get_blocks_at_next_look(blocks: int) -> int | None:
+    """Return the number of blocks at the interim analysis after the one at `blocks`.
 
     Return None after the last look.
     """
@@ -249,7 +249,7 @@ def get_next_look(blocks: int) -> int | None:
 
 
 class InterimResult(NamedTuple):
-    """The result of one round: a look at each open comparison, and which strategies and comparisons ended."""
+    """Result of one round: evaluations of open comparisons, and what has ended."""
 
     look: Look
     judged: np.ndarray  # comparisons that were open, shape [..., comparisons]
@@ -265,7 +265,7 @@ class SequentialAnalysis:
     def __init__(
         self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
     ) -> None:
-        """Start without blocks.
+        """Start a sequential analysis without blocks.
 
         All arrays have shape [..., comparisons, strategies].
 
@@ -298,7 +298,7 @@ class SequentialAnalysis:
         disagreement: np.ndarray | float = 0.0,
         doubtful: np.ndarray | bool = False,
     ) -> InterimResult:
-        """Add new blocks to the open comparisons, and evaluate these.
+        """Add new blocks to the open comparisons, and evaluate these comparisons.
 
         Args:
             values: Shape [..., comparisons, strategies, blocks]; NaN beyond the `new` blocks of a
@@ -328,7 +328,7 @@ class SequentialAnalysis:
         )  # fmt: skip
         alone = self.active.sum(-1) <= 1
         ended = judged & (look.decided | (self.blocks >= LOOKS[-1]) | alone)
-        left = dropped(look, ended) & judged[..., None]
+        left = mask_dropped_strategies(look, ended) & judged[..., None]
         self.leader = np.where(judged, look.leader, self.leader)
         self.against = np.where(left, look.leader[..., None], self.against)
         self.active &= ~left
@@ -350,7 +350,7 @@ class SequentialAnalysis:
 
     @property
     def leaders_without_score(self) -> np.ndarray:
-        """Mask of the fastest strategy of each open comparison, if its score is unknown.
+        """Mask of the fastest strategies of open comparisons, where their scores are unknown.
 
         A full run of it may change the answer.
         """

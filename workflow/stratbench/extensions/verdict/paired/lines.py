@@ -12,7 +12,7 @@ def iter_verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
     """Yield the verdict as lines for a terminal, from the content of verdict.json."""
     titles: dict[str, list[dict[str, Any]]] = {"Decided": [], "Ended undecided": [], "Open": []}
     for comparison in verdict["comparisons"]:
-        titles[get_title(comparison)].append(comparison)
+        titles[get_comparison_title(comparison)].append(comparison)
     for title, comparisons in titles.items():
         if comparisons:
             yield f"{title}:"
@@ -24,7 +24,7 @@ def iter_verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
     yield from iter_next_round_lines(verdict)
 
 
-def get_title(comparison: dict[str, Any]) -> str:
+def get_comparison_title(comparison: dict[str, Any]) -> str:
     """Return the title of a comparison: open, decided, or ended without a conclusion."""
     if comparison["open"]:
         return "Open"
@@ -40,11 +40,11 @@ def iter_comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
     if comparison["claimed"]:
         yield f"    Confidence: {comparison['confidence']}. {comparison['confidence_reason']}"
     for ratio in comparison["ratios"]:
-        if ratio["state"] != "leader" and (text := describe_rival(ratio)):
+        if ratio["state"] != "leader" and (text := describe_strategy_time(ratio)):
             yield f"    {ratio['strategy']}: {text}"
 
 
-def describe_rival(ratio: dict[str, Any]) -> str:
+def describe_strategy_time(ratio: dict[str, Any]) -> str:
     """Describe a strategy's time relative to the leader's.
 
     The text is empty if the time is unknown.

@@ -20,12 +20,15 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class NextRound:
-    """The blocks and full runs to run next. With `done`, nothing is left to run, for the `reason`."""
+    """The blocks and full runs of the next round. With `is_last`, nothing is left to run.
+
+    `reason` has the cause of the end.
+    """
 
     number: int
     blocks: tuple[dict[str, Any], ...]
     full_runs: tuple[Cell, ...]
-    done: bool
+    is_last: bool
     reason: str
     spent_gpu_hours: float
     expected_gpu_hours: float | None
@@ -33,9 +36,9 @@ class NextRound:
     max_following_rounds: int
 
     @property
-    def outlook(self) -> str:
+    def outlook_sentence(self) -> str:
         """A sentence on the cost of this round and the number of further rounds."""
-        if self.done:
+        if self.is_last:
             return f"Nothing more is to run: {self.reason}."
         cost = "The cost is unknown before the first block"
         if self.expected_gpu_hours is not None:
@@ -46,17 +49,17 @@ class NextRound:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of round.json."""
+        """Return the next round as the content of round.json."""
         return {
             "schema_version": SCHEMA_VERSION,
             "round": self.number,
             "comparisons": list(self.blocks),
             "full_runs": [cell.as_dict() for cell in self.full_runs],
-            "done": self.done,
+            "done": self.is_last,
             "spent_gpu_hours": self.spent_gpu_hours,
             "expected_gpu_hours": self.expected_gpu_hours,
             "reason": self.reason,
-            "outlook": self.outlook,
+            "outlook": self.outlook_sentence,
         }
 
 
@@ -78,10 +81,11 @@ def determine_next_round(analysis: Course) -> NextRound:
     # The cost of an unmeasured round is unknown, so that it is rejected only once the budget is spent.
     paired = any(state.looks for state in analysis.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
-    if not pending and not all(is_decided(analysis, s) for s in analysis.states if s.last):
+    if not pending and not all(is_decided(analysis, s) for s in analysis.states if s.last_look):
         reason = f"the verdict has ended: it has the largest number of blocks, {judging.LOOKS[-1]}"
         if all(
-            s.last is None or s.last.max_log_advantage <= compute_max_log_advantage(evidence)
+            s.last_look is None
+            or s.last_look.max_log_advantage <= compute_max_log_advantage(evidence)
             for s in analysis.states
         ):
             reason = "the verdict has ended: full runs contradict its blocks"
@@ -98,7 +102,7 @@ def determine_next_round(analysis: Course) -> NextRound:
         if done
         else tuple(make_block_entry(analysis, s, n) for s, n in analysis.missing_blocks),
         full_runs=() if done else tuple(analysis.missing_runs),
-        done=done,
+        is_last=done,
         reason=reason,
         spent_gpu_hours=spent_s / 3600,
         expected_gpu_hours=expected_s / 3600 if known else None,
@@ -107,17 +111,17 @@ def determine_next_round(analysis: Course) -> NextRound:
 
 
 def is_decided(analysis: Course, state: ComparisonState) -> bool:
-    """Return whether a comparison has ended with a leader within the margin of the fastest."""
+    """Return whether a comparison has ended with a leader close enough to the fastest strategy."""
     last = analysis.get_corrected_look(state)
     return (
         last is not None
-        and not state.open
+        and not state.is_open
         and last.max_log_advantage <= compute_max_log_advantage(analysis.evidence)
     )
 
 
 def compute_max_log_advantage(evidence: PairedEvidence) -> float:
-    """Return the log ratio by which another strategy may be faster than a decided leader."""
+    """Return the largest log ratio by which others may be faster than a decided leader."""
     return math.log1p(evidence.margin) + 1e-9
 
 
@@ -129,7 +133,7 @@ def make_block_entry(analysis: Course, state: ComparisonState, number: int) -> d
         state: State of the comparison.
         number: Number of the block.
     """
-    evidence, key = analysis.evidence, state.comparison.place
+    evidence, key = analysis.evidence, state.comparison.comparison_key
     first = evidence.blocks.get((key, 1))
     steps = first.steps if first else None
     return {
@@ -138,12 +142,12 @@ def make_block_entry(analysis: Course, state: ComparisonState, number: int) -> d
         "dataset": state.comparison.dataset,
         "gpus": key.gpus,
         "block": number,
-        "strategies": evidence.order_strategies(state.comparison, number, state.active),
+        "strategies": evidence.order_strategies(state.comparison, number, state.active_strategies),
         "settings": {
             "steps": steps,
             "discard": None if steps is None else count_discarded_steps(steps),
             "disagreement": analysis.estimate_disagreement_limit(
-                state.last.blocks if state.last else 0
+                state.last_look.num_blocks if state.last_look else 0
             ),
         },
         "seed": evidence.compute_block_seed(state.comparison, number),

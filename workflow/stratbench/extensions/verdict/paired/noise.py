@@ -36,9 +36,9 @@ class Noise:
     dof: int
 
     def count_blocks_for_margin(self, margin: float, rivals: int) -> int | None:
-        """Return how many blocks show that equally fast strategies are within `margin` of each other.
+        """Return how many blocks show that equally fast strategies differ by less than `margin`.
 
-        None if that takes more blocks than a verdict runs, or if the noise is unknown.
+        The result is None if that takes more blocks than a verdict runs, or if the noise is unknown.
         """
         if self.ratio is None:
             return None
@@ -59,7 +59,7 @@ def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
     """Estimate the components of noise, pooled over the comparisons of `blocks`."""
     by_place: dict[object, list[PairedBlock]] = {}
     for block in blocks:
-        by_place.setdefault(block.place, []).append(block)
+        by_place.setdefault(block.comparison_key, []).append(block)
     segment, trend, between, allocation = (
         _WeightedMean(),
         _WeightedMean(),
@@ -72,7 +72,7 @@ def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
             _add_mirror_differences(block, segment, trend)
             for s in block.segments:
                 if s.status == "ok" and s.step_cv is not None:
-                    within.add(s.step_cv**2 * CORRELATED / block.steps, 1)
+                    within.add_value(s.step_cv**2 * CORRELATED / block.steps, 1)
         _add_block_differences(compared, between, allocation)
     of_segment = segment.value
     # A mean of two segments has half the variance of one.
@@ -105,7 +105,7 @@ class _WeightedMean:
     def __init__(self) -> None:
         self.sum = self.weight = 0.0
 
-    def add(self, value: float, weight: float) -> None:
+    def add_value(self, value: float, weight: float) -> None:
         self.sum += weight * value
         self.weight += weight
 
@@ -122,14 +122,14 @@ def _sqrt_or_none(variance: float | None) -> float | None:
 def _add_mirror_differences(
     block: PairedBlock, segment: _WeightedMean, trend: _WeightedMean
 ) -> None:
-    """Add a block's differences between mirror and first pass to the noise.
+    """Add the differences between both passes of a block to the noise estimate.
 
     The noise is that of segments and of the trend.
     """
     rows = []
     for strategy in dict.fromkeys(s.strategy for s in block.segments):
-        pair = block.of(strategy)
-        if logs := block.logs(strategy):
+        pair = block.list_segments(strategy)
+        if logs := block.list_log_step_times(strategy):
             rows.append((pair[1].slot - pair[0].slot, logs[1] - logs[0]))
     if len(rows) < 2:
         return
@@ -137,9 +137,9 @@ def _add_mirror_differences(
     squares = float((apart**2).sum())
     slope = float((apart * difference).sum()) / squares
     variance = float(((difference - slope * apart) ** 2).sum()) / (len(rows) - 1) / 2
-    segment.add(variance, len(rows) - 1)
+    segment.add_value(variance, len(rows) - 1)
     half = apart.max() / 2
-    trend.add((slope**2 - 2 * variance / squares) * half**2, 1)
+    trend.add_value((slope**2 - 2 * variance / squares) * half**2, 1)
 
 
 def _add_block_differences(
@@ -149,15 +149,17 @@ def _add_block_differences(
     strategies = [
         strategy
         for strategy in dict.fromkeys(s.strategy for s in blocks[0].segments)
-        if all(block.logs(strategy) for block in blocks)
+        if all(block.list_log_step_times(strategy) for block in blocks)
     ]
     n, k = len(blocks), len(strategies)
     if n < 2 or not k:
         return
-    x = np.array([[block.value(strategy) for strategy in strategies] for block in blocks])
+    x = np.array(
+        [[block.compute_log_step_time(strategy) for strategy in strategies] for block in blocks]
+    )
     of_block = x.mean(1)
     if k > 1:
         rest = x - of_block[:, None] - x.mean(0) + x.mean()
         residual = float((rest**2).sum()) / ((n - 1) * (k - 1))
-        between.add(residual, (n - 1) * (k - 1))
-        allocation.add(float(of_block.var(ddof=1)) - residual / k, n - 1)
+        between.add_value(residual, (n - 1) * (k - 1))
+        allocation.add_value(float(of_block.var(ddof=1)) - residual / k, n - 1)

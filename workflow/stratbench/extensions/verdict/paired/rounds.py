@@ -37,7 +37,7 @@ class Course:
     def __init__(self, evidence: PairedEvidence) -> None:
         self.evidence = evidence
         self.states = [
-            ComparisonState(comparison, active=list(comparison.strategies))
+            ComparisonState(comparison, active_strategies=list(comparison.strategies))
             for comparison in evidence.comparisons
         ]
         #: The requested full runs in order of request; `scores` reads these alone.
@@ -52,8 +52,8 @@ class Course:
             (len(comparison.strategies) for comparison in evidence.comparisons), default=0
         )
         self._analysis = judging.SequentialAnalysis(
-            self._make_strategy_mask("served"),
-            self._make_strategy_mask("equal"),
+            self._make_strategy_mask("uses_servers"),
+            self._make_strategy_mask("equals_ddp"),
             self._make_strategy_mask("strategies"),
             evidence.margin,
         )
@@ -61,7 +61,7 @@ class Course:
             pass
 
     def estimate_disagreement_limit(self, blocks: int) -> float | None:
-        """Return the difference of two segments above which a strategy runs a third one.
+        """Return the difference between two segments above which a strategy runs a third segment.
 
         It is estimated from the first `blocks` blocks of each comparison. None if no strategy completed two
         segments in these.
@@ -70,9 +70,9 @@ class Course:
             apart = [
                 abs(logs[0] - logs[1])
                 for block in self.evidence.blocks.values()
-                if block.number <= blocks
+                if block.block_number <= blocks
                 for strategy in {s.strategy for s in block.segments}
-                if (logs := block.logs(strategy))
+                if (logs := block.list_log_step_times(strategy))
             ]
             self._limits[blocks] = compute_disagreement_limit(apart) if apart else None
         return self._limits[blocks]
@@ -89,7 +89,7 @@ class Course:
         return array
 
     def _replay_round(self) -> bool:
-        """Replay one round, and return whether another may follow.
+        """Replay one round, and return whether another round may follow.
 
         Return False if a block or full run is missing, or if nothing is left to do.
         """
@@ -120,7 +120,7 @@ class Course:
         return True
 
     def _list_missing_blocks(self) -> list[tuple[ComparisonState, int]]:
-        """Return the blocks that are missing for each comparison's next look, as state and number.
+        """Return the blocks missing for each comparison's next interim analysis, as state and number.
 
         A block that lacks an active strategy counts as missing: the strategy may be new in the study.
         """
@@ -131,18 +131,19 @@ class Course:
             (state, number)
             for state, at, target in ends
             for number in range(at + 1, target + 1)
-            if (block := self.evidence.blocks.get((state.comparison.place, number))) is None
-            or not set(state.active) <= {s.strategy for s in block.segments}
+            if (block := self.evidence.blocks.get((state.comparison.comparison_key, number)))
+            is None
+            or not set(state.active_strategies) <= {s.strategy for s in block.segments}
         ]
 
     def _count_blocks_at_next_looks(self) -> list[int]:
-        """Return the number of blocks at each comparison's next look.
+        """Return the number of blocks at each comparison's next interim analysis.
 
-        This is the present number of blocks if no look follows.
+        The result is the present number of blocks if no analysis follows.
         """
         waiting = self._analysis.open & ~self._analysis.again
         return [
-            (judging.get_next_look(int(at)) or int(at)) if waits else int(at)
+            (judging.get_blocks_at_next_look(int(at)) or int(at)) if waits else int(at)
             for at, waits in zip(self._analysis.blocks, waiting, strict=True)
         ]
 
@@ -164,10 +165,12 @@ class Course:
         values = np.full((len(self.states), self._strategies, max_blocks), np.nan)
         for i, state in enumerate(self.states):
             for k in range(targets[i] - int(blocks[i])):
-                block = self.evidence.blocks[state.comparison.place, int(blocks[i]) + 1 + k]
+                block = self.evidence.blocks[
+                    state.comparison.comparison_key, int(blocks[i]) + 1 + k
+                ]
                 for j, strategy in enumerate(state.comparison.strategies):
                     if self._analysis.active[i, j]:
-                        values[i, j, k] = block.value(strategy)
+                        values[i, j, k] = block.compute_log_step_time(strategy)
         return values
 
     def _number_node_sets(
@@ -178,7 +181,7 @@ class Course:
         for i, state in enumerate(self.states):
             seen: dict[tuple[str, ...], int] = {}
             for number in range(1, targets[i] + 1):
-                hosts = self.evidence.blocks[state.comparison.place, number].hosts
+                hosts = self.evidence.blocks[state.comparison.comparison_key, number].hosts
                 label = seen.setdefault(hosts, len(seen))
                 if number > blocks[i]:
                     nodes[i, number - 1 - int(blocks[i])] = label
@@ -191,7 +194,7 @@ class Course:
         """
         suspect = np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
-            for block in self.evidence.list_blocks(state.comparison.place)[: targets[i]]:
+            for block in self.evidence.list_blocks(state.comparison.comparison_key)[: targets[i]]:
                 for strategy, _ in checks.iter_contradicting_strategies(
                     self.evidence, state.comparison, block
                 ):
@@ -199,7 +202,7 @@ class Course:
         return suspect
 
     def _record_looks_and_drops(self, step: judging.InterimResult) -> None:
-        """Append a round's looks and dropped strategies to the comparisons' states."""
+        """Append a round's evaluations and dropped strategies to the comparisons' states."""
         look = step.look
         for i, state in enumerate(self.states):
             if not step.judged[i]:
@@ -234,16 +237,18 @@ class Course:
                     )
             state.looks.append(
                 ComparisonLook(
-                    blocks=blocks,
-                    common_blocks=int(look.blocks[i]),
+                    num_blocks=blocks,
+                    num_common_blocks=int(look.blocks[i]),
                     reuses_few_nodes=bool(look.reuses_few_nodes[i]),
                     excess_similarity_sds=float(look.excess_similarity_sds[i]),
                     leader=leader,
                     max_log_advantage=float(look.at_most[i]),
-                    fastest=bool(look.fastest[i]),
+                    is_leader_fastest=bool(look.fastest[i]),
                     ratios=ratios,
-                    slower=tuple(a for j, a in enumerate(strategies) if look.slower[i, j]),
-                    equal=tuple(a for j, a in enumerate(strategies) if look.equal[i, j]),
+                    slower_strategies=tuple(
+                        a for j, a in enumerate(strategies) if look.slower[i, j]
+                    ),
+                    equal_strategies=tuple(a for j, a in enumerate(strategies) if look.equal[i, j]),
                 )
             )
             self._copy_state(i)
@@ -251,55 +256,59 @@ class Course:
     def _copy_state(self, i: int) -> None:
         """Copy whether comparison `i` is open, and its active strategies, from the sequential analysis."""
         state = self.states[i]
-        state.active = [
+        state.active_strategies = [
             a for j, a in enumerate(state.comparison.strategies) if self._analysis.active[i, j]
         ]
-        state.open = bool(self._analysis.open[i])
+        state.is_open = bool(self._analysis.open[i])
         # A strategy comes back if the one that it was slower than is excluded itself.
-        state.drops = [drop for drop in state.drops if drop.strategy not in state.active]
+        state.drops = [drop for drop in state.drops if drop.strategy not in state.active_strategies]
 
     def _find_failure_status(self, state: ComparisonState, strategy: str, blocks: int) -> str:
-        seen = self.evidence.list_blocks(state.comparison.place)[:blocks]
-        return next(filter(None, (block.status(strategy) for block in seen)), "missing")
+        seen = self.evidence.list_blocks(state.comparison.comparison_key)[:blocks]
+        return next(
+            filter(None, (block.find_failure_status(strategy) for block in seen)), "missing"
+        )
 
     # ------------------------------------------------------------ full runs
 
     def _request_full_runs(self, step: judging.InterimResult) -> None:
         """Request full runs of the fastest strategies whose score is unknown.
 
-        Such a score may change the answer. The call after the first look also requests one full run per group
-        of strategies with equal arithmetic.
+        The unknown score may change the answer. The call after the first look also requests one full run per
+        group of strategies with equal arithmetic.
         """
         for comparison, strategy in np.argwhere(self._analysis.leaders_without_score):
             state = self.states[comparison]
-            if state.comparison.scored:
+            if state.comparison.has_score:
                 self.requested_runs.setdefault(
-                    self.evidence.cell(state.comparison, state.comparison.strategies[strategy])
+                    self.evidence.make_cell(state.comparison, state.comparison.strategies[strategy])
                 )
         if self.round == 1:
             for state, strategy in self._iter_reference_strategies(step.look):
-                self.requested_runs.setdefault(self.evidence.cell(state.comparison, strategy))
+                self.requested_runs.setdefault(self.evidence.make_cell(state.comparison, strategy))
 
     def _iter_reference_strategies(
         self, look: judging.Look
     ) -> Iterator[tuple[ComparisonState, str]]:
         """Yield the strategy whose full run is the reference score, per group of equal arithmetic.
 
-        It is the fastest strategy in the comparison with the fewest workers.
+        The yielded strategy is the fastest in the comparison with the fewest workers.
         """
         seen = set()
-        for i, state in sorted(enumerate(self.states), key=lambda s: s[1].comparison.place.gpus):
+        for i, state in sorted(
+            enumerate(self.states), key=lambda s: s[1].comparison.comparison_key.gpus
+        ):
             comparison = state.comparison
-            if not comparison.scored or not state.looks or comparison.arithmetic in seen:
+            if not comparison.has_score or not state.looks or comparison.arithmetic_keys in seen:
                 continue
             leader = int(look.leader[i])
             equal = [
                 j
                 for j in range(len(comparison.strategies))
-                if comparison.equal[j] and self._analysis.active[i, j]
+                if comparison.equals_ddp[j] and self._analysis.active[i, j]
             ]
             if equal:
-                seen.add(comparison.arithmetic)
+                seen.add(comparison.arithmetic_keys)
                 fastest = min(equal, key=lambda j: (j != leader, look.mean[i, j]))
                 yield state, comparison.strategies[fastest]
 
@@ -313,7 +322,7 @@ class Course:
             for j, strategy in enumerate(state.comparison.strategies):
                 if not self._analysis.active[i, j]:
                     continue
-                if not state.comparison.scored:
+                if not state.comparison.has_score:
                     good[i, j] = True
                 elif self.scores.list_full_runs(state.comparison, strategy):
                     reason = self.scores.find_exclusion_reason(state.comparison, strategy)
@@ -333,10 +342,10 @@ class Course:
         """
         before = len(self.requested_runs)
         for state in self.states:
-            if not state.last or not state.comparison.scored or state.compared < 2:
+            if not state.last_look or not state.comparison.has_score or state.num_compared < 2:
                 continue
-            comparison, leader = state.comparison, state.last.leader
-            if leader not in state.active:
+            comparison, leader = state.comparison, state.last_look.leader
+            if leader not in state.active_strategies:
                 continue
             runs = len(self.scores.list_full_runs(comparison, leader))
             correction, deviations = (
@@ -345,62 +354,69 @@ class Course:
             )
             mean = {strategy: statistics.fmean(logs) for strategy, logs in deviations.items()}
             own = mean.pop(leader, 0.0)
-            equal = comparison.equal[comparison.strategies.index(leader)]
+            equal = comparison.equals_ddp[comparison.strategies.index(leader)]
             loss = None if equal else self.scores.estimate_loss(comparison, leader)
             near = correction is None and own <= MAX_OFF / 2
-            certain = near and (loss is None or loss.settled)
+            certain = near and (loss is None or loss.is_within_tolerance)
             if not runs or (not certain and runs < MATRIX_REPEATS):
-                self.requested_runs.setdefault(self.evidence.cell(comparison, leader, runs))
+                self.requested_runs.setdefault(self.evidence.make_cell(comparison, leader, runs))
             # If the leader's full runs are slower than predicted, the nearest alternative's may be so, too.
             rival = max(mean, key=mean.__getitem__, default=None)
-            if correction and (correction.nearest in mean or not mean):
-                rival = correction.nearest
+            if correction and (correction.nearest_strategy in mean or not mean):
+                rival = correction.nearest_strategy
             done = len(deviations.get(rival, ()))
             if rival and (correction or own > MAX_OFF) and done < MATRIX_REPEATS:
-                self.requested_runs.setdefault(self.evidence.cell(comparison, rival, done))
+                self.requested_runs.setdefault(self.evidence.make_cell(comparison, rival, done))
         return len(self.requested_runs) > before
 
     def compute_full_run_deviations(self, state: ComparisonState) -> dict[str, list[float]]:
         """Return log(measured / predicted time) of a comparison's full runs, by strategy."""
-        blocks = self.evidence.list_blocks(state.comparison.place)[
-            : state.last.blocks if state.last else None
+        blocks = self.evidence.list_blocks(state.comparison.comparison_key)[
+            : state.last_look.num_blocks if state.last_look else None
         ]
         return checks.compute_full_run_deviations(self.evidence, state.comparison, blocks)
 
     def is_confirmed_by_full_runs(self, state: ComparisonState) -> bool:
         """Return whether the leader's full runs confirm its step time with a precision of MAX_OFF."""
         runs = (
-            len(self.compute_full_run_deviations(state).get(state.last.leader, ()))
-            if state.last
+            len(self.compute_full_run_deviations(state).get(state.last_look.leader, ()))
+            if state.last_look
             else 0
         )
         return (
             runs > 0
-            and checks.compute_full_run_check_sd(runs, state.last.blocks, self._level) <= MAX_OFF
+            and checks.compute_full_run_check_sd(runs, state.last_look.num_blocks, self._level)
+            <= MAX_OFF
         )
 
     def correct_conclusion(self, state: ComparisonState) -> checks.FullRunCorrection | None:
         """Return the correction of a conclusion that full runs contradict, or None if they agree."""
-        last = state.last
-        if last is None or last.leader not in state.active:
+        last = state.last_look
+        if last is None or last.leader not in state.active_strategies:
             return None
         bounds = {strategy: ratio.bound for strategy, ratio in last.ratios.items()}
         for drop in state.drops:
             if drop.ratio is not None:
-                bound = drop.ratio.bound if drop.kind == "slower" else math.log(moderated.SCREEN)
+                bound = (
+                    drop.ratio.bound if drop.drop_kind == "slower" else math.log(moderated.SCREEN)
+                )
                 bounds[drop.strategy] = bound
         deviations = self.compute_full_run_deviations(state)
         return checks.correct_by_full_runs(
-            deviations, last.leader, bounds, last.blocks, self._level
+            deviations, last.leader, bounds, last.num_blocks, self._level
         )
 
     def get_corrected_look(self, state: ComparisonState) -> ComparisonLook | None:
-        """Return the latest look corrected by full runs, on which a conclusion is based."""
-        last, correction = state.last, self.correct_conclusion(state)
+        """Return a comparison's latest evaluation, corrected by full runs that contradict the blocks."""
+        last, correction = state.last_look, self.correct_conclusion(state)
         if last is None or correction is None:
             return last
         bound = max(last.max_log_advantage, correction.max_log_advantage)
-        return replace(last, max_log_advantage=bound, fastest=last.fastest and correction.fastest)
+        return replace(
+            last,
+            max_log_advantage=bound,
+            is_leader_fastest=last.is_leader_fastest and correction.is_fastest,
+        )
 
 
 #: Reason why a strategy left the comparison in a block, by status of its segment.

@@ -18,15 +18,15 @@ from stratbench.statistics.moderated import ALPHA
 class ScoreLoss:
     """By how much a strategy's score is worse than the reference, in the report's unit (such as points)."""
 
-    lost: float
+    score_loss: float
     #: Upper 95 % bound of the loss; infinite if no strategy of the model has scores of two seeds.
     max_loss: float
     tolerance: float
     score_name: str
-    seeds: int
+    num_seeds: int
 
     @property
-    def settled(self) -> bool:
+    def is_within_tolerance(self) -> bool:
         """Whether the loss is within the tolerance with 95 % confidence."""
         return self.max_loss <= self.tolerance
 
@@ -35,16 +35,18 @@ class FullRunScores:
     """Scores of the strategies, from the full runs that the verdict has requested."""
 
     def __init__(self, evidence: PairedEvidence, requested: Container[Cell]) -> None:
-        """Keep `requested`, the cells whose records count; cells may be added to it later."""
+        """Store `requested`, the cells whose full runs count. Callers may add cells to it later."""
         self._evidence, self._asked = evidence, requested
         #: Strategies with which a strategy's score may be compared: those of equal arithmetic, and all of a
         #: model.
         self._equal: dict[object, list[tuple[PairedComparison, str]]] = {}
         self._of_model: dict[object, list[tuple[PairedComparison, str]]] = {}
         for comparison in evidence.comparisons:
-            for strategy, equal in zip(comparison.strategies, comparison.equal, strict=True):
+            for strategy, equal in zip(comparison.strategies, comparison.equals_ddp, strict=True):
                 if equal:
-                    self._equal.setdefault(comparison.arithmetic, []).append((comparison, strategy))
+                    self._equal.setdefault(comparison.arithmetic_keys, []).append(
+                        (comparison, strategy)
+                    )
                 self._of_model.setdefault(_get_experiment_and_model(comparison), []).append(
                     (comparison, strategy)
                 )
@@ -52,19 +54,20 @@ class FullRunScores:
     def list_full_runs(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
         """Return the requested full runs of a strategy, one per seed."""
         cells = (
-            self._evidence.cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS)
+            self._evidence.make_cell(comparison, strategy, repeat)
+            for repeat in range(MATRIX_REPEATS)
         )
         runs = self._evidence.full_runs
         return [runs[cell] for cell in cells if cell in self._asked and cell in runs]
 
     def list_reference_runs(self, comparison: PairedComparison) -> list[FullRun]:
-        """Return the runs that scores are compared with.
+        """Return the full runs whose scores are the reference for other scores.
 
-        They are runs of DDP's arithmetic, else those of the best strategy.
+        The runs are those of DDP's arithmetic, or else those of the best strategy.
         """
         shared = [
             run
-            for other, strategy in self._equal.get(comparison.arithmetic, ())
+            for other, strategy in self._equal.get(comparison.arithmetic_keys, ())
             for run in self.list_full_runs(other, strategy)
         ]
         if any(run.score is not None for run in shared):
@@ -75,7 +78,7 @@ class FullRunScores:
         ]
         return max(
             filter(None, by_strategy),
-            key=lambda runs: runs[0].sign * _average_score(runs),
+            key=lambda runs: runs[0].score_sign * _average_score(runs),
             default=[],
         )
 
@@ -89,7 +92,7 @@ class FullRunScores:
         if not own or not reference:
             return None
         first = own[0]
-        lost = first.sign * (_average_score(reference) - _average_score(own))
+        lost = first.score_sign * (_average_score(reference) - _average_score(own))
         sd, dof = self._estimate_seed_sd(comparison)
         width = math.inf
         if dof:
@@ -114,20 +117,20 @@ class FullRunScores:
         for run in self.list_full_runs(comparison, strategy):
             if run.status != "ok":
                 return f"its full run failed: {run.reason or run.status}"
-        if comparison.equal[comparison.strategies.index(strategy)]:
+        if comparison.equals_ddp[comparison.strategies.index(strategy)]:
             return None  # the score of this strategy is the reference itself
         loss = self.estimate_loss(comparison, strategy)
-        if loss is None or loss.lost <= loss.tolerance:
+        if loss is None or loss.score_loss <= loss.tolerance:
             return None
         unit = " points" if loss.score_name == "accuracy" else ""
         return (
-            f"its {loss.score_name} is {loss.lost:.2g}{unit} worse than the "
+            f"its {loss.score_name} is {loss.score_loss:.2g}{unit} worse than the "
             f"reference ({loss.tolerance:g} allowed)"
         )
 
 
 def _get_experiment_and_model(comparison: PairedComparison) -> tuple[str, str]:
-    return comparison.place.experiment, comparison.place.model
+    return comparison.comparison_key.experiment, comparison.comparison_key.model
 
 
 def _average_score(runs: Iterable[FullRun]) -> float:

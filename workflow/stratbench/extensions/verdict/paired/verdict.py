@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from stratbench.cell.files import finite
-from stratbench.cell.text.words import format_count, pluralize, worker_noun
+from stratbench.cell.files import finite_or_none
+from stratbench.cell.text.words import choose_noun_for_workers, format_count, pluralize
 from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS, MAX_OFF
 from stratbench.extensions.verdict.blocks import VERDICT_VERSION, PairedBlock, add_digest
 from stratbench.extensions.verdict.paired import checks, dependence, judging
@@ -33,7 +33,7 @@ def make_verdict(analysis: Course, next_round: NextRound, notes: list[str]) -> d
 
     Args:
         analysis: The analysis.
-        next_round: Its next round.
+        next_round: The next round of the analysis.
         notes: Notes on unused evidence.
     """
     costs = Costs(analysis)
@@ -54,7 +54,7 @@ def make_verdict(analysis: Course, next_round: NextRound, notes: list[str]) -> d
         "study": analysis.evidence.study,
         "margin": margin,
         "rounds": analysis.round,
-        "done": next_round.done,
+        "done": next_round.is_last,
         "reason": next_round.reason,
         "hours": "worker-hours" if any(b.device == "cpu" for b in blocks) else "GPU-hours",
         "spent_gpu_hours": next_round.spent_gpu_hours,
@@ -78,41 +78,44 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
 
     Args:
         analysis: The analysis.
-        costs: Its costs.
+        costs: Costs of the analysis.
         state: State of the comparison.
     """
     last, comparison = analysis.get_corrected_look(state), state.comparison
     # A block that was in no look yet supports no conclusion.
-    blocks = analysis.evidence.list_blocks(comparison.place)[: last.blocks if last else None]
+    blocks = analysis.evidence.list_blocks(comparison.comparison_key)[
+        : last.num_blocks if last else None
+    ]
     unusable = next(checks.iter_unusable_reasons(blocks), None)
-    claim, text = make_claim(analysis, state, blocks)
+    claim, text = make_conclusion(analysis, state, blocks)
     if unusable and claim != "only":
         claim, text = "none", f"Nothing is claimed: {unusable}."
     matrix_s = costs.estimate_matrix_gpu_seconds(state)
     doubts = list(iter_doubts(analysis, state, blocks))
     level, reason = assess_confidence(analysis, state, blocks, claim, doubts)
     return {
-        "experiment": comparison.place.experiment,
-        "model": comparison.place.model,
+        "experiment": comparison.comparison_key.experiment,
+        "model": comparison.comparison_key.model,
         "dataset": comparison.dataset,
-        "gpus": comparison.place.gpus,
+        "gpus": comparison.comparison_key.gpus,
         "workers": format_count(
-            comparison.place.gpus, worker_noun({block.device for block in blocks[:1]})
+            comparison.comparison_key.gpus,
+            choose_noun_for_workers({block.device for block in blocks[:1]}),
         ),
         "strategies": list(comparison.strategies),
         "traits": {
             a: vars(t) for a, t in zip(comparison.strategies, comparison.traits, strict=False)
         },
-        "served": dict(zip(comparison.strategies, comparison.served, strict=True)),
-        "trained": dict(zip(comparison.strategies, comparison.trained, strict=False)),
+        "served": dict(zip(comparison.strategies, comparison.uses_servers, strict=True)),
+        "trained": dict(zip(comparison.strategies, comparison.settings_hashes, strict=False)),
         "device": blocks[0].device if blocks else None,
         "hosts": sorted({host for block in blocks for host in block.hosts}),
         "node_sets": len({block.hosts for block in blocks}),
-        "blocks": last.blocks if last else len(blocks),
+        "blocks": last.num_blocks if last else len(blocks),
         "unusable": unusable,
         "checked": analysis.is_confirmed_by_full_runs(state),
         "steps": blocks[0].steps if blocks else None,
-        "open": is_open(state),
+        "open": is_comparison_open(state),
         "claim": claim,
         "claimed": claim in CLAIMS,
         "text": text,
@@ -124,7 +127,7 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
         "ratios": [make_ratio_entry(state, strategy) for strategy in comparison.strategies],
         "looks": [make_look_entry(look) for look in state.looks],
         "step_s": {
-            strategy: [finite(math.exp(b.value(strategy))) for b in blocks]
+            strategy: [finite_or_none(math.exp(b.compute_log_step_time(strategy))) for b in blocks]
             for strategy in comparison.strategies
         },
         "full_steps": comparison.full_steps,
@@ -146,7 +149,7 @@ def iter_doubts(
     Args:
         analysis: The analysis.
         state: State of the comparison.
-        blocks: Its blocks.
+        blocks: Blocks of the comparison.
     """
     for strategy, logs in analysis.compute_full_run_deviations(state).items():
         logs_apart = sorted(log for log in logs if abs(log) > MAX_OFF)
@@ -159,11 +162,11 @@ def iter_doubts(
                 "number of steps times the blocks' step time"
             )
     if (correction := analysis.correct_conclusion(state)) and (
-        before := convert_log_to_share(state.last.max_log_advantage)
+        before := convert_log_to_share(state.last_look.max_log_advantage)
     ) < MUCH:
         yield (
-            f"by the blocks alone no strategy is more than {before:.1%} faster than {state.last.leader}; by "
-            f"the full runs {correction.nearest} may be"
+            f"by the blocks alone no strategy is more than {before:.1%} faster than "
+            f"{state.last_look.leader}; by the full runs {correction.nearest_strategy} may be"
         )
     for block in blocks:
         for strategy, factor in checks.iter_contradicting_strategies(
@@ -171,10 +174,10 @@ def iter_doubts(
         ):
             times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
             yield (
-                f"a step of {strategy} in block {block.number} takes {times} the step time of its own full "
-                "run"
+                f"a step of {strategy} in block {block.block_number} takes {times} the step time of its own "
+                "full run"
             )
-    last = state.last
+    last = state.last_look
     if last and last.excess_similarity_sds > dependence.CERTAIN:
         wider = ", so that the intervals are widened" if last.reuses_few_nodes else ""
         yield f"successive blocks are more similar than chance explains{wider}"
@@ -200,15 +203,15 @@ def describe_noise(noise: Noise, margin: float, rivals: int) -> str:
     )
 
 
-def is_open(state: ComparisonState) -> bool:
+def is_comparison_open(state: ComparisonState) -> bool:
     """Return whether a comparison has several strategies and no conclusion yet."""
-    return state.open and len(state.comparison.strategies) > 1
+    return state.is_open and len(state.comparison.strategies) > 1
 
 
 # ---------------------------------------------------------------- claims
 
 
-def make_claim(
+def make_conclusion(
     analysis: Course, state: ComparisonState, blocks: list[PairedBlock]
 ) -> tuple[str, str]:
     """Return the kind of the conclusion (one of CLAIMS, `only` or `none`), and its sentence.
@@ -216,7 +219,7 @@ def make_claim(
     Args:
         analysis: The analysis.
         state: State of the comparison.
-        blocks: Its blocks.
+        blocks: Blocks of the comparison.
     """
     last, margin = analysis.get_corrected_look(state), analysis.evidence.margin
     if len(state.comparison.strategies) == 1:
@@ -229,24 +232,27 @@ def make_claim(
     where, sure = describe_nodes(blocks), f"(95 %{describe_node_count(blocks)})"
     if not analysis.is_confirmed_by_full_runs(state):
         where = f" by its steps{where}"  # no full run has confirmed the time of whole trainings
-    if not state.active:
+    if not state.active_strategies:
         return (
             "none",
             f"No strategy is left: {'; '.join(f'{d.strategy} {d.reason}' for d in state.drops)}.",
         )
-    few = last.common_blocks < judging.MIN_BLOCKS
-    if state.compared == 1 or (len(state.active) == 1 and few):
-        return "only", f"{state.active[0]} is the only strategy left{where}."
-    if not set(state.active) <= {last.leader, *last.ratios} or last.leader not in state.active:
-        out = next(d for d in reversed(state.drops) if d.against is None)
+    few = last.num_common_blocks < judging.MIN_BLOCKS
+    if state.num_compared == 1 or (len(state.active_strategies) == 1 and few):
+        return "only", f"{state.active_strategies[0]} is the only strategy left{where}."
+    if (
+        not set(state.active_strategies) <= {last.leader, *last.ratios}
+        or last.leader not in state.active_strategies
+    ):
+        out = next(d for d in reversed(state.drops) if d.compared_with is None)
         return "none", f"{out.strategy} is excluded ({out.reason}); the others are evaluated next."
     if few:
         return "none", (
-            f"{last.leader} is fastest after {format_count(last.common_blocks, 'block')}; a conclusion takes "
-            f"at least {judging.MIN_BLOCKS}."
+            f"{last.leader} is fastest after {format_count(last.num_common_blocks, 'block')}; a conclusion "
+            f"takes at least {judging.MIN_BLOCKS}."
         )
-    if last.fastest:
-        return "fastest", f"{last.leader} is the fastest of {state.compared}{where} {sure}."
+    if last.is_leader_fastest:
+        return "fastest", f"{last.leader} is the fastest of {state.num_compared}{where} {sure}."
     shown = convert_log_to_share(last.max_log_advantage)
     if is_decided(analysis, state):
         return (
@@ -255,7 +261,7 @@ def make_claim(
         )
     if shown > MUCH:
         return "none", (
-            f"{last.leader} is fastest after {format_count(last.common_blocks, 'block')}{where}, but "
+            f"{last.leader} is fastest after {format_count(last.num_common_blocks, 'block')}{where}, but "
             "nothing is claimed: another strategy may still be more than twice as fast."
         )
     return "at most", f"{last.leader} is at most {shown:.1%} slower than the fastest{where} {sure}."
@@ -299,23 +305,27 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
     The entry has its time relative to the leader's, and its state. A dropped strategy has the ratio of the
     time when it was dropped.
     """
-    last = state.last
+    last = state.last_look
     drop: DroppedStrategy | None = next(
         (d for d in reversed(state.drops) if d.strategy == strategy), None
     )
     values: dict[str, Any] = {
         "strategy": strategy, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
-        "at_least": None, "blocks": last.blocks if last else 0, "reason": "",
+        "at_least": None, "blocks": last.num_blocks if last else 0, "reason": "",
     }  # fmt: skip
     ratio = None
     if drop is not None:
-        values |= {"state": drop.kind, "blocks": drop.blocks, "reason": drop.reason}
-        ratio, values["against"] = drop.ratio, drop.against
+        values |= {"state": drop.drop_kind, "blocks": drop.num_blocks, "reason": drop.reason}
+        ratio, values["against"] = drop.ratio, drop.compared_with
     elif last is not None and strategy == last.leader:
         values |= {"state": "leader", "ratio": 1.0}
     elif last is not None and strategy in last.ratios:
         kind = (
-            "slower" if strategy in last.slower else "equal" if strategy in last.equal else "open"
+            "slower"
+            if strategy in last.slower_strategies
+            else "equal"
+            if strategy in last.equal_strategies
+            else "open"
         )
         values |= {"state": kind, "against": last.leader}
         ratio = last.ratios[strategy]
@@ -324,11 +334,14 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
         values |= {n: convert_log_to_ratio(v) for n, v in zip(names, ratio, strict=True)}
         if values["low"] is None or values["high"] is None or values["low"] == 0:
             values |= {"low": None, "high": None, "at_least": None}
-    return values | {"text": format_ratio_with_bound(values), "words": describe_standing(values)}
+    return values | {
+        "text": format_ratio_with_bound(values),
+        "words": describe_comparison_with_leader(values),
+    }
 
 
-def describe_standing(ratio: dict[str, Any]) -> str:
-    """Describe how a strategy compares with the leader, such as `not told apart`."""
+def describe_comparison_with_leader(ratio: dict[str, Any]) -> str:
+    """Describe a strategy's state relative to the leader, such as `not told apart`."""
     if ratio["reason"]:
         return f"dropped after {format_count(ratio['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
@@ -346,7 +359,7 @@ def format_ratio_with_bound(ratio: dict[str, Any]) -> str:
 
 
 def convert_log_to_ratio(log: float) -> float | None:
-    """Return the ratio that a logarithm stands for.
+    """Return the exponential of a logarithm of a ratio.
 
     Return None if it is not finite, or too large or small to print.
     """
@@ -354,17 +367,20 @@ def convert_log_to_ratio(log: float) -> float | None:
 
 
 def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
-    """Return the entry of a look in verdict.json. `intervals` has ratio, low end, high end and bound."""
+    """Return the entry of an interim analysis in verdict.json.
+
+    `intervals` has ratio, low end, high end and bound.
+    """
     intervals = {
         strategy: [convert_log_to_ratio(v) for v in values]
         for strategy, values in look.ratios.items()
     }
     return {
-        "blocks": look.blocks,
+        "blocks": look.num_blocks,
         "leader": look.leader,
         "at_most": convert_log_to_excess(look.max_log_advantage),
         "intervals": intervals,
-        "slower": list(look.slower),
+        "slower": list(look.slower_strategies),
     }
 
 
@@ -397,9 +413,9 @@ def classify_score(analysis: Course, state: ComparisonState, strategy: str) -> s
         state: State of the comparison.
         strategy: The strategy.
     """
-    if not state.comparison.scored:
+    if not state.comparison.has_score:
         return "no score"
-    if state.comparison.equal[state.comparison.strategies.index(strategy)]:
+    if state.comparison.equals_ddp[state.comparison.strategies.index(strategy)]:
         return "equal"
     if not analysis.scores.list_full_runs(state.comparison, strategy):
         return "not measured"
@@ -418,9 +434,9 @@ def assess_confidence(
     Args:
         analysis: The analysis.
         state: State of the comparison.
-        blocks: Its blocks.
+        blocks: Blocks of the comparison.
         claim: Kind of the conclusion.
-        doubts: Sentences against its blocks.
+        doubts: Sentences against the comparison's blocks.
     """
     last = analysis.get_corrected_look(state)
     if last is None or claim not in CLAIMS:
@@ -440,7 +456,9 @@ def assess_confidence(
         )
     if any(block.device == "cpu" for block in blocks):
         sure = False
-        reasons.append(f"It holds for {pluralize(worker_noun(['cpu']))} and says nothing of GPUs.")
+        reasons.append(
+            f"It holds for {pluralize(choose_noun_for_workers(['cpu']))} and says nothing of GPUs."
+        )
     if open_score := find_score_doubt(analysis, state):
         sure = False
         reasons.append(open_score)
@@ -456,35 +474,34 @@ def assess_confidence(
         sure = False
         reasons.append(f"Doubts: {'; '.join(doubts)}.")
     at_most = convert_log_to_share(last.max_log_advantage)
-    narrow = last.fastest or at_most <= judging.EQUAL + 1e-9
+    narrow = last.is_leader_fastest or at_most <= judging.EQUAL + 1e-9
     if not narrow:
         by = f"up to {at_most:.1%}" if at_most <= MUCH else "much"
         reasons.insert(0, f"Another strategy may be {by} faster.")
-    near = last.fastest or at_most <= ROUGH
+    near = last.is_leader_fastest or at_most <= ROUGH
     level = "high" if sure and narrow else "medium" if near else "low"
-    over = (
-        f"Over {format_count(last.common_blocks, 'block')} on {format_count(len(hosts), 'host')}."
-    )
+    over = f"Over {format_count(last.num_common_blocks, 'block')} on {format_count(len(hosts), 'host')}."
     return level, " ".join([over, *reasons])
 
 
 def find_score_doubt(analysis: Course, state: ComparisonState) -> str | None:
     """Return why the leader's score may not be good enough, or None if it is."""
-    leader = state.last.leader
-    if not state.comparison.scored:
+    leader = state.last_look.leader
+    if not state.comparison.has_score:
         return "No score was measured, because `steps` is set: equal scores are assumed."
     scores = analysis.scores
-    if state.comparison.equal[state.comparison.strategies.index(leader)]:
+    if state.comparison.equals_ddp[state.comparison.strategies.index(leader)]:
         if any(run.status == "ok" for run in scores.list_reference_runs(state.comparison)):
             return None
         return "No full run of a strategy with DDP's arithmetic has ended well yet."
     loss = scores.estimate_loss(state.comparison, leader)
     if loss is None:
         return f"The score of {leader} is not known."
-    if loss.settled:
+    if loss.is_within_tolerance:
         return None
-    differs = f"{abs(loss.lost):.2g} {'worse' if loss.lost > 0 else 'better'}"
-    text = f"Over {format_count(loss.seeds, 'seed')} its {loss.score_name} is {differs} than the reference"
+    differs = f"{abs(loss.score_loss):.2g} {'worse' if loss.score_loss > 0 else 'better'}"
+    seeds = format_count(loss.num_seeds, "seed")
+    text = f"Over {seeds} its {loss.score_name} is {differs} than the reference"
     if not math.isfinite(loss.max_loss):
         return f"{text}; with one seed no bound on the difference is known ({loss.tolerance:g} allowed)."
     return f"{text} and may be {loss.max_loss:.2g} worse (95 %, {loss.tolerance:g} allowed)."

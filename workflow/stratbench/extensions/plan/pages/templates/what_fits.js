@@ -7,7 +7,7 @@ const D = JSON.parse($("data").textContent);
 const cut = (n, size) => Math.ceil(n / size);
 const powerOfTwo = (n, most) => (n >= most ? most : 1 << (31 - Math.clz32(Math.max(n, 1))));
 
-/** Bytes of a sum's buffer on a GPU that holds so many threads at once: `Reduction.buffer_bytes`. */
+/** Bytes of a sum's buffer on a GPU that holds so many threads at once: `Reduction.compute_buffer_bytes`. */
 function sumBytes([outFixed, outEach, inFixed, inEach, together, size], samples, threads) {
   const outputs = Math.round(outFixed + outEach * samples), inputs = Math.round(inFixed + inEach * samples);
   const { block, warp, least, most: most_numbers, counter } = D.sums;
@@ -22,7 +22,7 @@ function sumBytes([outFixed, outEach, inFixed, inEach, together, size], samples,
   return parts === 1 ? 0 : size * outputs * parts * width * together + counter * blocks;
 }
 
-/** Bytes that a rank with this footprint needs, by what they are for: `Footprint.needed_bytes`. */
+/** Bytes that a rank with this footprint needs, by what they are for: `Footprint.compute_needed_bytes`. */
 function neededOf(footprint, samples, threads) {
   let bytes = -1, highest = null, buffer = 0;
   for (const moment of footprint.moments) {
