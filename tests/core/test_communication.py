@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import get_option_defaults
-from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.base import Worker
+from stratbench.strategies.collective import Collective
 from stratbench.strategies.counted import Counted
 from stratbench.strategies.ddp import DDP, SAMPLE_INTERVAL, read_sampled_times
 from stratbench.strategies.sharding.fsdp import FSDP

@@ -10,7 +10,8 @@ import torch
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import REGISTRY, get_mesh, get_option_defaults, get_strategy_class
-from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.base import Worker
+from stratbench.strategies.collective import Collective
 from stratbench.strategies.mesh import Mesh
 
 MESHES = [Mesh(r, t, s) for r in (1, 2, 3) for t in (1, 2, 4) for s in (1, 2, 3)]

@@ -23,7 +23,8 @@ from stratbench.cell.learning_rate import compute_lr_factor
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import get_option_defaults
-from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.base import Worker
+from stratbench.strategies.collective import Collective
 from stratbench.strategies.ddp import DDP
 from stratbench.strategies.sharding.fsdp import FSDP
 from stratbench.strategies.sharding.zero import TorchZeRO1, ZeRO1

@@ -29,7 +29,8 @@ from stratbench.extensions.servers.policies.policies import POLICIES, make_polic
 from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.extensions.servers.strategy import get_strategy_of_policy, make_server_configs
 from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
-from stratbench.strategies.base import Collective, Traits
+from stratbench.strategies.base import Traits
+from stratbench.strategies.collective import Collective
 from virtual_clock import Timing, WorkerLost, simulate
 
 PACKAGE = Path(strategies.__file__).parents[1]

@@ -38,7 +38,8 @@ from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.strategies import get_option_defaults, needs
-from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.base import Worker
+from stratbench.strategies.collective import Collective
 from stratbench.strategies.ddp import DDP
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError

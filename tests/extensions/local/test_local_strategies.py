@@ -24,7 +24,8 @@ from stratbench.extensions.local.diloco import DiLoCo
 from stratbench.extensions.local.gossip import Gossip
 from stratbench.extensions.local.local_sgd import LocalSGD
 from stratbench.strategies import get_option_defaults, get_strategy_class
-from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.base import Worker
+from stratbench.strategies.collective import Collective
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.network.gpt import GPT
 

@@ -14,7 +14,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
-from stratbench.strategies import base, get_option_defaults, get_strategy_class
+from stratbench.strategies import base, collective, get_option_defaults, get_strategy_class
 from stratbench.workload.data import prepared
 from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import make_example_batch
@@ -42,7 +42,7 @@ class Capped(nn.Module):
         return self.head(self.embedding(x)).tanh()
 
 
-def set_up(request) -> base.Collective:
+def set_up(request) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     dtype = get_weights_dtype(request.settings.precision)

@@ -16,7 +16,7 @@ from test_plan_footprint import ADAMW, changed, request_for
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.strategies import base, get_strategy_class
+from stratbench.strategies import base, collective, get_strategy_class
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
@@ -36,7 +36,7 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-def set_up(request, dtype: torch.dtype) -> base.Collective:
+def set_up(request, dtype: torch.dtype) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     model = models.build_for_training(MODEL, TOKENS, request.input_shape, 0, device, dtype)

@@ -12,7 +12,7 @@ from test_plan_footprint import ADAMW, changed, planned, request_for
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
-from stratbench.strategies import base, get_option_defaults, get_strategy_class
+from stratbench.strategies import base, collective, get_option_defaults, get_strategy_class
 from stratbench.telemetry.machine.hardware import list_datasheets
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.workload.data.device_data import make_example_batch
@@ -24,7 +24,7 @@ TRAINED = ("ddp", "fsdp", "zero1", "zero1-torch", "local-sgd", "diloco", "gossip
 PRECISION = "bf16-true"
 
 
-def set_up(request) -> base.Collective:
+def set_up(request) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     dtype = get_weights_dtype(request.settings.precision)

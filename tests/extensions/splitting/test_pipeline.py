@@ -29,7 +29,8 @@ from stratbench.extensions.splitting.pieces import list_units
 from stratbench.extensions.splitting.pipeline import STAGES_PER_WORKER, Pipeline
 from stratbench.extensions.splitting.stages import MeasuredUnit, balance_stages
 from stratbench.strategies import get_mesh, get_option_defaults
-from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.base import Worker
+from stratbench.strategies.collective import Collective
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
 from stratbench.telemetry.collective_count import CollectiveCount

@@ -21,7 +21,8 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.splitting.heads import SelfAttention
 from stratbench.extensions.splitting.tensor import TensorParallel
 from stratbench.strategies import get_mesh, get_option_defaults
-from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.base import Worker
+from stratbench.strategies.collective import Collective
 from stratbench.strategies.mesh import Mesh
 from stratbench.strategies.single import Single
 from stratbench.telemetry import collective_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
-from stratbench.strategies import base
+from stratbench.strategies import collective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stratbench.strategies.saved import SavedState
 
 
-class Counted(base.Collective):
+class Counted(collective.Collective):
     """Counts the communication of the first warm-up step, or of the last if the strategy `warms_up`.
 
     The first steps of a strategy that `warms_up` do other work than most steps.
@@ -44,4 +44,6 @@ class Counted(base.Collective):
         return loss
 
     def communication(self) -> dict[str, Any] | None:
-        return None if isnan(self._sent_bytes) else base.describe_ring_traffic(self._sent_bytes)
+        return (
+            None if isnan(self._sent_bytes) else collective.describe_ring_traffic(self._sent_bytes)
+        )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from stratbench.cell.options import option
 from stratbench.cell.text.words import format_names
-from stratbench.strategies import base
+from stratbench.strategies import base, collective, refusals
 from stratbench.strategies.compression import PowerSGD, SixteenBits
 from stratbench.workload.network.precision import PURE_BF16
 from stratbench.workload.users_code import ModelError
@@ -66,7 +66,7 @@ def read_sampled_times(module: DistributedDataParallel, every: int) -> SampledTi
     )
 
 
-class DDP(base.Collective):
+class DDP(collective.Collective):
     """Data parallelism by torch.nn.parallel.DistributedDataParallel.
 
     BatchNorm normalises with the statistics of each worker's own batch. The running statistics of rank 0 are
@@ -187,17 +187,17 @@ class DDP(base.Collective):
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         if trial.randomly_called_modules:
-            yield base.skipped_at_random_reason(trial.randomly_called_modules)
+            yield refusals.skipped_at_random_reason(trial.randomly_called_modules)
         elif trial.data_dependent_modules:
-            yield base.skipped_by_data_reason(trial.data_dependent_modules)
+            yield refusals.skipped_by_data_reason(trial.data_dependent_modules)
         elif trial.parameters_without_gradient:
             yield no_gradient_reason(trial.parameters_without_gradient)
         if trial.repeatedly_added_parameters:
-            yield base.describe_repeated_gradients(trial.repeatedly_added_parameters)
+            yield refusals.describe_repeated_gradients(trial.repeatedly_added_parameters)
         if trial.data_dependent_parameters:
-            yield base.diverging_replicas_reason(trial.data_dependent_parameters)
+            yield refusals.diverging_replicas_reason(trial.data_dependent_parameters)
         if trial.sparse_gradient_parameters:
-            yield base.sparse_gradient_reason(
+            yield refusals.sparse_gradient_reason(
                 trial.sparse_gradient_parameters, "DDP does not average as one process would"
             )
 
@@ -269,7 +269,7 @@ class DDP(base.Collective):
             gradients = self.compressor.compute_mean_bytes(self.parameters, self.steps)
         buffers = sum(b.nbytes for b in self.model.buffers())
         # Buffers are broadcast in a ring before a step's first forward, in which the last rank sends nothing.
-        traffic = base.describe_ring_traffic((w - 1) / w * (2 * gradients + buffers))
+        traffic = collective.describe_ring_traffic((w - 1) / w * (2 * gradients + buffers))
         before, after = self._warm_up, read_sampled_times(self.module, self._sample_every)
         steps = after.steps - before.steps
         if steps > 0:

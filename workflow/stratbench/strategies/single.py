@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stratbench.strategies.base import Collective, Traits, Worker, describe_ring_traffic
+from stratbench.strategies.base import Traits, Worker
+from stratbench.strategies.collective import Collective, describe_ring_traffic
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stratbench.extensions.checkpoints import attempts, checkpoints
 from stratbench.extensions.checkpoints.keys import Checkpoints
-from stratbench.strategies.base import Collective
+from stratbench.strategies.collective import Collective
 from stratbench.telemetry.clock import StepClock
 from stratbench.train.beside.beside import Beside, Start
 from stratbench.train.job import Job

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.cell.text.words import format_names, format_wrong_value
-from stratbench.strategies import base
+from stratbench.strategies import base, collective, refusals
 from stratbench.strategies.counted import Counted
 from stratbench.strategies.needs import check_installed
 from stratbench.strategies.sharding.sharded import Sharded, average_batchnorm_buffers
@@ -117,10 +117,10 @@ class DeepSpeed(Counted):
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         if trial.sparse_gradient_parameters:
-            yield base.sparse_gradient_reason(
+            yield refusals.sparse_gradient_reason(
                 trial.sparse_gradient_parameters, "has no place in a flat bucket"
             )
-        dtypes = base.list_dtype_names(model.parameters())
+        dtypes = collective.list_dtype_names(model.parameters())
         if len(dtypes) > 1:
             yield (
                 f"it has parameters of several dtypes ({', '.join(dtypes)}), which DeepSpeed would put into "
@@ -133,13 +133,13 @@ class DeepSpeed(Counted):
                 f"forward reads {format_names(early)} outside of a call of its module, but stage 3 gathers "
                 "parameters only for the call; call the module itself, or use stage 1 or 2"
             )
-        yield from base.iter_unshardable_model_reasons(trial, as_parameters=False)
+        yield from refusals.iter_unshardable_model_reasons(trial, as_parameters=False)
         if worker.world_size == 1:
             return
         if trial.randomly_called_modules:
-            yield base.skipped_at_random_reason(trial.randomly_called_modules)
+            yield refusals.skipped_at_random_reason(trial.randomly_called_modules)
         elif trial.data_dependent_modules:
-            yield base.skipped_by_data_reason(trial.data_dependent_modules)
+            yield refusals.skipped_by_data_reason(trial.data_dependent_modules)
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.files import write_atomic
-from stratbench.cell.run_folder import RunFolder, read_json_or_none
+from stratbench.cell.run_folder import RunFolder, read_json_if_exists
 
 
 class RunFiles:
@@ -48,4 +48,4 @@ class RunFiles:
 
     def read_orphaned_result(self, worker: int) -> dict[str, Any] | None:
         """Return what `write_orphaned_result` stored, or None if the launcher received the result."""
-        return read_json_or_none(self._path / f"unheard{worker}.json")
+        return read_json_if_exists(self._path / f"unheard{worker}.json")

@@ -27,7 +27,8 @@ from stratbench.extensions.elastic.group import ElasticGroup, broadcast_from_fir
 from stratbench.extensions.elastic.keys import Elastic
 from stratbench.extensions.elastic.member import CoordinatorLost, Over, WorkerMembership
 from stratbench.extensions.elastic.run_files import RunFiles
-from stratbench.strategies.base import Collective, Worker
+from stratbench.strategies.base import Worker
+from stratbench.strategies.collective import Collective
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.text.words import format_names
-from stratbench.strategies import base
+from stratbench.strategies import base, collective
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SUMMED_NUMBERS = 1 << 20
 
 
-class Local(base.Collective):
+class Local(collective.Collective):
     """Base class of strategies whose workers train separately and exchange their weights periodically.
 
     Weights and BatchNorm's statistics are views of flat tensors, so that an exchange copies nothing. Each
@@ -143,7 +143,7 @@ class Local(base.Collective):
         return (squares[0] / squares[1]).sqrt()
 
     def communication(self) -> dict[str, Any]:
-        return base.describe_ring_traffic(self.sent_bytes / max(1, self.steps))
+        return collective.describe_ring_traffic(self.sent_bytes / max(1, self.steps))
 
     def report(self) -> dict[str, Any]:
         report = super().report()

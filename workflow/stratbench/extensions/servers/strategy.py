@@ -19,7 +19,7 @@ from stratbench.extensions.servers.policies.options import EveryPushOptions
 from stratbench.extensions.servers.policies.policies import get_policy_class, list_policies_for
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
-from stratbench.strategies import base, get_strategy_class
+from stratbench.strategies import base, collective, get_strategy_class, refusals
 from stratbench.workload.network.precision import (
     PURE_BF16,
     create_autocast_context,
@@ -232,7 +232,7 @@ class ParameterServer(base.Strategy):
             )
 
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        dtypes = base.list_dtype_names(p for p in model.parameters() if p.requires_grad)
+        dtypes = collective.list_dtype_names(p for p in model.parameters() if p.requires_grad)
         if len(dtypes) > 1:
             yield (
                 f"its parameters have several dtypes ({', '.join(dtypes)}), and servers keep one "
@@ -240,7 +240,7 @@ class ParameterServer(base.Strategy):
             )
         trial, trained = worker.trial, {n for n, p in model.named_parameters() if p.requires_grad}
         if changed := [name for name in trial.overwritten_parameters if name in trained]:
-            yield base.lost_changes_reason(changed)
+            yield refusals.lost_changes_reason(changed)
         if trial.unsaved_evaluation_state:
             yield (
                 f"forward changes {format_names(trial.unsaved_evaluation_state)}, and evaluation "
@@ -265,7 +265,7 @@ class ParameterServer(base.Strategy):
 
         self.worker, self.model = worker, model
         self.flat = self.flatten()
-        self.compiled = base.compile_if_requested(model, worker.settings)
+        self.compiled = collective.compile_if_requested(model, worker.settings)
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect()
         self.ticket: Ticket | Evaluation | None = None

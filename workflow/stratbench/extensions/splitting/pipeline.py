@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.extensions.splitting import declared
 from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
-from stratbench.strategies import base
+from stratbench.strategies import base, collective
 from stratbench.strategies.mesh import Mesh, MeshCoordinate, check_equal_groups
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import create_autocast_context, get_batch_memory_format
@@ -508,7 +508,7 @@ class Pipeline(ModelSplit):
         return [p for p in self.parameters if p not in self._counted_elsewhere]
 
     def gradient_norm(self) -> Tensor:
-        return base.reduce_norm(super().gradient_norm(), self.worker.mesh.stages, self._pipe)
+        return collective.reduce_norm(super().gradient_norm(), self.worker.mesh.stages, self._pipe)
 
     # --- evaluation and the record -----------------------------------------------------------------
 

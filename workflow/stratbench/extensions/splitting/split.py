@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stratbench.strategies import base
+from stratbench.strategies import base, refusals
 from stratbench.strategies.counted import Counted
 from stratbench.workload.network import models
 
@@ -68,7 +68,7 @@ class ModelSplit(Counted):
 
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().iter_model_refusals(model, worker)
-        yield from base.iter_unshardable_model_reasons(worker.trial)
+        yield from refusals.iter_unshardable_model_reasons(worker.trial)
 
     def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
         """Return undivided parameters whose gradient is incomplete on a worker. All workers must call it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.cell.text.help_page import format_help_address
 from stratbench.cell.text.words import format_names
-from stratbench.strategies import base
+from stratbench.strategies import base, collective, refusals
 from stratbench.strategies.mesh import check_equal_groups
 from stratbench.strategies.sharding.sharded import Sharded
 from stratbench.workload.network.precision import get_autocast_dtype
@@ -135,7 +135,7 @@ class FSDP(Sharded):
                 "call .contiguous() before nn.Parameter"
             )
         if trial.sparse_gradient_parameters:
-            yield base.sparse_gradient_reason(
+            yield refusals.sparse_gradient_reason(
                 trial.sparse_gradient_parameters, "FSDP cannot divide"
             )
         for label, dtypes in self._iter_group_dtypes(model, worker):
@@ -144,7 +144,7 @@ class FSDP(Sharded):
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
                     "cannot gather together; use one dtype, or put them into different groups"
                 )
-        yield from base.iter_unshardable_model_reasons(trial)
+        yield from refusals.iter_unshardable_model_reasons(trial)
         # Gathered parameters that are not freed after forward may be read until the next step.
         early = trial.parameters_read_before_call
         if self.options.reshard_after_forward == "always":
@@ -165,9 +165,9 @@ class FSDP(Sharded):
         if trial.sometimes_without_gradient and worker.settings.gradient_accumulation_steps > 1:
             yield from self._accumulation_refusals(trial.sometimes_without_gradient, worker)
         if worker.world_size > 1 and trial.randomly_called_modules:
-            yield base.skipped_at_random_reason(trial.randomly_called_modules)
+            yield refusals.skipped_at_random_reason(trial.randomly_called_modules)
         elif worker.world_size > 1 and trial.data_dependent_modules:
-            yield base.skipped_by_data_reason(trial.data_dependent_modules)
+            yield refusals.skipped_by_data_reason(trial.data_dependent_modules)
         elif worker.world_size > 1 and trial.reads_values and trial.uncalled_groups:
             yield (
                 f"forward reads values of tensors and did not call {format_names(trial.uncalled_groups)}: it "
@@ -206,8 +206,8 @@ class FSDP(Sharded):
         for label, modules in worker.wrap_groups:
             own = {p for m in modules for p in m.parameters()}
             left -= own
-            yield f"the shard group {label}", base.list_dtype_names(own)
-        yield "the model outside of its shard groups", base.list_dtype_names(left)
+            yield f"the shard group {label}", collective.list_dtype_names(own)
+        yield "the model outside of its shard groups", collective.list_dtype_names(left)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         import torch
@@ -317,7 +317,7 @@ class FSDP(Sharded):
             moved_bytes += 2 * self.parameters[0].element_size()
         # The first term is the traffic within a group, the second averages gradients between groups.
         groups = w // s
-        return base.describe_ring_traffic(
+        return collective.describe_ring_traffic(
             (s - 1) / s * moved_bytes + (groups - 1) / groups * averaged_bytes
         )
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stratbench.strategies import base
+from stratbench.strategies import base, collective
 from stratbench.workload.users_code import Refused, different_calls_reason
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class GroupCalls:
         return different[0] + 1 if different else None
 
 
-class Sharded(base.Collective):
+class Sharded(collective.Collective):
     """Base of strategies that shard the model, whose `wrap` turns parameters into DTensors.
 
     The optimizer works on the local tensors of these DTensors, which is the same arithmetic because SGD and
@@ -140,7 +140,7 @@ class Sharded(base.Collective):
         norm = super().gradient_norm()
         # The norm of shards in host memory is on the host, where NCCL cannot reduce it.
         on_device = norm.to(self.worker.device)
-        return base.reduce_norm(on_device, self.group_size, self.shard_group).to(norm.device)
+        return collective.reduce_norm(on_device, self.group_size, self.shard_group).to(norm.device)
 
     @contextmanager
     def open_evaluation_model(self) -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.cell.text.words import format_names
-from stratbench.strategies import base
+from stratbench.strategies import base, collective, refusals
 from stratbench.strategies.ddp import DDP
 from stratbench.workload.users_code import ModelError
 
@@ -56,7 +56,7 @@ class Bucket:
         self.sent = False
 
 
-class ZeRO1(base.Collective):
+class ZeRO1(collective.Collective):
     """Stage 1 of ZeRO (Rajbhandari et al., SC 2020), which divides the optimizer's state by the workers.
 
     It sends as much as DDP. Parameters and gradients are in flat buckets, which are divided into one equal
@@ -100,11 +100,11 @@ class ZeRO1(base.Collective):
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         if trial.sparse_gradient_parameters:
-            yield base.sparse_gradient_reason(
+            yield refusals.sparse_gradient_reason(
                 trial.sparse_gradient_parameters, "has no place in a flat bucket"
             )
         if trial.data_dependent_parameters and worker.world_size > 1:
-            yield base.diverging_replicas_reason(trial.data_dependent_parameters)
+            yield refusals.diverging_replicas_reason(trial.data_dependent_parameters)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from stratbench.workload.torch_internals import assign_buckets
@@ -151,9 +151,8 @@ class ZeRO1(base.Collective):
         if bucket.sent:
             name = next(n for n, p in self.model.named_parameters() if p is parameter)
             s = self.worker.settings
-            raise ModelError(
-                f"model {s.model!r}: {s.strategy} cannot train it: {base.describe_repeated_gradients([name])}"
-            )
+            reason = refusals.describe_repeated_gradients([name])
+            raise ModelError(f"model {s.model!r}: {s.strategy} cannot train it: {reason}")
         view = bucket.views[parameter]
         if parameter in self._filled:
             view.add_(parameter.grad)
@@ -196,7 +195,7 @@ class ZeRO1(base.Collective):
             bucket.own_weights.grad = bucket.own_grads
 
     def gradient_norm(self) -> Tensor:
-        return base.reduce_norm(super().gradient_norm(), self.worker.world_size)
+        return collective.reduce_norm(super().gradient_norm(), self.worker.world_size)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         self._broadcast_buffers()
@@ -236,7 +235,7 @@ class ZeRO1(base.Collective):
         if self.worker.settings.max_grad_norm is not None:
             # Plus the all-reduce of the gradient norm.
             moved_bytes += 2 * self.parameters[0].element_size()
-        return base.describe_ring_traffic((w - 1) / w * moved_bytes)
+        return collective.describe_ring_traffic((w - 1) / w * moved_bytes)
 
     @contextmanager
     def open_evaluation_model(self) -> Iterator[nn.Module]:
@@ -303,7 +302,7 @@ class TorchZeRO1(DDP):
                 "two parameters, for the real and the imaginary part, or use zero1"
             )
             return
-        dtypes = base.list_dtype_names(p for p in model.parameters() if p.requires_grad)
+        dtypes = collective.list_dtype_names(p for p in model.parameters() if p.requires_grad)
         if len(dtypes) > 1:
             yield (
                 f"its parameters have several dtypes ({', '.join(dtypes)}), but torch's "
@@ -337,6 +336,6 @@ class TorchZeRO1(DDP):
         traffic = super().communication()
         w = self.worker.world_size
         parameters = sum(p.nbytes for p in self.parameters)
-        return traffic | base.describe_ring_traffic(
+        return traffic | collective.describe_ring_traffic(
             traffic["sent_bytes_per_step"] + (w - 1) / w * parameters
         )
