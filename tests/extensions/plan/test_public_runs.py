@@ -81,7 +81,7 @@ def test_runs_of_other_models_hold_nearly_all_steps_in_a_narrow_range():
         held += low <= float(run["step_s"]) / float(run["planned_s"]) <= high
         widths.append(high / low)
     assert held >= 0.95 * len(widths)
-    assert sorted(widths)[len(widths) // 2] <= 1.8
+    assert sorted(widths)[len(widths) // 2] <= 1.9
 
 
 @pytest.mark.slow
