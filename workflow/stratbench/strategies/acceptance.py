@@ -92,7 +92,7 @@ def refuse_changed_scores(
             f"the whole model (they differ by {error.item():.2g} times the largest score); correct "
             f"{strategy.stated_by}"
         )
-    if names := strategy.partly_trained(x, y):
+    if names := strategy.list_partly_trained_parameters(x, y):
         raise Refused(
             f"{models.describe_model(network)}: with sequence_parallel: true each worker would train "
             f"{format_names(names)} on its own positions alone; give the modules with these parameters the "
