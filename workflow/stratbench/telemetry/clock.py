@@ -190,9 +190,9 @@ class StepClock:
     def shortest_issue_ms(self) -> float | None:
         """Shortest time in ms in which the host issued a step.
 
-        Only the first two steps after each `begin` count. The time is None on a CPU, where the host is the
-        device, and before the first step. It may include waits for the device if a step has more operations
-        than the device's queue can hold.
+        Only the first two steps after each `begin_epoch` count. The time is None before the first step, and
+        on a CPU, where the host is the device. It may include waits for the device if a step has more
+        operations than the device's queue can hold.
         """
         return self._issue_ms
 

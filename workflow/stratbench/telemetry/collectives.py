@@ -60,7 +60,7 @@ class CollectiveCall:
 
         Args:
             world_size: Number of all ranks.
-            samples: Samples of a worker, by which `sample_bytes` is multiplied.
+            samples: Samples of a worker, by which `bytes_per_sample` is multiplied.
         """
         n_bytes = self.n_bytes + samples * self.bytes_per_sample
         if self.collective_name == "send":

@@ -59,7 +59,7 @@ class Constraints:
         """Yield texts on the constraints, including important defaults.
 
         Args:
-            ranking: The criterion of the ranking; `ranking_text` if empty.
+            ranking: The criterion of the ranking; `ranking_criterion` if empty.
         """
         if self.gpus is not None:
             yield f"at most {format_count(self.gpus, 'worker')}"
