@@ -35,7 +35,7 @@ FIGURES = ("peak_mib", "state_parameters_bytes", "state_optimizer_bytes", "wire_
 #: of parts, networks under every strategy, policies and their references.
 SLOW = ("test_known_values", "test_plan_blocks", "test_zoo", "test_policies", "test_virtual_clock")
 #: What pytest selects, by the word that the table has for it: cross products are all pairs of strategies and
-#: options, networks or number formats, of which `make test` runs those that differ in code path.
+#: options or networks, of which `make test` runs those that differ in code path.
 SELECTIONS = {
     "quick": ("not slow and not slurm",),
     "slow": ("slow and not product", *SLOW),

@@ -121,8 +121,8 @@ def staying(folder: Path, rank: int) -> Path:
 
 
 @pytest.mark.slow
-def test_a_cell_that_finishes(start_cell):
-    launched = start_cell(settings("ddp", epochs=2))
+def test_a_cell_that_finishes(start_cell, warm):
+    launched = start_cell(settings("ddp", epochs=2), env=warm)
     launched.record.parent.mkdir(parents=True)
     code, output = launched.finish()
     assert code == 0, output
@@ -469,7 +469,7 @@ def enter(job: AbstractContextManager[Job]) -> None:
 
 
 @pytest.mark.slow
-def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data, tmp_path):
+def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, warm, tiny_data, tmp_path):
     """Another config's preparation comes between the launcher's look and the worker's."""
     folder, other = tmp_path / "tiny", tmp_path / "other"
     shutil.copytree(tiny_data, folder)
@@ -482,9 +482,8 @@ def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, tiny_data
         "    return later(*args)\n"
         "Runner.launch_processes = replaced\nraise SystemExit(launch.main())\n"
     )
-    launched = start_cell(
-        settings("single", gpus=1, per_worker_batch=16), data_dir=folder, program=("-c", code)
-    )
+    s = settings("single", gpus=1, per_worker_batch=16)
+    launched = start_cell(s, data_dir=folder, program=("-c", code), env=warm)
     returned, output = launched.finish()
     assert returned == 1
     assert f"{folder} was prepared again as the cell started" in output

@@ -32,14 +32,10 @@ PRECISIONS = ["fp16", "bf16", "tf32", "fp32", "fp64"]
 COMPACT = [name for name in models.MODELS if name.endswith("-compact")]
 #: What hangs on no number format.
 ALIKE = ({"gradient_as_bucket_view": False}, {"reshard_after_forward": "never"})
-#: Formats that another one stands for: autocast's in bf16 for fp16's, and a plain layout in fp64 for fp32's.
-STOOD_FOR = ("bf16", "fp64")
 #: The quickest family in everything; in the others what differs by family, in fp16, which has all there is:
 #: their groups and formats in shards (here of 16 bits), and under autocast in flat tensors.
 CASES = [
-    pytest.param(
-        *("vgg-compact", precision, *s), marks=[pytest.mark.product] * (precision in STOOD_FOR)
-    )
+    ("vgg-compact", precision, *s)
     for precision in PRECISIONS
     for s in STRATEGIES
     if precision == "fp16" or s[1] not in ALIKE
