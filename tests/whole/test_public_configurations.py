@@ -73,4 +73,4 @@ def test_every_strategy_of_a_public_sweep_is_a_config(planner, tmp_path):
     for run in runs:
         _, _, subject = plans.subject(run.configuration)
         assert subject.settings.strategy == CALLED[run.row["strategy"]], run.row
-        assert subject.request.parts == 4
+        assert subject.request.num_accumulated_parts == 4
