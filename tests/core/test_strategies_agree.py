@@ -46,7 +46,7 @@ TOLERANCE = 1e-12
 class Summed(DDP):
     """Mutant: gradients are summed over the workers instead of averaged."""
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         for p in self.parameters:
             p.grad.mul_(self.worker.world_size)
 
@@ -61,7 +61,7 @@ class Unsynchronised(Single):
 class UncorrectedMoments(DDP):
     """Mutant: AdamW counts no steps, so that its moments stay uncorrected for their start."""
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         for entry in self.optimizer.state.values():
             entry["step"].fill_(1e6)
 
@@ -495,7 +495,7 @@ def shared_overflow(name: str, rank: int, world: int) -> dict[str, Any]:
     x, y, order = samples(torch.float32)
     strategy = set_up(name, rank, world, "fp16")
     strategy.scaler._init_scale = 8.0  # small enough that nothing overflows by itself
-    link = strategy.link_gradients
+    link = strategy.assign_gradients_to_updated_tensors
     step = 0
 
     def overflow() -> None:
@@ -503,7 +503,7 @@ def shared_overflow(name: str, rank: int, world: int) -> dict[str, Any]:
         if name == "fsdp-always" and step in (0, 2) and rank == world - 1:
             strategy.local[0].grad.fill_(float("inf"))
 
-    strategy.link_gradients = overflow
+    strategy.assign_gradients_to_updated_tensors = overflow
     reductions = []
     reduce = dist.all_reduce
     dist.all_reduce = lambda *args, **kw: (reductions.append(1), reduce(*args, **kw))

@@ -81,7 +81,7 @@ class Elastic:
 
     def came(self) -> set[int]:
         """The numbers of all workers that the last launcher has let in."""
-        return set(map(int, self.incarnation().get("dates", ())))
+        return set(map(int, self.incarnation().get("dates_by_member", ())))
 
     def present(self) -> set[int]:
         """The numbers of the workers that train now."""
@@ -91,7 +91,7 @@ class Elastic:
 
     def gone(self, how: str) -> dict[int, float]:
         """When it was noted of each worker that it was "left" or "lost"; 0 where only that it was."""
-        return dict.fromkeys(self.incarnation()[how], 0.0)
+        return dict.fromkeys(self.incarnation()[f"{how}_members"], 0.0)
 
     def wait_for_new(self, before: set[int]) -> set[int]:
         """Wait until two train of whom none, or not all, are `before`; these."""

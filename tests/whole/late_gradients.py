@@ -31,7 +31,7 @@ class Late(DDP):
     def extra_state(self) -> list[Tensor]:
         return self.late
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         for late, parameter in zip(self.late, self.parameters, strict=True):
             fresh = parameter.grad.clone()
             parameter.grad.copy_(late)

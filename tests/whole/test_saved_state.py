@@ -164,7 +164,7 @@ class Rich(Single):
         super().reset()
         self.error: Tensor | None = None
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         gradient = self.local[0].grad
         if self.error is not None:
             gradient.add_(self.error)

@@ -416,7 +416,9 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
     began = len(generations(launched))
     until(lambda: any(silent not in g["members"] for g in generations(launched)[began:]))
     until(lambda: together(launched, 2))  # another has come in its place
-    lost = json.loads(RunFiles(launched.folder).list_incarnation_paths()[-1].read_text())["lost"]
+    lost = json.loads(RunFiles(launched.folder).list_incarnation_paths()[-1].read_text())[
+        "lost_members"
+    ]
     assert silent in lost
     # All are asked to leave at once, as where all are preempted: the state is kept, and gone on with.
     here = generations(launched)[-1]["members"]

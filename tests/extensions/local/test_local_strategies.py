@@ -51,7 +51,7 @@ class NeverTheLast(LocalSGD):
 class OwnGradients(LocalSGD):
     """Mutant: before `start` each worker goes by its own gradient."""
 
-    def link_gradients(self) -> None: ...
+    def assign_gradients_to_updated_tensors(self) -> None: ...
 
 
 class HeavyBall(DiLoCo):
@@ -181,7 +181,7 @@ def reference(name: str, world: int, workload: Callable) -> list[Tensor]:
                 step * GLOBAL_BATCH + rank * share, step * GLOBAL_BATCH + (rank + 1) * share
             )
             if averaging:  # all backward passes first: by then each holds the gradient of its part
-                worker.link_gradients = Stop()
+                worker.assign_gradients_to_updated_tensors = Stop()
                 with pytest.raises(StopHere):
                     worker.step(x[part], y[part])
                 linked.append([p.grad.clone() for p in worker.parameters])
@@ -195,7 +195,7 @@ def reference(name: str, world: int, workload: Callable) -> list[Tensor]:
                 worker.optimizer.step()
                 worker.optimizer.zero_grad()
                 worker.steps += 1
-                worker.link_gradients = lambda: None
+                worker.assign_gradients_to_updated_tensors = lambda: None
             mix_statistics(workers)
             continue
         after = torch.stack([flat(w.model) for w in workers])

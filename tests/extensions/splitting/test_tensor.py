@@ -98,12 +98,12 @@ class OwnReplicas(TensorParallel):
 class OwnPositions(TensorParallel):
     """A mutant: a norm learns from the positions of this worker alone."""
 
-    def link_gradients(self):
+    def assign_gradients_to_updated_tensors(self):
         if self._averages:
             for _, work in self._under_way:
                 work.wait()
             self._under_way.clear()
-        super(TensorParallel, self).link_gradients()
+        super(TensorParallel, self).assign_gradients_to_updated_tensors()
 
 
 class DeafAttention(TensorParallel):

@@ -261,11 +261,11 @@ class RunFolder:
         return {path.stem.removeprefix(name): read_json_if_exists(path) for path in paths}
 
     def write_worker_states(self, node: int, standing: dict[str, Any]) -> None:
-        """Store the state of a node's workers at the cell's end, by name (`train.standing`)."""
+        """Store the state of a node's workers at the cell's end, by the worker's name."""
         write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
 
     def read_worker_states(self) -> dict[str, dict[str, Any]]:
-        """Return the state of all nodes' workers at the cell's end, by name."""
+        """Return the state of all nodes' workers at the cell's end, by the worker's name."""
         return read_merged_json(self.path.glob("standing*.json"))
 
     def write_process_locations(self, node: int, places: dict[str, Any]) -> None:

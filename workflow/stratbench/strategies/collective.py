@@ -127,7 +127,7 @@ class Collective(Strategy):
         """Return the tensors that this rank's optimizer updates: the parameters, or shards of them."""
         return self.parameters
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         """Assign the gradients to `updated_tensors`, unless these are the parameters themselves."""
 
     def prepare_update(self) -> None:
@@ -277,7 +277,7 @@ class Collective(Strategy):
         """Compute the batch's gradients of `updated_tensors`, and return the mean loss of the batch."""
         parts = self.worker.settings.gradient_accumulation_steps
         loss = self.add_gradients(x, y) if parts == 1 else self.accumulate_gradients(x, y, parts)
-        self.link_gradients()
+        self.assign_gradients_to_updated_tensors()
         return (
             self.correct_by_weight(loss, self.count_targets(y))
             if self.worker.has_weighted_loss

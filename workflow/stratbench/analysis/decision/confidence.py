@@ -156,14 +156,17 @@ def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
     """Yield short caveats on the choice, and on the alternatives that the decision's reason names."""
     first = ranking.chosen_candidate
     if first.caveats:
-        yield f"{extract_caveat_rule_name(first.caveats[0])}{format_names(first.caveats, 1)}"
+        yield f"{get_caveat_prefix(first.caveats[0])}{format_names(first.caveats, 1)}"
     for c, others in iter_alternative_caveats(ranking):
-        by = extract_caveat_rule_name(others[0])
+        by = get_caveat_prefix(others[0])
         yield f"{c.name} is {by}{others[0]}" if by else f"{c.name}: {others[0]}"
 
 
-def extract_caveat_rule_name(doubt: str) -> str:
-    """Return a prefix for a caveat that is an audit rule's name. Empty for a sentence."""
+def get_caveat_prefix(doubt: str) -> str:
+    """Return the words to put before a caveat: 'doubted by the audit' if it is the name of an audit rule.
+
+    The text is empty if the caveat is a sentence.
+    """
     return "" if " " in doubt else "doubted by the audit: "
 
 

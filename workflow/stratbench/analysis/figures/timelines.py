@@ -47,7 +47,7 @@ def draw_memory_figure(data: FigureData) -> CaptionedFigure:
 
 def has_timelines(data: FigureData) -> bool:
     """Return whether any strategy has a timeline to draw."""
-    cells = (find_largest_cell(data, name) for name in data.strategies)
+    cells = (find_cell_with_most_workers(data, name) for name in data.strategies)
     return any(read_timeline(data.study_dir, cell) is not None for cell in cells)
 
 
@@ -61,7 +61,7 @@ def draw_timeline_figure(
         what: Column and factor by kind of sample.
         unit: Unit of the values.
     """
-    cells = [find_largest_cell(data, name) for name in data.strategies]
+    cells = [find_cell_with_most_workers(data, name) for name in data.strategies]
     timelines = [read_timeline(data.study_dir, cell) for cell in cells]
     lines = [[] if t is None else list(iter_worker_lines(t, what)) for t in timelines]
     panels = list(zip(cells, timelines, lines, strict=True))
@@ -132,7 +132,7 @@ def format_highest(value: float, unit: str) -> str:
     return format_bytes(value * MIB) if unit == "MiB" else f"{value:.3g} {unit}"
 
 
-def find_largest_cell(data: FigureData, strategy: str) -> pd.Series:
+def find_cell_with_most_workers(data: FigureData, strategy: str) -> pd.Series:
     """Return the cell that is a strategy's first repeat on the largest number of workers."""
     cells = data.cells[data.cells["strategy"] == strategy]
     return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]

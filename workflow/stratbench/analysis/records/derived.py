@@ -27,7 +27,10 @@ def get_by_path(value: Any, path: str) -> Any:
 
 
 def compute_time_to_result_s(record: Record) -> float | None:
-    """Return the seconds from the submission of a cell's SLURM job to its end, or None outside of SLURM."""
+    """Return the seconds from the submission of a cell's SLURM job to its end.
+
+    None outside of SLURM.
+    """
     wait_s, total_s = get_by_path(record, "time.queue_wait_s"), get_by_path(record, "time.total_s")
     if wait_s is None or total_s is None:
         return None

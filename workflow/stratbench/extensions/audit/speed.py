@@ -31,8 +31,8 @@ HOST_MS = 5.0
 DIGITS = 4
 #: Largest tolerated wait for data per step, and start skew per training time, as shares.
 INPUT, SKEW = 0.10, 0.02
-#: Relative standard deviation of even repeats. The limit is what even repeats exceed in one group of
-#: BY_CHANCE: 10 % with two repeats, 8 % with three, 5 % with ten.
+#: Relative standard deviation of undisturbed repeats. Their spread exceeds the limit in one of BY_CHANCE
+#: groups: 10 % with two repeats, 8 % with three, 5 % with ten.
 EVEN, BY_CHANCE = 0.03, 1000
 
 

@@ -14,7 +14,7 @@ from stratbench.workload.users_code import find_source_files
 MAX_PART_BYTES = 1 << 20
 
 
-def get_command_name(node: int) -> str:
+def get_command_log_name(node: int) -> str:
     """Return the name of a node's command, with which the names of its files begin."""
     return f"command{node}"
 
@@ -34,7 +34,7 @@ def get_exit_status_path(run: RunFolder, node: int) -> Path:
 
     A supervisor writes to it how the command ended.
     """
-    return run.path / f"{get_command_name(node)}.json"
+    return run.path / f"{get_command_log_name(node)}.json"
 
 
 def read_exit_statuses(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import psutil
 from stratbench.cell.files import read_json
 from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.extensions.commands.files import (
-    get_command_name,
+    get_command_log_name,
     get_exit_status_path,
     get_output_folder,
     get_report_path,
@@ -46,7 +46,7 @@ class CommandProcess:
     starts_others = True
 
     def __init__(self, job: Job, node: int) -> None:
-        self.name = get_command_name(node)
+        self.name = get_command_log_name(node)
         self.pid: int | None = None
         self.exitcode: int | None = None
         self._job, self._node = job, node

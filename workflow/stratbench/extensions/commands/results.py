@@ -9,7 +9,7 @@ from typing import Any
 from stratbench.cell.files import read_last_lines
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands.files import (
-    get_command_name,
+    get_command_log_name,
     get_report_path,
     read_exit_statuses,
 )
@@ -248,7 +248,7 @@ def describe_failure(job: Job, exits: Sequence[Any]) -> str:
 
 def read_last_log_lines(job: Job) -> list[str]:
     """Return the last lines of the command's logs on all nodes."""
-    paths = (job.folder.get_log_path(get_command_name(node)) for node in range(job.n_nodes))
+    paths = (job.folder.get_log_path(get_command_log_name(node)) for node in range(job.n_nodes))
     return [line for path in paths if path.exists() for line in read_last_lines(path)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands import results
-from stratbench.extensions.commands.files import get_command_name, read_exit_statuses
+from stratbench.extensions.commands.files import get_command_log_name, read_exit_statuses
 from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
@@ -36,7 +36,8 @@ class CommandRunner(Runner):
     def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
         ends = {e["node"]: e["exit_code"] for e in read_exit_statuses(job.folder, job.n_nodes)}
         return [
-            agent.ProcessExit(get_command_name(n), ends.get(n, lost)) for n in range(job.n_nodes)
+            agent.ProcessExit(get_command_log_name(n), ends.get(n, lost))
+            for n in range(job.n_nodes)
         ]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:

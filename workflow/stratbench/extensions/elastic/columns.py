@@ -7,9 +7,10 @@ from stratbench.cell.record import Record
 
 
 def compute_time_to_result_s(record: Record) -> float | None:
-    """Return the time from the submission of a cell's job to its end; None for other cells outside SLURM.
+    """Return the seconds from the submission of a cell's job to its end.
 
-    The queue waits of an elastic cell's workers are part of its total time, with and without SLURM.
+    None outside of SLURM, unless the cell is elastic. The queue waits of an elastic cell's workers are
+    part of its total time, with and without SLURM.
     """
     total_s = derived.get_by_path(record, "time.total_s")
     if (

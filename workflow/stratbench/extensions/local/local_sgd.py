@@ -54,7 +54,7 @@ class LocalSGD(Local):
         alone = max(0, steps - self.options.start)
         return steps - alone + count_periods(alone, self.options.period)
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         if self.steps < self.options.start:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.average_tensors(flatten_tensors(gradients))

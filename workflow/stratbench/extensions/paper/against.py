@@ -110,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cells-out", type=Path, required=True, help="published cells to write (CSV)"
     )
-    parser.add_argument("--claims-out", type=Path, required=True, help="claims to write (CSV)")
+    parser.add_argument(
+        "--claims-out", type=Path, required=True, help="CSV file for the checked claims"
+    )
     parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
     parser.add_argument("--tables-out", type=Path, required=True, help="folder for tables 3 to 8")
     args = parser.parse_args(argv)

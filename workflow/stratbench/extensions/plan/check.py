@@ -317,7 +317,7 @@ def check_network(request: Request) -> CheckResult:
 
 
 def _check_with_task(request: Request) -> CheckResult:
-    _, kind = request.make_tried_task()
+    _, kind = request.make_task_by_trial()
     result = _try_model(request)
     return result if kind.adds_up else replace(result, remarks=[*result.remarks, NO_SUM])
 

@@ -47,10 +47,10 @@ def project_peaks(
         cache_folder: Folder of the cache.
     """
     subjects = [*wanted, *(s for s, _ in measured)]
-    _, rehearsals = rehearse_requests([s.request for s in subjects], cache_folder)
+    _, dry_runs = rehearse_requests([s.request for s in subjects], cache_folder)
 
     def plan_peak(s: Subject) -> tuple[MemoryPeak, int] | None:
-        footprint = rehearsals[s.request].footprint
+        footprint = dry_runs[s.request].footprint
         if footprint is None:
             return None
         fullest = footprint.find_fullest_rank(s.samples_per_step, resident_threads)

@@ -489,7 +489,7 @@ class Pipeline(ModelSplit):
             (own, dist.all_reduce(own, group=self._copies, async_op=True))
         )
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         import torch.distributed as dist
 
         for p, group in self._tied.items():

@@ -229,7 +229,7 @@ class TensorParallel(ModelSplit, Sharded):
 
         return get_local_shard(super().forward(x, y))
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         if self._averages:
             for _, work in self._pending_reductions:
                 work.wait()
@@ -240,7 +240,7 @@ class TensorParallel(ModelSplit, Sharded):
             placements = getattr(p.grad, "placements", None)
             if placements is not None and placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
-        super().link_gradients()
+        super().assign_gradients_to_updated_tensors()
 
     def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
         import torch

@@ -163,7 +163,7 @@ class Round:
         return combine_requests(map(self._jobs.build_job_request, cells), minutes)
 
     def is_followed_by_round(self) -> bool:
-        """Return whether another round must follow after all files of this round exist.
+        """Return whether this round, once complete, is followed by another round.
 
         Raises:
             ConfigError: If the next round would be the same, because the files of this one are not used.

@@ -126,7 +126,7 @@ class Sharded(collective.Collective):
         with torch.no_grad():
             return [get_local_shard(p).detach() for p in self.parameters]
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         import torch
 
         from stratbench.telemetry.shards import get_local_shard

@@ -182,7 +182,7 @@ class ZeRO1(collective.Collective):
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             self._reductions.append(scatter(bucket.own_grads, bucket.grads, async_op=True))
 
-    def link_gradients(self) -> None:
+    def assign_gradients_to_updated_tensors(self) -> None:
         while self._reduced < len(self.buckets):
             # These parameters have no gradient in this step.
             for parameter in self._next.missing - self._filled:

@@ -52,7 +52,9 @@ def is_mps_server(pid: int) -> bool:
 
 
 def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
-    """Return whether a process does not belong to the cell. None for a broker or an ended process.
+    """Return whether a process does not belong to the cell.
+
+    None for an ended process, and for CUDA's MPS server, which computes for other processes.
 
     Args:
         pid: Process on a GPU.

@@ -60,7 +60,7 @@ class Attributes:
         return saved is None or key not in now or saved.differs_from(now[key])
 
     def put_back(self) -> None:
-        """Restore the attributes, which become the same objects as before with the same content."""
+        """Restore each attribute: the same object as before, with the same content."""
         for prefix, (module, own) in self._modules.items():
             for key in [
                 k

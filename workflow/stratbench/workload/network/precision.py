@@ -57,12 +57,12 @@ def get_effective_dtypes(precision: str, device: torch.device) -> dict[str, str]
     weights = str(get_weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)
-    if precision == "tf32" and (lacking := _describe_device_without_tf32(device)):
+    if precision == "tf32" and (lacking := _name_device_without_tf32(device)):
         used = f"float32 (no TensorFloat-32 on {lacking})"
     return {"weights_dtype": weights, "compute_dtype": used}
 
 
-def _describe_device_without_tf32(device: torch.device) -> str | None:
+def _name_device_without_tf32(device: torch.device) -> str | None:
     """Return a text on a device that does not have TensorFloat-32.
 
     The result is None if the device has it.

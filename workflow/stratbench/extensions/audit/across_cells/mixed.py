@@ -21,9 +21,9 @@ OWN = (
     *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
     "environment.TORCHINDUCTOR_CACHE_DIR",  # a folder of the job, which the worker sets
 )
-#: Beginnings of paths of fields that either all or none of the compared cells have.
+#: Prefixes of the paths of record fields that either all or none of the compared cells have.
 STATED = ("settings.", "worker.", "provenance.git.")
-#: Beginnings of paths of fields that are defaults if no worker has reported anything.
+#: Prefixes of the paths of record fields that are defaults if no worker has reported anything.
 OF_WORKERS = ("strategy.wrap_groups", "strategy.traits.")
 #: Value of a field that one cell or worker lacks and others have.
 NOT_STATED = "not stated"

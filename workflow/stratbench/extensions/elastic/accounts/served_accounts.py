@@ -27,7 +27,7 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
         make_job_entry(e, find_first_dates(journal, e["number"]), origin)
         for e in read_worker_jobs(job)
     ]
-    training_s = sum(end - begin for begin, end in find_presence_spans(journal))
+    training_s = sum(end - begin for begin, end in find_worker_presence_spans(journal))
     servers = read_servers(job)
     incarnations = [e for e in journal if e["event"] == "incarnation"]
     done_twice = sum(e["done_twice"] for e in incarnations)
@@ -86,7 +86,7 @@ def find_first_dates(journal: list[dict[str, Any]], number: int) -> dict[str, fl
     return dates
 
 
-def find_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
+def find_worker_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """Return the begin and end of each period in which a worker trained.
 
     The times are in seconds since 1970. A period that the servers' kill ended lasts until the last event of

@@ -408,7 +408,7 @@ def sum_weighted_numbers(each: Sequence[Any], weights: Sequence[int]) -> Any:
     """
     *others, last = each
     if any(type(x) is not type(last) and not isinstance(x, int | float) for x in others):
-        raise UnlikeError("values to combine have different types")
+        raise UnlikeError("footprints of few and of more blocks have values of different types")
     if isinstance(last, bool | str) or last is None:
         if any(x != last for x in others):
             raise UnlikeError("values to combine differ in more than numbers")

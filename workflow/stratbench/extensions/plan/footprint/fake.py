@@ -164,7 +164,7 @@ def build_worker(
     )
     strategy = make_strategy_on_fakes(request)
     with unset_fake_temporarily():
-        task, kind = request.make_tried_task()
+        task, kind = request.make_task_by_trial()
     worker = base.Worker(
         settings=request.settings,
         rank=dist.get_rank(),

@@ -331,7 +331,7 @@ class Followed:
 
     @property
     def live_bytes_by_batch(self) -> list[list[int]]:
-        """Allocated bytes after each number of events of a step, for both batch sizes."""
+        """Allocated bytes after each event of a step, for both batch sizes."""
         length = self.event_edges[1] - self.event_edges[0]
         return [self.trace.list_live_bytes(edge, edge + length) for edge in self.event_edges[:2]]
 

@@ -111,7 +111,7 @@ class Request:
             labelled,
         )
 
-    def make_tried_task(self) -> tuple[Task, LossKind]:
+    def make_task_by_trial(self) -> tuple[Task, LossKind]:
         """Return the task and its kind of loss, from a trial as in a training."""
         return run_task_trial(self.settings, self.input_shape, self.classes, self.values)
 

@@ -169,7 +169,7 @@ class OperatorTrace(TorchDispatchMode):
             if reduction is not None:
                 phase.reductions.append((len(self.events), reduction))
         if op.namespace == "fsdp":
-            self._tag_fsdp(op.__name__, args, kwargs, made)
+            self._tag_fsdp_buffers(op.__name__, args, kwargs, made)
         if collective is not None:
             phase.collectives.append(collective)
             phase.reached.append(reached)
@@ -187,7 +187,7 @@ class OperatorTrace(TorchDispatchMode):
             self._log_temporary("staging", [compute_staging_bytes(collective)])
         return collective
 
-    def _tag_fsdp(self, name: str, args: Any, kwargs: Any, made: list[int]) -> None:
+    def _tag_fsdp_buffers(self, name: str, args: Any, kwargs: Any, made: list[int]) -> None:
         match name.partition(".")[0]:
             case "all_gather_copy_in":
                 self.tags.update(dict.fromkeys(made, "communication"))

@@ -235,7 +235,7 @@ class _GivenRequest(Request):
             for t in (self.given.inputs, self.given.targets)
         )
 
-    def make_tried_task(self) -> tuple[Task, LossKind]:
+    def make_task_by_trial(self) -> tuple[Task, LossKind]:
         return _GivenTask(self.given.loss), LossKind()
 
 

@@ -185,13 +185,13 @@ def answer_question(
     subjects = [_without_evaluation(make_subject(config, study, cell)) for cell in study.cells]
     first, data = subjects[0].settings, subjects[0].data
     _check_amount(question, data)
-    rehearsed: dict[Any, Rehearsal] = {}
+    dry_runs: dict[Any, Rehearsal] = {}
     networks: dict[Network, Any] = {}
 
     def make_answer(some: Iterable[Subject]) -> Answer:
         choices = [
             _answer_strategy(
-                s, networks[Network.from_request(s.request)], rehearsed[s.request], sheet, cluster
+                s, networks[Network.from_request(s.request)], dry_runs[s.request], sheet, cluster
             )
             for s in some
         ]
@@ -207,7 +207,7 @@ def answer_question(
         with redirect_stdout(sys.stderr):
             of_networks, of_requests = rehearse_requests([s.request for s in some], folder)
         networks |= of_networks
-        rehearsed |= of_requests
+        dry_runs |= of_requests
         if some is early and len(early) < len(subjects):
             tell(make_answer(early))
     return make_answer(subjects)

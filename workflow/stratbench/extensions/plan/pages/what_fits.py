@@ -250,7 +250,9 @@ def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> di
         fit.train_span if fit is not None and fit.train_span != fit.device_rate_span else None
     )
     return {
-        "footprints": [_index_footprint(f, footprints) for f in c.footprint.footprint_per_stage],
+        "footprints": [
+            _get_footprint_index(f, footprints) for f in c.footprint.footprint_per_stage
+        ],
         "slowest": _find_slowest_index(c.footprint),
         "regular": _is_regular(s),
         "replicas": s.mesh.replicas,
@@ -348,7 +350,7 @@ def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
     return strategy.list_first_steps_by_kind[-1], strategy.steps_per_period
 
 
-def _index_footprint(footprint: Footprint, footprints: dict[str, int]) -> int:
+def _get_footprint_index(footprint: Footprint, footprints: dict[str, int]) -> int:
     """Return a footprint's index in the page's list of distinct footprints."""
     text = json.dumps(_select_page_values(footprint), separators=(",", ":"))
     return footprints.setdefault(text, len(footprints))

@@ -280,7 +280,7 @@ class ServerRun:
     def _on_init(self, member: Member, frame: Frame) -> None:
         if member is not self._initialiser or self._initialised:
             raise ProtocolError("malformed frame: INIT that was not asked for")
-        initial = self._store.receive_initial(frame, member.lane)
+        initial = self._store.receive_initial_weights(frame, member.lane)
         with self._lock:
             # The worker may count as lost meanwhile, and another one sends its weights.
             if not member.alive:

@@ -83,7 +83,7 @@ class Store:
         """Expect the initial weights and buffers of one worker."""
         self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
 
-    def receive_initial(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
+    def receive_initial_weights(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
         """Receive the initial weights of a shard, or the initial buffers.
 
         The method returns them for `store_initial`.

@@ -45,7 +45,7 @@ PLACE = {
 }
 #: Settings that say where and how a cell ran, and not what it trained.
 OF_PLACE = ("settings.device", "settings.threads", "settings.profile", "settings.warmup_steps")
-#: Beginnings of paths of fields that say how a strategy trained.
+#: Prefixes of the paths of record fields that say how a strategy trained.
 OF_STRATEGIES = (
     "memory.model_states", "strategy.wrap_groups", "strategy.traits", "strategy.kind", "score.evaluated_on",
     "batch.samples_per_step", "communication.method", "strategy.details.bucket_bytes",

@@ -25,7 +25,7 @@ class Noise:
     strategy_in_allocation: float | None
     process: float | None
     within: float | None
-    #: Standard deviation of a single segment: process and within together.
+    #: Standard deviation of a single segment, with the variance between processes and within them.
     segment: float | None
     #: Standard deviation of the trend, at the ends of a block.
     drift: float | None
