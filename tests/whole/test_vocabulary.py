@@ -41,7 +41,7 @@ HOUSE_WORDS = {
     "misfit": ("residual", 4),
     "nobody": ("no process, no one", 30),
     "outside": ("external", 63),
-    "rehearsal": ("dry run", 31),
+    "rehearsal": ("dry run", 28),
     "rival": ("alternative", 55),
     "said": ("reported", 42),
     "scatter": ("standard deviation", 64),

@@ -163,9 +163,9 @@ def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
 
 
 def get_caveat_prefix(doubt: str) -> str:
-    """Return the words to put before a caveat: 'doubted by the audit' if it is the name of an audit rule.
+    """Return the words to put before a caveat.
 
-    The text is empty if the caveat is a sentence.
+    These are `doubted by the audit: ` for the name of an audit rule, and empty for a sentence.
     """
     return "" if " " in doubt else "doubted by the audit: "
 

@@ -266,16 +266,16 @@ def _without_evaluation(s: Subject) -> Subject:
 
 
 def _answer_strategy(
-    s: Subject, network: Any, rehearsal: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
+    s: Subject, network: Any, dry_run: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
 ) -> StrategyAnswer:
     checkpointing = s.settings.activation_checkpointing
-    reason = cell_refusal_reason(s, network, rehearsal) or rehearsal.unpredicted_reason
-    if rehearsal.footprint is None or reason:
+    reason = cell_refusal_reason(s, network, dry_run) or dry_run.unpredicted_reason
+    if dry_run.footprint is None or reason:
         return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
     least = acceptance.compute_min_samples(
         network.has_batchnorm, s.settings.gradient_accumulation_steps
     )
-    return choose_batch(s, rehearsal.footprint, make_gpu_device(sheet, s.settings.precision, cluster),
+    return choose_batch(s, dry_run.footprint, make_gpu_device(sheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
 
 
