@@ -323,9 +323,7 @@ def main() -> None:
     node = int(os.environ["SLURM_NODEID"])
     try:
         with create_scratch_folder() as local:
-            exits = run_node(
-                job.for_another_node(args.earlier_attempts_s, local), node, args.processes
-            )
+            exits = run_node(job.for_another_node(args.spent_s, local), node, args.processes)
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)
     for p in exits.processes:
