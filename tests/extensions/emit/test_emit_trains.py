@@ -241,8 +241,8 @@ def test_torchrun_runs_the_plain_script_in_the_cells_memory(start_cell, warm, ti
     environment = os.environ | {"PYTHONPATH": str(WORKFLOW), "OMP_NUM_THREADS": "1"}
     memory = launched.read_record()["memory"]
     assert memory["method"] == "vmhwm"
-    # The most of all processes that torchrun started; the record's peak is that of the largest rank. On a busy
-    # machine the C allocator reuses less of what threads free, so the least of up to three runs counts.
+    # The most of all processes that torchrun started; the record's peak is that of the largest rank. On a
+    # busy machine the C allocator reuses less of what threads free: the least of up to three runs counts.
     peaks: list[int] = []
     while not peaks or (min(peaks) > 1.05 * memory["peak_bytes"] and len(peaks) < 3):
         printed = tmp_path / "printed"
