@@ -702,7 +702,11 @@ def test_a_failed_push_waits_until_what_the_server_said_is_read():
         return Frame(Kind.ERR, length=4)
 
     connection = SimpleNamespace(
-        send=send, receive=receive, read_payload=lambda n: b"full", send_if_free=send, close=lambda: None
+        send=send,
+        receive=receive,
+        read_payload=lambda n: b"full",
+        send_if_free=send,
+        close=lambda: None,
     )
     channel, link = Channel(None, 0, "native", None), link_over(connection)
     channel._links.append(link)

@@ -94,7 +94,5 @@ class MemberHistory:
         ]
         dates = {int(n): each for n, each in values["dates_by_member"].items()}
         epochs = {int(n): EpochTotals(**epoch) for n, epoch in values["totals_by_epoch"].items()}
-        return cls(
-            **values
-            | {"generations": generations, "dates_by_member": dates, "totals_by_epoch": epochs}
-        )
+        read = {"generations": generations, "dates_by_member": dates, "totals_by_epoch": epochs}
+        return cls(**{**values, **read})
