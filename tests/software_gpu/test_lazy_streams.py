@@ -28,10 +28,10 @@ FILL = """
 """
 SHOW = """
 
-_evaluate = evaluate
+_evaluate = evaluate_test_set
 
 
-def evaluate(strategy, *rest, **more):
+def evaluate_test_set(strategy, *rest, **more):
     from stratbench.telemetry.provenance import hash_state
 
     with strategy.open_evaluation_model() as model:
