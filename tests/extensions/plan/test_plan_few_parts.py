@@ -52,6 +52,24 @@ def test_a_pipeline_has_what_the_plan_calls_of_it():
     assert called <= own, called - own
 
 
+@pytest.mark.slow
+def test_the_units_of_a_pipeline_are_measured_once(monkeypatch):
+    """They are measured on all layers, which takes longer than a stage's steps."""
+    from stratbench.extensions.splitting import stages
+
+    measure, models = stages.measure_units, []
+
+    def count(model, *rest):
+        models.append(model)
+        return measure(model, *rest)
+
+    monkeypatch.setattr(stages, "measure_units", count)
+    monkeypatch.setattr(fake, "_measured", {})
+    request = request_of("pipeline", 4, FOUR_STAGES | {"microbatches": 9})
+    assert make_footprint_by_few_parts(request).stage_footprints
+    assert len(models) == 1
+
+
 def assert_same(drawn: Footprint, full: Footprint, parts: int) -> None:
     """Numbers of bytes and operations are equal; lines in the batch, but for what a division leaves."""
     lines = ("peak_moments", "collectives", "touched_bytes", "stage_footprints")
