@@ -498,8 +498,8 @@ from dataclasses import replace
 from stratbench.extensions.servers import node
 from stratbench.train import launch
 
-told = node.server_configs
-node.server_configs = lambda *a: [replace(c, heartbeat_deadline_s=10.0) for c in told(*a)]
+told = node.make_server_configs
+node.make_server_configs = lambda *a: [replace(c, heartbeat_deadline_s=10.0) for c in told(*a)]
 raise SystemExit(launch.main())
 """
 
