@@ -3,9 +3,9 @@
     make test-versions               # both, one after the other: 7 GB on disk, half an hour each on 2 cores
     make test-versions ARGS=newest
 
-Quick tests, the slow ones of `SLOW` and cross products run in the environment, and plans of studies with
-every strategy are compared with those of the pinned versions. The rows are written to
-benchmarks/results/versions.md, and the environment is removed.
+Quick tests and the slow ones of `SLOW` run in the environment, and plans of studies with every strategy are
+compared with those of the pinned versions. The rows are written to benchmarks/results/versions.md, and the
+environment is removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -34,20 +33,12 @@ FIGURES = ("peak_mib", "state_parameters_bytes", "state_optimizer_bytes", "wire_
 #: The files whose slow tests hold what another PyTorch may compute otherwise: masks that a loss keeps, losses
 #: of parts, networks under every strategy, policies and their references.
 SLOW = ("test_known_values", "test_plan_blocks", "test_zoo", "test_policies", "test_virtual_clock")
-#: What pytest selects, by the word that the table has for it: cross products are all pairs of strategies and
-#: options or networks, of which `make test` runs those that differ in code path.
-SELECTIONS = {
-    "quick": ("not slow and not slurm",),
-    "slow": ("slow and not product", *SLOW),
-    "cross products": ("product",),
-}
 SHOWN = ("torch", "torchvision", "snakemake", "snakemake-executor-plugin-slurm", "numpy", "pandas")
 HEAD = f"""# Oldest and newest versions
 
 `make test-versions` writes this page: quick tests, and plans of the studies {" and ".join(STUDIES)}.
 
-*Tests*: the quick ones; after "slow" those of {len(SLOW)} files whose results another PyTorch may change;
-after "cross products" the pairs that `make test` leaves out.
+*Tests*: the quick ones, and after "slow" those of {len(SLOW)} files whose results another PyTorch may change.
 
 *Plan*: in so many cells memory peak, model states or bytes sent per step are not those of the pinned
 versions, the peak by at most so much.
@@ -89,28 +80,26 @@ def list_versions(python: Path) -> list[str]:
     return json.loads(subprocess.check_output([python, "-c", code]))
 
 
-def find_files(names: Sequence[str]) -> list[Path]:
-    """Return the paths of tests, in whichever folder each lies."""
+def find_slow_files() -> list[Path]:
+    """Return the paths of `SLOW`, in whichever folder of tests each lies."""
     tests = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
-    return [tests[name] for name in names]
+    return [tests[name] for name in SLOW]
 
 
 def run_tests(python: Path) -> tuple[str, list[str]]:
-    """Run the tests of `SELECTIONS`.
+    """Run quick tests, then the slow ones of `SLOW`.
 
     Returns:
         The last lines that pytest prints, without times, and the tests that failed.
     """
     lines, failed = [], []
-    for word, (marks, *names) in SELECTIONS.items():
-        files = map(str, find_files(names))
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *files]
+    for selection in (["not slow and not slurm"], ["slow", *map(str, find_slow_files())]):
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", *selection]
         done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
         print(done.stdout)
-        counts = done.stdout.strip().splitlines()[-1].partition(" in ")[0]
-        lines.append(counts if word == "quick" else f"{word}: {counts}")
+        lines.append(done.stdout.strip().splitlines()[-1].partition(" in ")[0])
         failed += re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-    return "; ".join(lines), failed
+    return "; slow: ".join(lines), failed
 
 
 def make_plans(python: Path, folder: Path) -> dict[tuple[str, ...], dict[str, str]]:

@@ -89,11 +89,5 @@ def test_a_row_of_the_table_leaves_the_other_as_it_is(monkeypatch, tmp_path) -> 
 
 
 def test_the_files_whose_slow_tests_are_run_have_some() -> None:
-    for path in ends.find_files(ends.SLOW):
+    for path in ends.find_slow_files():
         assert "pytest.mark.slow" in path.read_text(encoding="utf-8"), path
-
-
-def test_what_the_tests_leave_out_is_run_for_releases() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert '\t$(PYTEST) -m "not product"\n' in makefile
-    assert ("product",) in ends.SELECTIONS.values()

@@ -393,31 +393,18 @@ def test_networks_as_people_bring_them_train_as_the_plain_loop_does(tmp_path):
     check_all(trained([(name, way, "") for name, way in product(QUICK, QUICK_WAYS)], tmp_path))
 
 
-def is_in_turn(number: int, name: str, way: str) -> bool:
-    """Whether a network goes this way in each run of the tests: where it is refused, and three in turn."""
-    usual = [w for w in WAYS if w not in FURTHER]
-    turns = {usual[(number + turn) % len(usual)] for turn in (0, 2, 4)}
-    return way in turns | REFUSED.get(name, {}).keys()
-
-
-def rest_of_zoo(in_turn: bool) -> list[Cell]:
-    """The networks and ways that the quick part has not, in turn or all others."""
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_so_does_the_rest_of_the_zoo_under_every_strategy(tmp_path):
     quick = set(product(QUICK, QUICK_WAYS))
-    return [
+    rest = [
         (name, way, "")
         for number, name in enumerate(zoo.NETWORKS)
         for way in WAYS
         if (name, way) not in quick
         and way in (set(WAYS) - set(FURTHER) | {FURTHER[number % len(FURTHER)]})
-        and is_in_turn(number, name, way) == in_turn
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.product)])
-def test_so_does_the_rest_of_the_zoo_under_every_strategy(tmp_path, in_turn):
-    check_all(trained(rest_of_zoo(in_turn), tmp_path))
+    check_all(trained(rest, tmp_path))
 
 
 @pytest.mark.slow
