@@ -7,9 +7,8 @@ def worker_job_of(cell, resources):
     Worker jobs have the partition, account and the like of the cell's own job. Only in a job that SLURM runs is
     Snakemake not the main process.
     """
-    if "elastic" not in JOBS.resolve_settings(
-        cell
-    ).more or internals.is_planning_process(workflow):
+    settings = JOBS.resolve_settings(cell)
+    if "elastic" not in settings.more or internals.is_planning_process(workflow):
         return ""
     asked = JOBS.build_job_request(cell).worker
     return WorkerJob.from_request(

@@ -222,7 +222,7 @@ class AccountingHistory:
         return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)
 
     @cached_property
-    def _first_begin_s(self) -> float:
+    def _earliest_start_s(self) -> float:
         return min(self.window_s[0], min(e.start_s for e in self.entries if e.start_s is not None))
 
     @property
@@ -231,7 +231,7 @@ class AccountingHistory:
 
         From then on, `make_arrivals` has all jobs.
         """
-        return self.window_s[0] - self._first_begin_s
+        return self.window_s[0] - self._earliest_start_s
 
     def make_arrivals(self) -> list[Arrival]:
         """Return the jobs that started, for the simulator, whose clock starts at 0."""
@@ -242,7 +242,7 @@ class AccountingHistory:
             ran_s = max(1.0, e.ran_s if e.ran_s is not None else end_s - e.start_s)
             jobs.append(
                 Arrival(
-                    self.compute_queue_time_s(e) - self._first_begin_s,
+                    self.compute_queue_time_s(e) - self._earliest_start_s,
                     e.gpus,
                     ran_s,
                     max(e.limit_s or ran_s * self._request_factor, ran_s),

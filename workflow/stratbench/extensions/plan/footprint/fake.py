@@ -178,7 +178,7 @@ def build_worker(
         mesh=strategy.mesh(request.world_size),
         input_shape=request.input_shape,
     )
-    if hasattr(strategy, "measure_model_units"):
+    if worker.mesh.stages > 1:
         cache_unit_costs(strategy)
     return model, strategy, worker
 
