@@ -230,19 +230,14 @@ def test_without_any_extension_the_demo_is_planned_and_reported(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_core_passes_its_quick_tests_without_any_extension(tmp_path):
-    """A test that names a key of an extension belongs to the tests of that extension.
-
-    Files that go by no registry are collected alone: they have a third of the work.
-    """
+    """A test that names a key of an extension belongs to the tests of that extension."""
     copy_without(set(load_extensions()), tmp_path)
     for name in ("docs", "benchmarks/statistics", "tests/core"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for path in (ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py")):
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
-    others = "not test_communication and not test_forkserver and not test_models"
-    chosen = ("-m", "not slow", "-k", others)
-    done = run(tmp_path, "-m", "pytest", "-q", *chosen, "-p", "no:xdist", "tests/core")
+    done = run(tmp_path, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:xdist", "tests/core")
     assert done.returncode == 0, done.stdout
 
 

@@ -255,9 +255,11 @@ def read_last_log_lines(job: Job) -> list[str]:
 def find_hang_reason(job: Job) -> str | None:
     """Return the reason for which a command at its time limit counts as hung.
 
-    The result is None if the command was only slow. A slow command is a result. Only reported steps count as
-    progress.
+    The result is None without a time limit, and if the command was only slow. A slow command is a result.
+    Only reported steps count as progress.
     """
+    if job.time_limit_s is None:
+        return None
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     try:
         report = read_report(get_report_path(job.folder))

@@ -163,6 +163,7 @@ def build_worker(
         checkpointing=request.settings.activation_checkpointing,
     )
     strategy = make_strategy_on_fakes(request)
+    mesh = strategy.mesh(request.world_size)
     with unset_fake_temporarily():
         task, kind = request.make_task_by_trial()
     worker = base.Worker(
@@ -175,10 +176,10 @@ def build_worker(
         wrap_groups=models.list_wrap_groups(request.model_source, model),
         task=task,
         has_weighted_loss=kind.weighs,
-        mesh=strategy.mesh(request.world_size),
+        mesh=mesh,
         input_shape=request.input_shape,
     )
-    if worker.mesh.stages > 1:
+    if mesh.stages > 1:
         cache_unit_costs(strategy)
     return model, strategy, worker
 
