@@ -110,7 +110,7 @@ def test_an_epoch_of_which_steps_were_lost_and_others_done_again_has_no_mean_los
     generation = {
         "number": 0, "members": [0, 1], "from_step": 0, "cause": "start", "began_unix_s": 1.0,
         "formed_unix_s": 0.0, "ended_unix_s": 2.0, "reported_unix_s": 2.0, "to_step": 2, "pause_s": None,
-        "from_checkpoint": False, "broken": True, "train_s_by_member": {"0": 1.0},
+        "from_checkpoint": False, "broken": True, "train_s_by_epoch": {"0": 1.0},
     }  # fmt: skip
     again = generation | {"number": 1, "from_step": 1, "to_step": 8, "from_checkpoint": True}
     whole = {"loss_sum": 8.0, "reported_steps": 4.0, "train_s": 1.0, "pause_s": 0.0}

@@ -45,7 +45,7 @@ class Scripted(keeper.Backend):
     passing: list[Kind] = field(default_factory=list)
     tried: list[int] = field(default_factory=list)
 
-    def submit(self, number: int, slot: int) -> str:
+    def submit_worker_job(self, number: int, slot: int) -> str:
         self.tried.append(number)
         if self.passing:
             raise SubmissionRefused("not now", self.passing.pop(0))
@@ -55,12 +55,12 @@ class Scripted(keeper.Backend):
         self.jobs[str(number)] = JobStatus("queued")  # the last: tests wait for it
         return str(number)
 
-    def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
+    def poll_worker_jobs(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
         jobs, silent = dict(self.jobs), self.silent  # the test changes them meanwhile
         self.looks += 1
         return None if silent else {i: jobs[i] for i in ids if i in jobs}
 
-    def cancel(self, ids: Iterable[str]) -> None:
+    def cancel_worker_jobs(self, ids: Iterable[str]) -> None:
         self.cancelled += ids
 
 
@@ -147,7 +147,7 @@ def test_what_fails_again_and_again_is_given_up(
     monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(keeper, "MAX_PAUSE_S", 0.001)
     backend = Scripted()
-    backend.submit = lambda number, slot: (  # each has failed when it is looked at
+    backend.submit_worker_job = lambda number, slot: (  # each has failed when it is looked at
         backend.jobs.update({str(number): JobStatus("ended", "exit code 1", has_failed=True)})
         or str(number)
     )
@@ -184,8 +184,8 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
     """With a number that no job has: a refused one may be one whose answer was lost."""
     monkeypatch.setattr(keeper, "MAX_POLL_S", 0.05)
     backend, refused = Scripted(), []
-    submit = backend.submit
-    backend.submit = lambda number, slot: (
+    submit = backend.submit_worker_job
+    backend.submit_worker_job = lambda number, slot: (
         (backend.full and refused.append(number)) or submit(number, slot)
     )
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
@@ -237,7 +237,7 @@ def test_slurm_is_told_paths_and_numbers_alone_and_none_of_its_own_jobs(
     assert WorkerJob.from_json(asked.as_json()) == asked
     folder = RunFolder(tmp_path / "100% mine; $(touch x)")
     jobs = SlurmJobs(asked, folder, "a/b c")
-    assert jobs.submit(3, 0) == "77"
+    assert jobs.submit_worker_job(3, 0) == "77"
     args = (tmp_path / "args").read_text().splitlines()
     assert "--comment=worker 3 of a/b c" in args
     assert "--no-requeue" in args
@@ -278,12 +278,12 @@ def test_a_greeting_of_sbatch_is_no_jobs_number(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     jobs = SlurmJobs(WorkerJob(1, 4, 2000, 90), RunFolder(tmp_path), "a/b")
     if id_ is not None:
-        assert jobs.submit(3, 0) == id_
+        assert jobs.submit_worker_job(3, 0) == id_
         return
     with pytest.raises(
-        SubmissionRefused, match=f"sbatch printed '{printed}' instead of the job's number"
+        SubmissionRefused, match=f"sbatch printed '{printed}' instead of a job number"
     ):
-        jobs.submit(3, 0)
+        jobs.submit_worker_job(3, 0)
 
 
 def test_a_submission_that_may_pass_is_tried_again_with_its_number(
@@ -331,9 +331,9 @@ def test_a_worker_job_that_slurm_has_taken_without_an_answer_is_the_workers(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     jobs = SlurmJobs(WorkerJob(1, 4, 2000, 90), RunFolder(tmp_path), "a/b")
     with pytest.raises(SubmissionRefused, match="Socket timed out") as refused:
-        jobs.submit(3, 0)
+        jobs.submit_worker_job(3, 0)
     assert refused.value.retry_kind == "silence"
-    assert jobs.submit(3, 0) == "42"
+    assert jobs.submit_worker_job(3, 0) == "42"
     assert (tmp_path / "asked").read_text() == "x\n"
 
 
@@ -381,7 +381,7 @@ def test_where_nodes_may_not_submit_the_cell_says_so_at_once(
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Access denied' >&2; exit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     with pytest.raises(SubmissionRefused, match=r"^sbatch: Access denied \(on .* may not submit"):
-        SlurmJobs(asked, folder, "a/b").submit(0, 0)
+        SlurmJobs(asked, folder, "a/b").submit_worker_job(0, 0)
 
 
 def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a
     def step_and_lose_a_peer(x: Any, y: Any) -> Any:
         taken.append(step(x, y))
         if len(taken) == 6:
-            split._leaving.set()
+            split._leave_requested.set()
             split._group.break_up()
         return taken[-1]
 
@@ -440,7 +440,7 @@ def test_a_member_that_never_took_part_ends_in_order(
     """Its memory was not measured: that is no error, by which its job would count as failed."""
     split, heard = alone
     if asked_to_leave:
-        split._leaving.set()
+        split._leave_requested.set()
     with pytest.raises(Over):
         split.run(MemoryMeter(CPU))
     assert [said["what"] for said in heard.said] == ["ready", "left"][: 1 + asked_to_leave]

@@ -1,4 +1,4 @@
-"""The strategy `deepspeed`: DeepSpeed's engine with ZeRO stages 1 to 3, in the common training loop."""
+"""The strategy `deepspeed`: DeepSpeed's engine with ZeRO stages 1 to 3, in stratbench's training loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
     from stratbench.strategies.saved import SavedState
 
-#: Bytes per element of a bucket, since DeepSpeed counts buckets in float32 elements.
+#: Bytes per element of a bucket. DeepSpeed counts the size of buckets in float32 elements.
 NUMBER_BYTES = 4
 
 
@@ -39,7 +39,7 @@ class DeepSpeed(Counted):
     whose mean is evaluated.
     """
 
-    family = "engines"  # family of libraries that do backward and update themselves
+    family = "engines"  # strategies whose training step is an external library's
     mark = 0
     rigid = base.STATE_IN_PARTS
     needs = ("deepspeed==0.19.8",)
@@ -51,8 +51,8 @@ class DeepSpeed(Counted):
         "keeps of g its share (2) and of W (3); W is gathered after the update, or when it is used (3)"
     )
     updates_by_zeros = True
-    warms_up = True  # stage 3 learns the order of modules in the warm-up
-    _counts_step = False  # the records do not count what the engine sends
+    warms_up = True  # in the first steps, stage 3 learns in which order modules are called
+    _counts_step = False  # records have no bytes sent, because the engine sends them by itself
     buffers_note = "each worker has its own; their mean is evaluated"
     evaluated_on = Sharded.evaluated_on
     breakdown_note: ClassVar[str] = (
@@ -133,7 +133,7 @@ class DeepSpeed(Counted):
                 f"forward reads {format_names(early)} outside of a call of its module, but stage 3 gathers "
                 "parameters only for the call; call the module itself, or use stage 1 or 2"
             )
-        yield from refusals.iter_unshardable_model_reasons(trial, as_parameters=False)
+        yield from refusals.iter_unshardable_model_reasons(trial, replaces_parameters=False)
         if worker.world_size == 1:
             return
         if trial.randomly_called_modules:
@@ -143,7 +143,8 @@ class DeepSpeed(Counted):
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options
-        # Stage 2 shards gradients but not weights, and by default stage 3 does not shard small tensors.
+        # Number of equal shards of weights and gradients, or None for unequal ones. Stage 2 shards only
+        # gradients, and by default stage 3 does not shard small tensors.
         parts = {1: 1, 2: None, 3: gpus if o.match_other_strategies else None}[o.stage]
         return base.Traits(
             is_synchronous_on_one_worker=True,
@@ -153,14 +154,14 @@ class DeepSpeed(Counted):
             optimizer_parts=gpus,
             optimizer_padded=True,
             updates_per_step=1,
-            # Stage 3 frees parameters after forward, and gathers them again for backward.
+            # Stage 3 gathers parameters for forward and backward; stages 1 and 2 all-reduce gradients.
             ring_copies=3 if o.stage < 3 else 2,
             kept_copies=1,
         )
 
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
         deepspeed = import_deepspeed(worker.device.type)
-        # The engine needs these; otherwise it would run numactl in every step to count the workers of a node.
+        # Without these variables the engine would count the node's workers by numactl in every step.
         os.environ |= {
             "LOCAL_RANK": str(worker.device.index or 0),
             "LOCAL_SIZE": str(worker.local_world_size),
@@ -170,7 +171,7 @@ class DeepSpeed(Counted):
         self._trained = count_parameters(self.parameters)
         kind, settings = self.get_optimizer_class()
         self.optimizer = kind(self.parameters, **settings)
-        # The model is on its device already, and fake tensors cannot be moved.
+        # DeepSpeed moves the model to its device. It is there already, and fake tensors cannot be moved.
         model.to = lambda *_, **__: model
         self.engine, self.zero, *_ = deepspeed.initialize(
             model=model,
@@ -190,7 +191,7 @@ class DeepSpeed(Counted):
         self.reset()
 
     def config(self, worker: base.Worker) -> dict[str, Any]:
-        """Return DeepSpeed's configuration for the cell."""
+        """Return the cell's configuration of DeepSpeed."""
         o = self.options
         groups = [
             count_parameters(p for m in ms for p in m.parameters()) for _, ms in worker.wrap_groups
@@ -211,19 +212,20 @@ class DeepSpeed(Counted):
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
-        self._free_gathered_parameters()  # gathered parameters still have the values of the warm-up
+        self._free_gathered_parameters()  # parameters gathered in the warm-up have old values
 
     def _free_gathered_parameters(self) -> None:
         """Free the gathered and prefetched parameters in stage 3."""
         if self.options.stage == 3:
             self.zero._partition_all_parameters()
-            self.zero._post_step(set())  # gathers parameters that are not sharded
+            # small parameters that DeepSpeed does not shard are gathered again
+            self.zero._post_step(set())
 
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self._flat, *self.model.buffers()]
 
     def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
-        tensors = {"optimizer": self.local}  # the engine's master copy of the weights
+        tensors = {"optimizer": self.local}  # float32 master copy of this worker's weights
         if self.options.stage == 3:
             tensors["parameters"] = [*self._flat, *self.model.parameters()]
             tensors["gradients"] = [self.zero.grad_partitions_flat_buffer]
@@ -235,13 +237,14 @@ class DeepSpeed(Counted):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss, scale_wrt_gas=False)  # the loss is already divided by the parts
+        # the loss is already divided by the number of micro-batches
+        self.engine.backward(loss, scale_wrt_gas=False)
 
     def list_gradients(self) -> list[Tensor]:
         return [g for gradients in self.zero.averaged_gradients.values() for g in gradients]
 
     def clip_gradients(self, norm: float) -> None:
-        """Do nothing, because the engine clips gradients itself."""
+        """Do nothing, because DeepSpeed's engine clips gradients itself."""
 
     def update(self) -> None:
         self.engine.step()
@@ -294,19 +297,19 @@ class DeepSpeed(Counted):
         )
 
         replaced = [
-            # DeepSpeed's global list would keep every model alive, so that it is replaced.
+            # DeepSpeed's global list of modules would keep every traced model in memory.
             (
                 parameter_offload,
                 "FWD_MODULE_STACK",
                 [],
             ),
-            # Fake tensors have no values, so that checks for finite norms and equal calls are disabled.
+            # Fake tensors have no values, so that DeepSpeed must not check whether norms are finite.
             *(
                 (at, "is_invalid_grad_norm", lambda norm: False)
                 for at in (utils, stage_1_and_2, stage3)
             ),
             (partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None),
-            (F, "linear", F.linear),  # stage 3 replaces it for all models of the process
+            (F, "linear", F.linear),  # stage 3 replaces this function in the whole process
         ]
         with ExitStack() as stack:
             for module, name, value in replaced:
@@ -319,34 +322,35 @@ def make_engine_config(
     stage: int,
     match_other_strategies: bool,
     bucket_cap_mb: int,
-    s: Settings,
-    trained: int,
-    group: int | None = None,
+    settings: Settings,
+    num_trainable: int,
+    num_in_largest_group: int | None = None,
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of a cell, in the format of deepspeed.ai/docs/config-json.
+    """Return DeepSpeed's configuration of a cell, as in deepspeed.ai/docs/config-json.
 
     Args:
         stage: ZeRO stage.
         match_other_strategies: Whether buckets and overlap are like those of `ddp`.
         bucket_cap_mb: Size of a bucket in MiB.
-        s: Settings of the cell.
-        trained: Number of trainable parameters.
-        group: Parameters of the largest sharding group, or None to leave it to DeepSpeed.
+        settings: Settings of the cell.
+        num_trainable: Number of trainable parameters.
+        num_in_largest_group: Number of parameters in the largest sharding group, or None to leave it to
+            DeepSpeed.
     """
     zero: dict[str, Any] = {"stage": stage}
     config = {
         # DeepSpeed needs the batch size only for its progress output.
         "train_micro_batch_size_per_gpu": max(
-            1, s.per_worker_batch // s.gradient_accumulation_steps
+            1, settings.per_worker_batch // settings.gradient_accumulation_steps
         ),
-        "gradient_accumulation_steps": s.gradient_accumulation_steps,
-        "gradient_clipping": s.max_grad_norm or 0.0,
-        "zero_allow_untested_optimizer": True,  # allows SGD, which DeepSpeed has not tested
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+        "gradient_clipping": settings.max_grad_norm or 0.0,
+        "zero_allow_untested_optimizer": True,  # otherwise DeepSpeed rejects SGD
         "steps_per_print": None,
         "zero_optimization": zero,
     }
-    if s.precision == "bf16":
-        # Gradients of all modules are sent in 32 bits, as by other strategies.
+    if settings.precision == "bf16":
+        # No module's gradients are sent in 16 bits, as with other strategies.
         config["torch_autocast"] = {
             "enabled": True,
             "dtype": "bfloat16",
@@ -354,30 +358,30 @@ def make_engine_config(
         }
     if not match_other_strategies:
         return config
-    # With the timer, the host would wait for the device in each step.
+    # DeepSpeed's throughput timer would let the host wait for the GPU in each step.
     config["timers"] = {"throughput": {"enabled": False}}
-    # A bucket larger than the model would waste memory.
-    bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, trained)
+    # DeepSpeed allocates a whole bucket, so that one larger than the model would waste memory.
+    bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, num_trainable)
     zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
     if stage == 3:
-        # As in FSDP, the group in use and the next one are gathered. By its defaults the engine would keep a
-        # thousand million parameters after forward.
+        # As with FSDP, only two sharding groups are gathered at a time: the one in use and the next one. By
+        # default the engine would keep up to 10^9 gathered parameters after forward.
         zero |= {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
-        if group is not None:
-            zero["stage3_prefetch_bucket_size"] = group
-            zero["stage3_max_live_parameters"] = 2 * group
-    elif s.max_grad_norm is None:
-        zero["compute_grad_norm"] = False  # the host would read the norm in every step
+        if num_in_largest_group is not None:
+            zero["stage3_prefetch_bucket_size"] = num_in_largest_group
+            zero["stage3_max_live_parameters"] = 2 * num_in_largest_group
+    elif settings.max_grad_norm is None:
+        zero["compute_grad_norm"] = False  # the host would wait for the norm in every step
     return config
 
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the total number of elements of parameters."""
+    """Return the sum of the parameters' numbers of elements."""
     return sum(p.numel() for p in parameters)
 
 
 def import_deepspeed(device: str) -> ModuleType:
-    """Import DeepSpeed for workers on `cpu` or `cuda`.
+    """Import DeepSpeed for workers on the device type `cpu` or `cuda`.
 
     The import includes all that a first step would import.
     """
@@ -386,13 +390,13 @@ def import_deepspeed(device: str) -> ModuleType:
     import deepspeed
     import deepspeed.runtime.zero.muon.muon_optimizer
 
-    for name in os.environ.keys() - before.keys():  # the import must not change the environment
+    for name in os.environ.keys() - before.keys():  # variables that the import has set
         del os.environ[name]
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    # On a CPU the engine would compile an unused operator under a lock file. If the process is killed, the
-    # lock remains, and all later processes wait forever. Without compatible operators nothing is compiled.
+    # On a CPU, DeepSpeed would compile an operator that is not used, and lock a file meanwhile. If the
+    # process were killed, the lock would remain, and later processes would wait forever.
     deepspeed.ops.__compatible_ops__ = {}
-    # An earlier process group of this process is forgotten.
+    # DeepSpeed must not reuse a process group of an earlier cell in this process.
     deepspeed.comm.comm.cdb = None
     groups = deepspeed.utils.groups
     groups._WORLD_GROUP = groups._DATA_PARALLEL_GROUP = None

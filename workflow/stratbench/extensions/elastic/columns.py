@@ -1,4 +1,4 @@
-"""Columns that elastic cells add to cells.csv."""
+"""Columns that the extension `elastic` adds to the table cells.csv."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from stratbench.cell.record import Record
 
 
 def compute_time_to_result_s(record: Record) -> float | None:
-    """Return the seconds from the submission of a cell's job to its end.
+    """Return the seconds from the submission of a cell's SLURM job to its end.
 
-    None outside of SLURM, unless the cell is elastic. The queue waits of an elastic cell's workers are
-    part of its total time, with and without SLURM.
+    None for a cell without SLURM, unless the cell is elastic. The total time of an elastic cell includes the
+    queue waits of its workers, with and without SLURM.
     """
     total_s = derived.get_by_path(record, "time.total_s")
     if (
@@ -23,7 +23,7 @@ def compute_time_to_result_s(record: Record) -> float | None:
 
 
 # fmt: off
-#: Columns as arguments of `analysis.records.columns.Column`: name, kind, unit and path in the record.
+#: Arguments of `analysis.records.columns.Column` for each column, such as its name and its path in records.
 COLUMNS = (
     ("time_to_result_s", "number", "s", compute_time_to_result_s,
      "Time from the submission of the cell's job to its end, including the wait in the queue, for cells in "

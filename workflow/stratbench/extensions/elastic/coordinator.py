@@ -1,4 +1,4 @@
-"""Coordinates the members of an elastic synchronous training, as they join and leave.
+"""Coordinates the workers (members) of an elastic synchronous training, as they join and leave.
 
 A generation is a set of members that take steps together in one process group. A ready worker waits until the
 generation has stopped after a step; then all present members form the next generation. Its first rank is a
@@ -39,40 +39,49 @@ from stratbench.extensions.servers.wire.transport import Closed, Connection, Lis
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 15.0
-#: Time between two admissions of new members, in last pauses: so pauses take at most a tenth of the time.
+#: Workers join only after the training has gone on for this multiple of its last pause.
 STEPS_PER_PAUSE = 10.0
-#: Largest number of successive generations that break before their first step.
+#: The cell fails after this number of successive generations without a step.
 MAX_FAILED_GENERATIONS = 20
-#: Messages that refuse a worker: after the end, and while all places are taken.
+#: Reasons for which a worker is not admitted.
 TRAINING_OVER, ALL_PLACES_TAKEN = "the training is over", "all places are taken; come again later"
 
 
-def reaches_target(score: float | None, target: float | None, better: str) -> bool:
-    """Return whether a score reaches the target score. The result is False without a target.
+def reaches_target(score: float | None, target_score: float | None, higher_is_better: bool) -> bool:
+    """Return whether a score reaches the target score. False if one of them is None.
 
     Args:
         score: The score, if known.
-        target: The target, if any.
-        better: `higher` or `lower`.
+        target_score: The target score, if there is one.
+        higher_is_better: Whether a higher score is better.
     """
-    if score is None or target is None:
+    if score is None or target_score is None:
         return False
-    return score >= target if better == "higher" else score <= target
+    return score >= target_score if higher_is_better else score <= target_score
 
 
 @dataclass
 class GroupMember:
-    """An admitted worker. `steps_taken` is the number of steps that its state has taken."""
+    """A worker that the coordinator has admitted.
+
+    Attributes:
+        number: Number of the worker.
+        place: Number of the slot that the worker occupies among the present workers, from 0.
+        connection: Connection to the worker.
+        state: `warming up` until the worker is `ready`; `training` in a generation; `stopped`
+            between two generations; `finished` after it has left or the training has ended.
+        steps_taken: Number of training steps that the worker's copy of the model has taken.
+    """
 
     number: int
     place: int
     connection: Connection
-    state: Literal["warming up", "ready", "inside", "stopped", "through"] = "warming up"
+    state: Literal["warming up", "ready", "training", "stopped", "finished"] = "warming up"
     steps_taken: int = 0
 
 
 class Coordinator:
-    """Admits the members of one cell and forms their generations, from `start` to `close`."""
+    """Admits the workers of one cell as members, and decides which of them train together."""
 
     def __init__(
         self,
@@ -92,8 +101,8 @@ class Coordinator:
             listeners: Sockets on which members connect.
             places: Maximum number of members.
             steps_per_epoch: Steps of an epoch.
-            checkpoint: Returns the steps of the newest checkpoint, with results of earlier epochs that
-                may not have been reported, or None without a checkpoint.
+            checkpoint: Returns the number of steps of the newest checkpoint and the results of epochs in
+                it, or None without a checkpoint.
             epochs_done: Number of completed epochs.
             on_epoch: Stores an epoch's results.
             ends_at: Returns whether an epoch with this score ends the training.
@@ -111,11 +120,12 @@ class Coordinator:
         self._last_pause_s = 0.0
         self._finished, self._ends_at = False, ends_at
         self._diverged: str | None = None
-        #: Callbacks: one for any member that joins or leaves, and one for the number of a lost member.
+        #: Called when a worker has joined, left or was lost.
         self.on_change: Callable[[], None] = lambda: None
+        #: Called with the number of a lost worker.
         self.on_lost: Callable[[int], None] = lambda number: None
         self.history = MemberHistory()
-        #: Set when all steps are taken and evaluated, or when the training cannot continue.
+        #: Set when the training is complete or cannot continue.
         self.done = threading.Event()
         #: Reason why the training cannot continue, or None.
         self.failure: str | None = None
@@ -123,7 +133,7 @@ class Coordinator:
         self._gate = Gate(secret, HANDSHAKE_S, self.refusals, self._admit_member)
 
     def start(self) -> None:
-        """Start the threads that admit members and coordinate them."""
+        """Start the threads that admit workers and coordinate the training."""
         for work in (
             lambda: self._gate.accept(self._listeners),
             lambda: send_heartbeats_until(self._stopped, self._list_connections),
@@ -132,7 +142,7 @@ class Coordinator:
             threading.Thread(target=work, daemon=True).start()
 
     def get_divergence_reason(self) -> str | None:
-        """Return a sentence if a worker's loss is not finite, else None."""
+        """Return why the training has diverged, or None if all losses are finite numbers."""
         for number, epoch in sorted(self.history.totals_by_epoch.items()):
             if not isfinite(epoch.loss_sum):
                 return f"the training loss became {epoch.loss_sum} in epoch {number + 1}"
@@ -148,13 +158,16 @@ class Coordinator:
 
     @property
     def num_present_members(self) -> int:
-        """Number of connected members, in warm-up or in training."""
+        """Number of workers that are connected, during warm-up or training."""
         with self._lock:
             return len(self._members)
 
     @property
     def change_counts(self) -> tuple[int, ...]:
-        """Numbers of events in the history. They do not change if only times have changed."""
+        """Numbers of events in the history, by which a caller sees whether it has changed.
+
+        They stay equal if only times have changed.
+        """
         with self._lock:
             h = self.history
             began = sum(g.began_unix_s is not None for g in h.generations)
@@ -170,21 +183,21 @@ class Coordinator:
             )
 
     def get_history_values(self) -> dict[str, Any]:
-        """Return the history of members as values that JSON can store."""
+        """Return the history of members as a dict that JSON can store."""
         with self._lock:
             self.history.written_unix_s = time.time()
             return asdict(self.history)
 
     @property
     def has_begun(self) -> bool:
-        """Whether members have taken a step since this launcher started."""
+        """Whether a training step has begun since this launcher started."""
         return any(g.began_unix_s for g in self.history.generations)
 
     def _list_connections(self) -> list[Connection]:
         with self._lock:
             return [m.connection for m in self._members.values()]
 
-    # ------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------ workers that join and leave
 
     def _admit_member(
         self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str
@@ -192,7 +205,7 @@ class Coordinator:
         number = hello.get("number")
         if type(number) is not int or number < 0:
             raise ProtocolError(
-                f"{number!r} is not the number of a worker: it must be a whole number from 0 on"
+                f"{number!r} is not the number of a worker; send a whole number from 0 on"
             )
         with self._lock:
             if self.done.is_set():
@@ -237,34 +250,34 @@ class Coordinator:
 
     def _remove_lost_member(self, member: GroupMember) -> None:
         if self._members.pop(member.number, None) is None:
-            return  # the member has already left in order
-        if member.state != "through":
+            return  # the worker has left by itself before its connection ended
+        if member.state != "finished":
             self.history.lost_members.append(member.number)
             self.on_lost(member.number)
-        if member.state == "inside":
+        if member.state == "training":
             self._break_generation(f"worker {member.number} was lost")
             generation = self.history.generations[-1]
-            # No member is left that could report when the generation ended.
+            # If all members are lost, none can report when the generation ended.
             if not self._list_training_members() and generation.ended_unix_s is None:
                 generation.ended_unix_s = time.time()
 
     def _break_generation(self, cause: str) -> None:
-        """Mark the current generation as broken, and notify its other members."""
+        """Mark the current generation as broken, and tell its other members."""
         generation = self.history.generations[-1]
         if not generation.broken:
             generation.broken, self._cause = True, cause
             self._send_to_training_members("broken", generation=generation.number)
 
-    def _send_to_training_members(self, what: str, **said: Any) -> None:
+    def _send_to_training_members(self, kind: str, **values: Any) -> None:
         for other in self._list_training_members():
             with suppress(Closed):
-                send_message(other.connection, what, **said)
+                send_message(other.connection, kind, **values)
 
     def _list_training_members(self) -> list[GroupMember]:
         """Return the members that train in the current generation."""
-        return [m for m in self._members.values() if m.state == "inside"]
+        return [m for m in self._members.values() if m.state == "training"]
 
-    # ------------------------------------------------------------ what members say
+    # ------------------------------------------------------------ messages of members
 
     def _handle_message(self, member: GroupMember, message: dict[str, Any]) -> None:
         now = time.time()
@@ -281,22 +294,23 @@ class Coordinator:
             case "epoch":
                 self._store_epoch(message["entry"])
             case "through":
-                member.state = "through"
+                member.state = "finished"
                 self._finished = True
                 self._add_epoch_reports(message, now)
                 self._end_generation(message["step"], now)
             case "left":
                 self.history.left_members.append(member.number)
-                member.state = "through"
+                member.state = "finished"
             case other:
                 raise ProtocolError(f"unknown message {other!r}")
 
     def _store_epoch(self, entry: dict[str, Any]) -> None:
-        """Store the results of an epoch once. The cell fails if the results cannot be written."""
+        """Store the results of an epoch, unless they are stored. The cell fails if they cannot be written."""
         if entry["epoch"] == self._epochs_done + 1:
             try:
                 self._on_epoch(entry)
-            except OSError as error:  # on a full disk a later epoch would be stored as this one
+            # The training must end, because the next epoch would be stored in this one's place.
+            except OSError as error:
                 self._fail(f"the result of epoch {entry['epoch']} cannot be written: {error}")
                 return
             self._epochs_done += 1
@@ -316,7 +330,7 @@ class Coordinator:
         if pause_s is not None:
             longer_s = max(0.0, float(pause_s) - (generation.pause_s or 0.0))
             generation.pause_s = (generation.pause_s or 0.0) + longer_s
-            # After the last step the pause counts for the last epoch, since no other follows.
+            # The pause counts for the epoch of the step before it, because the last step has no next epoch.
             number = max(0, generation.from_step - 1) // self._per_epoch
             first = self.history.totals_by_epoch.setdefault(number, EpochTotals())
             first.pause_s += longer_s
@@ -346,10 +360,10 @@ class Coordinator:
     def _end_generation(self, step: int, now: float) -> None:
         generation = self.history.generations[-1]
         generation.ended_unix_s = now
-        # A member that did not receive the generation's state reports the steps of an older state.
+        # A member that failed before it got the generation's state reports fewer steps than were taken.
         generation.to_step = max(step, generation.last_step)
 
-    # ------------------------------------------------------------ deciding
+    # ------------------------------------------------------------ decisions
 
     def _choose_next_action_regularly(self) -> None:
         while not self._stopped.wait(0.5):
@@ -357,9 +371,9 @@ class Coordinator:
                 self._choose_next_action()
 
     def _choose_next_action(self) -> None:
-        """Decide between the end of training, a stop, and a new generation.
+        """End the training, stop the generation for new members, or form a new generation.
 
-        The running generation stops for new members.
+        Nothing happens if none of these is due.
         """
         if self.done.is_set():
             return
@@ -382,10 +396,7 @@ class Coordinator:
             self._form_generation(candidates)
 
     def _form_generation(self, candidates: list[GroupMember]) -> None:
-        """Send a message to the candidates to form a generation.
-
-        A member with the most steps becomes rank 0.
-        """
+        """Tell the candidates to form a new generation. Rank 0 is one that has taken the most steps."""
         last = self.history.generations[-MAX_FAILED_GENERATIONS:]
         if len(last) == MAX_FAILED_GENERATIONS and all(g.began_unix_s is None for g in last):
             self._fail(
@@ -409,11 +420,13 @@ class Coordinator:
         )
         self.history.generations.append(generation)
         self._changing, self._cause = False, "worker joined"
-        # The name is random, since files of broken generations and earlier launchers may be left.
+        # The name of the file through which members connect is new, because files of broken generations may
+        # be left.
         meeting = secrets.token_hex(8)
         for rank, member in enumerate(ranked):
-            member.state = "inside"
-            with suppress(Closed):  # the thread that reads from this member breaks the generation
+            member.state = "training"
+            # If the connection is closed, the thread that serves this member marks the generation as broken.
+            with suppress(Closed):
                 send_message(
                     member.connection,
                     "form",

@@ -1,4 +1,4 @@
-"""Adds to decisions the time for which workers of elastic cells held their GPUs."""
+"""Adds to decisions for how long the workers of elastic cells had a GPU allocated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stratbench.analysis.records.reading import Reading
 
 
 class PresenceEvidence(Evidence):
-    """Evidence on how long workers that are separate jobs held their GPUs."""
+    """Evidence for a decision on how long elastic workers had a GPU allocated."""
 
     def replace_measured_times(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
         """Set a candidate's GPU-seconds and mean number of present workers, if its records have them."""

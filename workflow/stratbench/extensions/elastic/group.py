@@ -24,49 +24,52 @@ from stratbench.workload.torch_internals import abort_collectives, set_collectiv
 
 log = logging.getLogger(__name__)
 
-#: Longest time for which members wait for one another to form a group, and in a collective, in seconds.
-FORM_S, COLLECTIVE_S = 30.0, 600.0
-#: Largest number of bytes per broadcast.
+#: Time limit in seconds for members to form a process group.
+FORM_S = 30.0
+#: Time limit in seconds for a collective.
+COLLECTIVE_S = 600.0
+#: Maximum number of bytes per broadcast.
 _SENT_BYTES = 64 << 20
-#: The group that this process left last. It is kept because DDP's reducer also has a reference: if that were
-#: the last one, PyTorch would join the group's threads under the interpreter lock, which can deadlock.
+#: The process group that this process left last. If DDP's reducer had the last reference to it, PyTorch would
+#: join the group's threads while it holds the interpreter lock, which can deadlock.
 _last_group: list[dist.ProcessGroup | None] = []
 
 
 class ElasticGroup:
-    """The default process group of this process, which is formed again for each generation."""
+    """The default process group of a worker, which is formed again for each generation."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Prepare groups that are formed through files in `folder`, which all members share."""
+        """Prepare to form groups through files in `folder`, which all members can write."""
         self._folder, self._device = folder, device
         self._connected: list[int] = []
-        #: Whether the group was broken up, so that later results of its collectives are invalid.
+        #: Whether the group was broken up, so that results of its collectives are invalid.
         self.broken = False
 
     def form_single_member(self) -> None:
-        """Form a process group of this process only, for the warm-up before joining other members."""
+        """Form a process group of this worker alone, in which it warms up."""
         self._init_process_group(dist.HashStore(), 0, 1)
 
-    def form_group(self, meeting: str, rank: int, world: int) -> None:
+    def form_group(self, meeting_name: str, rank: int, num_members: int) -> None:
         """Form a group with the other members of a generation.
 
         Args:
-            meeting: Name of the file through which the members connect.
-            rank: Rank in the generation.
-            world: Number of members.
+            meeting_name: Name of the file through which the members connect.
+            rank: Rank of this worker in the generation.
+            num_members: Number of members.
 
         Raises:
-            RuntimeError: If a member does not come in time.
+            RuntimeError: If a member does not connect in time.
         """
         self.dissolve()
         self.broken = False
-        path = self._folder / f"meeting-{meeting}"
-        # Only this user may write the file: any process that can write it could join the group.
+        path = self._folder / f"meeting-{meeting_name}"
+        # Only this user may write the file, because a process that can write it could join the group.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         before = _list_sockets()
-        self._init_process_group(dist.FileStore(os.fspath(path), world), rank, world)
+        self._init_process_group(dist.FileStore(os.fspath(path), num_members), rank, num_members)
         self._connected = sorted(_list_sockets() - before)
-        if rank == 0:  # all members have connected, since their first collective has ended
+        # The file is no longer needed, because all members have connected in their first collective.
+        if rank == 0:
             path.unlink(missing_ok=True)
 
     def _init_process_group(self, store: dist.Store, rank: int, world: int) -> None:
@@ -79,7 +82,7 @@ class ElasticGroup:
             timeout=timedelta(seconds=FORM_S),
         )
         dist.all_reduce(torch.zeros(1))
-        if on_cuda:  # NCCL connects in its first collective
+        if on_cuda:  # NCCL connects the members in its first collective
             dist.all_reduce(torch.zeros(1, device=self._device))
         set_collective_timeout(timedelta(seconds=COLLECTIVE_S))
 
@@ -91,29 +94,31 @@ class ElasticGroup:
             dist.destroy_process_group()
 
     def check_intact(self) -> None:
-        """Raise RuntimeError if the group was broken up.
+        """Raise RuntimeError if the process group was broken up.
 
-        Collectives on a GPU then end without an error.
+        Collectives on a GPU raise no error themselves.
         """
         if self.broken:
             raise RuntimeError("the process group was broken up")
 
     def break_up(self) -> None:
-        """Make the collective fail in which the process waits. Another thread must call this method."""
+        """Let the collective fail in which the main thread waits. Call this method on another thread."""
         self.broken = True
         for number in self._connected:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                connection.getpeername()  # skips gloo's listening socket, whose end would kill the process
+                # Raises OSError for gloo's listening socket. To shut this one down would kill the process.
+                connection.getpeername()
                 connection.shutdown(socket.SHUT_RDWR)
         if self._device.type == "cuda" and dist.is_initialized():
             try:
                 abort_collectives()
-            except RuntimeError:  # if the abort fails, the collective still ends at its time limit
+            # Without the abort, the collective ends only at its time limit.
+            except RuntimeError:
                 log.exception("NCCL's operations could not be ended")
 
 
 def broadcast_from_first(tensors: list[Tensor]) -> None:
-    """Overwrite the tensors of all members by those of rank 0."""
+    """Overwrite each member's tensors by those of rank 0."""
     for tensors_of_kind in _iter_tensor_chunks(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in tensors_of_kind])
         dist.broadcast(flat, src=0)
@@ -124,9 +129,9 @@ def broadcast_from_first(tensors: list[Tensor]) -> None:
 
 
 def _iter_tensor_chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parts of the tensors, each of one dtype and device.
+    """Yield chunks of tensors with the same dtype and device.
 
-    A part has at most _SENT_BYTES, unless a single tensor is larger.
+    A chunk has at most _SENT_BYTES, unless a single tensor is larger.
     """
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
@@ -142,7 +147,7 @@ def _iter_tensor_chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _list_sockets() -> set[int]:
-    """Return the descriptors of this process's sockets."""
+    """Return the file descriptors of this process's sockets."""
     folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
     numbers = set()
     for entry in os.listdir(folder):

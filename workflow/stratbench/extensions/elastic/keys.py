@@ -1,4 +1,4 @@
-"""Keys of config.yaml on elastic workers, and on the SLURM jobs of these workers."""
+"""Keys of config.yaml on elastic workers and their SLURM jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from stratbench.cell.settings import Keys, derived_field, setting
 
-#: Settings that elastic workers do not support: the only allowed value of each, and the reason.
+#: Settings with only one value that elastic workers support: that value, and the reason.
 _RIGID_SETTINGS = {
     "gradient_accumulation_steps": (
         1,
@@ -29,20 +29,20 @@ _RIGID_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Keys):
-    """Keys of an experiment in config.yaml on elastic workers."""
+    """Keys on elastic workers in an experiment of config.yaml."""
 
     extension: ClassVar[str] = "elastic"
     workers_are_jobs: ClassVar[bool] = True
 
     # fmt: off
     elastic: bool = setting(False,
-        help="Whether each worker is a SLURM job of its own, which trains from its start on and may end and "
-        "be replaced (docs/elastic.md). `gpus` is then the largest number of workers at a time. The cell's "
-        "own job has no GPU: it submits the worker jobs, and runs the servers or coordinates the workers. "
+        help="Whether each worker is a SLURM job of its own, which joins the training when it starts and is "
+        "replaced if it ends (docs/elastic.md). `gpus` is then the largest number of workers at a time. A "
+        "further job without a GPU submits the worker jobs, and runs the servers or coordinates the workers. "
         "Without SLURM, workers are processes of this machine.")
     ends_at: float | None = derived_field(default=None,
-        help="Score at which the training of an elastic cell ends, from `target_score`: it ends with the "
-        "first epoch that reaches it. null: it ends after all epochs.")
+        help="Score of an epoch with which the training of an elastic cell ends; taken from `target_score`. "
+        "null: the training ends after all epochs.")
     # fmt: on
 
     @classmethod
@@ -54,7 +54,7 @@ class Elastic(Keys):
     def iter_contradictions(
         cls, block: Mapping[str, Any], study: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield messages on strategies and settings that elastic workers do not support."""
+        """Yield a message for each strategy or setting that elastic workers do not support."""
         from stratbench.strategies import get_strategy_class
         from stratbench.study.config.consistency import iter_strategy_options
 
@@ -78,16 +78,16 @@ class Elastic(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticCluster(Keys):
-    """Keys of the block `cluster` in config.yaml on elastic workers."""
+    """Keys on elastic workers in the block `cluster` of config.yaml."""
 
     # fmt: off
     elastic_wait_h: float = setting(24, exclusiveMinimum=0,
-        help="Hours that the job of an elastic cell requests in addition to its training time, because its "
-        "workers wait in the queue.")
+        help="Hours that an elastic cell's own job requests in addition to the training time, because the "
+        "worker jobs wait in SLURM's queue.")
     worker_partition: str | None = setting(None, minLength=1,
-        help="SLURM partition of the worker jobs of elastic cells, for example one whose jobs may be "
+        help="SLURM partition of the worker jobs of elastic cells, for example one whose jobs can be "
         "preempted. null: the partition of the cell's own job.")
     worker_time_limit_min: int | None = setting(None, minimum=5,
-        help="Time limit in minutes of each worker job of an elastic cell. A worker leaves in order before "
-        "its limit, and another job is submitted. null: the longest time of the training.")
+        help="Time limit in minutes of each worker job of an elastic cell. A worker leaves the training "
+        "shortly before, and another job replaces it. null: the time limit of the whole training.")
     # fmt: on

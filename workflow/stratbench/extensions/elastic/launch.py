@@ -1,4 +1,4 @@
-"""Runs an elastic synchronous cell: the coordinator in this process, workers as separate jobs."""
+"""Runs an elastic synchronous cell: its coordinator in this process, its workers as separate jobs."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_deadline_over
 from stratbench.workload.tasks import get_task
 
-#: Longest time for which members may write their files after the end of the training, in seconds.
+#: Maximum seconds after the end of the training in which workers may write their results.
 LAST_FILES_S = 60.0
-#: Seconds between checks whether the training is over, and largest time between two writes of the history.
-POLL_S, KEEP_S = 0.2, 10.0
+#: Seconds between two checks whether the training is over.
+POLL_S = 0.2
+#: Maximum seconds between two writes of the history of members.
+KEEP_S = 10.0
 
 
 def prepare_run_folder(
     folder: RunFolder, cell: Cell, settings: Settings, data: dict[str, Any]
 ) -> None:
-    """Create the run folder, or reuse the folder of an unfinished training.
-
-    The unfinished training must have equal settings and data.
+    """Create the run folder, unless it has an unfinished training with equal settings and data.
 
     Args:
         folder: The run folder.
@@ -67,7 +67,7 @@ def prepare_run_folder(
 
 
 def shift_times_to_first_launcher(job: Job) -> Job:
-    """Return the job with times relative to the start of the cell's first launcher."""
+    """Return the job with times that count from the start of the cell's first launcher."""
     try:
         first = Job.from_json(job.folder.job_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
     Args:
         job: Job of the cell.
         worker_job: SLURM request of each worker job, or None for processes of this machine.
-        watch: Detects pauses, which count towards no limit.
+        watch: Detects pauses of this machine, which do not count towards the time limit.
     """
     folder, files = job.folder, RunFiles(job.folder)
     write_worker_files(job)
@@ -92,31 +92,32 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
         _run_coordinator(job, worker_job is not None) as coordinator,
     ):
         try:
-            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs_path) as keeper:
+            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs_path) as supervisor:
                 coordinator.on_change, coordinator.on_lost = (
-                    keeper.poll_soon,
-                    keeper.cancel_lost_worker,
+                    supervisor.poll_soon,
+                    supervisor.cancel_lost_worker,
                 )
-                keep = partial(files.write_incarnation, incarnation)
-                ending = _wait_for_end(job, coordinator, keeper, keep, watch)
+                write_history = partial(files.write_incarnation, incarnation)
+                ending = _wait_for_end(job, coordinator, supervisor, write_history, watch)
                 if ending.status != "error":
                     files.end_marker_path.touch()
-                    keeper.finish()
+                    supervisor.finish()
                     _wait_for_last_files(coordinator)
         finally:
             files.write_incarnation(incarnation, coordinator.get_history_values())
-            if files.end_marker_path.exists():  # no later launcher resumes this training
+            # After the end no later launcher resumes the training.
+            if files.end_marker_path.exists():
                 folder.secret_path.unlink(missing_ok=True)
                 checkpoints.delete_checkpoints(folder.path)
     return ending
 
 
 def write_worker_files(job: Job) -> None:
-    """Write the job and the secret, which worker jobs read.
+    """Write the files that worker jobs read: the job, and the cell's secret.
 
-    The secret is written only if no earlier launcher wrote one.
+    The secret of an earlier launcher remains.
     """
-    # A worker on another node has a local folder of its own.
+    # Each worker replaces the node-local folder by one of its own, because it may run on another node.
     job.folder.write_job(replace(job, folder=replace(job.folder, node_local_dir=None)).to_json())
     if not job.folder.secret_path.exists():
         write_secret(job.folder.secret_path, make_secret())
@@ -125,24 +126,24 @@ def write_worker_files(job: Job) -> None:
 def _wait_for_end(
     job: Job,
     coordinator: Coordinator,
-    keeper: WorkerJobSupervisor,
-    keep: Callable[[dict[str, Any]], None],
+    supervisor: WorkerJobSupervisor,
+    write_history: Callable[[dict[str, Any]], None],
     watch: PauseWatch,
 ) -> Ending:
     """Wait until the training ends, and return how it ended.
 
-    The training also ends at its time limit, and when no worker can continue. `keep` writes the history of
-    members to a file.
+    The training also ends at its time limit, and when no worker can continue. `write_history` writes the
+    history of members to a file.
     """
-    limit_s, deadline, kept, again_s = job.time_limit_s, None, None, 0.0
+    limit_s, deadline, written_counts, next_write_s = job.time_limit_s, None, None, 0.0
     while not coordinator.done.wait(POLL_S):
-        # The history is written during the training, because this launcher may be killed.
-        if kept != coordinator.change_counts or time.monotonic() > again_s:
-            kept, again_s = coordinator.change_counts, time.monotonic() + KEEP_S
-            keep(coordinator.get_history_values())
-        if ending := find_ending_by_workers(job.folder, keeper):
+        # If this launcher is killed, the record still needs the history.
+        if written_counts != coordinator.change_counts or time.monotonic() > next_write_s:
+            written_counts, next_write_s = coordinator.change_counts, time.monotonic() + KEEP_S
+            write_history(coordinator.get_history_values())
+        if ending := find_ending_by_workers(job.folder, supervisor):
             return ending
-        # Time in the queue does not count towards the time limit.
+        # The wait in SLURM's queue before the first step does not count towards the time limit.
         if limit_s is not None and deadline is None and coordinator.has_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and is_deadline_over(deadline, watch):
@@ -153,29 +154,29 @@ def _wait_for_end(
     return Ending("diverged", diverged) if diverged else Ending("ok", None)
 
 
-def find_ending_by_workers(folder: RunFolder, keeper: WorkerJobSupervisor) -> Ending | None:
-    """Return how the cell ends because of its workers, or None if the training continues.
+def find_ending_by_workers(folder: RunFolder, supervisor: WorkerJobSupervisor) -> Ending | None:
+    """Return how the cell ends because of its workers' results. None if the training continues.
 
-    The cell ends if its workers report an end or no worker can start.
+    The cell also ends if no worker can be started.
     """
-    for result in _iter_worker_results(folder, keeper):
+    for result in _iter_worker_results(folder, supervisor):
         if result["status"] in ("oom", "unsupported"):
             return Ending(result["status"], result["reason"])
     try:
-        keeper.check_can_start_jobs()
+        supervisor.check_can_start_jobs()
     except NoWorkersError as gave_up:
         reasons = (
-            r["reason"] for r in _iter_worker_results(folder, keeper) if r["status"] == "error"
+            r["reason"] for r in _iter_worker_results(folder, supervisor) if r["status"] == "error"
         )
         return Ending("error", ": ".join([str(gave_up), *list(reasons)[:1]]))
     return None
 
 
 def _iter_worker_results(
-    folder: RunFolder, keeper: WorkerJobSupervisor
+    folder: RunFolder, supervisor: WorkerJobSupervisor
 ) -> Iterator[dict[str, Any]]:
-    """Yield the results that ended workers have written."""
-    for entry in keeper.list_jobs():
+    """Yield the results of workers that have ended."""
+    for entry in supervisor.list_jobs():
         if entry.ended_unix_s is not None and (result := folder.read_worker_result(entry.number)):
             yield result
 
@@ -187,7 +188,10 @@ def _wait_for_last_files(coordinator: Coordinator) -> None:
 
 
 def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
-    """Return the step and the epoch results of the newest intact checkpoint, or None."""
+    """Return the newest checkpoint's number of steps and epoch results, or None without a checkpoint.
+
+    Damaged checkpoints are deleted.
+    """
     for step in sorted(checkpoints.list_checkpoint_steps(folder.path), reverse=True):
         try:
             with checkpoints.delete_if_damaged(folder.path, step):
@@ -202,7 +206,7 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
     folder = job.folder
     host = socket.gethostname() if across_nodes else None
     listeners = Listeners("127.0.0.1" if host is None else "0.0.0.0", host)
-    better = get_task(job.settings, job.data_shape).better
+    higher_is_better = get_task(job.settings, job.data_shape).better == "higher"
     coordinator = Coordinator(
         load_secret(folder.secret_path),
         listeners,
@@ -212,7 +216,7 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
         len(folder.read_epochs()),
         folder.append_epoch,
         lambda score: reaches_target(
-            score, job.settings.get_extension_keys(Elastic).ends_at, better
+            score, job.settings.get_extension_keys(Elastic).ends_at, higher_is_better
         ),
     )
     coordinator.start()

@@ -1,4 +1,4 @@
-"""Connects a worker to its cell's coordinator, with a thread that receives messages."""
+"""Connects an elastic worker to its cell's coordinator, and receives messages on a thread."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from stratbench.extensions.servers.wire.transport import (
     connect_to_server,
 )
 
-#: Seconds after which a worker asks again if all places are taken, and after which it ends if the coordinator
-#: does not answer.
-AGAIN_S, NOBODY_S = 30.0, 60.0
+#: Seconds after which a worker tries again to join, if all places were taken.
+AGAIN_S = 30.0
+#: Seconds without an answer of the coordinator after which a worker gives up to join.
+NOBODY_S = 60.0
 
 
 class Over(Exception):
-    """This worker has nothing to do: the training is over, or the worker is not admitted."""
+    """The worker has nothing to do: the training is over, or does not admit it."""
 
 
 class CoordinatorLost(Over):
-    """The coordinator no longer answers, but the training is not over."""
+    """The coordinator no longer answers, although the training is not over."""
 
 
 class WorkerMembership:
-    """A worker's membership in its cell, over one connection to the coordinator.
+    """A worker's connection to the coordinator of its cell, as a member of the training.
 
-    `change` is set when the generation must stop after a step. The receiving thread calls `break_up` when the
-    generation cannot continue.
+    `change` is set when the generation must stop after the present step. The receiving thread calls
+    `break_up_group` when the generation cannot continue, because another member was lost.
     """
 
-    def __init__(self, connection: Connection, place: int, break_up: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: Connection, place: int, break_up_group: Callable[[], None]
+    ) -> None:
         self.place = place
         self.change = threading.Event()
-        self._connection, self._break_up = connection, break_up
+        self._connection, self._break_up_group = connection, break_up_group
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._ended = threading.Event()
         connection.silence_s = SILENCE_S
@@ -58,10 +61,10 @@ class WorkerMembership:
         ):
             threading.Thread(target=work, daemon=True).start()
 
-    def send_message(self, what: str, **said: Any) -> None:
+    def send_message(self, kind: str, **values: Any) -> None:
         """Send a message to the coordinator. Raises CoordinatorLost if the connection is closed."""
         try:
-            send_message(self._connection, what, **said)
+            send_message(self._connection, kind, **values)
         except Closed as error:
             raise CoordinatorLost(str(error)) from None
 
@@ -86,7 +89,7 @@ class WorkerMembership:
                 if message["what"] == "change":
                     self.change.set()
                 elif message["what"] == "broken":
-                    self._break_up()
+                    self._break_up_group()
                 else:
                     if message["what"] == "form":
                         self.change.clear()
@@ -94,24 +97,27 @@ class WorkerMembership:
         except (Closed, Silent, ProtocolError, ValueError) as error:
             self._ended.set()
             self._messages.put({"what": "gone", "reason": f"the coordinator is gone: {error}"})
-            self._break_up()
+            self._break_up_group()
 
 
 def join_as_member(
-    folder: RunFolder, number: int, break_up: Callable[[], None], leaving: threading.Event
+    folder: RunFolder,
+    number: int,
+    break_up_group: Callable[[], None],
+    leave_requested: threading.Event,
 ) -> WorkerMembership:
-    """Join the cell as worker `number`. Wait while all slots of the cell are taken.
+    """Join the training of a cell as worker `number`. Wait while all places are taken.
 
     Raises Over if the worker is not admitted.
 
     Args:
         folder: Run folder of the cell.
         number: Number of the worker.
-        break_up: Breaks up the process group of this worker.
-        leaving: Set when this worker must leave.
+        break_up_group: Breaks up the process group of this worker.
+        leave_requested: Set when this worker must leave.
     """
     deadline = time.monotonic() + NOBODY_S
-    while not leaving.is_set():
+    while not leave_requested.is_set():
         try:
             connection = Connection(
                 connect_to_server(folder.rendezvous_path, 0, "auto", deadline)[0]
@@ -121,14 +127,14 @@ def join_as_member(
                 connection, load_secret(folder.secret_path), {"number": number}
             )
             connection.deadline = None
-            return WorkerMembership(connection, int(welcome["place"]), break_up)
+            return WorkerMembership(connection, int(welcome["place"]), break_up_group)
         except JoinRefused as refused:
             if ALL_PLACES_TAKEN not in str(refused):
                 raise Over(str(refused)) from None
-            leaving.wait(AGAIN_S)
+            leave_requested.wait(AGAIN_S)
             deadline = time.monotonic() + NOBODY_S
         except (OSError, ValueError, Closed, Silent, ProtocolError) as error:
             if time.monotonic() > deadline:
-                raise Over(f"worker {number} was not admitted: {error}") from None
+                raise Over(f"worker {number} was not admitted to the training: {error}") from None
             time.sleep(0.5)
-    raise Over(f"worker {number} got a signal to leave before it was admitted")
+    raise Over(f"worker {number} got a signal to leave before it was admitted to the training")

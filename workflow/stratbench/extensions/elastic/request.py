@@ -1,4 +1,4 @@
-"""Computes the resources that an elastic cell requests for its own and for worker jobs."""
+"""Computes the SLURM resources of an elastic cell's own job and of its worker jobs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def request_workers(
 ) -> JobRequest | None:
     """Return the resources that an elastic cell requests from SLURM, or None for other cells.
 
-    The cell's own job requests resources for the servers only, and more time, since workers wait in the
-    queue.
+    The cell's own job requests memory and CPUs only for servers. It requests more time than the training
+    takes, because worker jobs wait in the queue.
     """
     if "elastic" not in settings.more:
         return None
@@ -50,11 +50,15 @@ def request_workers(
 
 
 def request_servers(
-    settings: Settings, cluster: Mapping[str, Any], minutes: int, servers_mem_mib: int
+    settings: Settings, cluster: Mapping[str, Any], runtime_min: int, servers_mem_mib: int
 ) -> JobRequest:
-    """Return the resources that the cell's own job requests from the scheduler.
+    """Return the resources of an elastic cell's own job, which runs servers and supervises workers.
 
-    That job runs the servers and supervises the workers.
+    Args:
+        settings: Settings of the cell.
+        cluster: The block `cluster` of the config.
+        runtime_min: Requested wall time in minutes.
+        servers_mem_mib: Planned memory of all servers in MiB; 0 if unknown.
     """
     servers = settings.options.get("servers", 0)
     cpus, mem_mib = servers * (settings.threads or 1), servers * cluster["mem_mib_per_cpu_worker"]
@@ -65,7 +69,7 @@ def request_servers(
         gpus=0,
         cpus=max(1, cpus),
         mem_mib=max(mem_mib, servers_mem_mib) + JOB_MIB,
-        runtime_min=minutes,
+        runtime_min=runtime_min,
         is_memory_planned=servers_mem_mib > mem_mib,
         server_cpus=max(1, cpus),
     )

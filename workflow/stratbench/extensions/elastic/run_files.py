@@ -1,4 +1,4 @@
-"""Files that an elastic cell adds to its run folder."""
+"""Files of elastic cells in their run folder."""
 
 from __future__ import annotations
 
@@ -13,40 +13,44 @@ from stratbench.cell.run_folder import RunFolder, read_json_if_exists
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Paths and JSON files of an elastic cell in its run folder, shared by its launchers and workers."""
+    """Files of an elastic cell in its run folder, which its launchers and workers share."""
 
     folder: RunFolder
 
     @property
     def worker_jobs_path(self) -> Path:
-        """The path of the list of submitted worker jobs, a JSON object per line."""
+        """Path of the list of submitted worker jobs, a JSON object per line."""
         return self.folder.path / "worker_jobs.jsonl"
 
     @property
     def end_marker_path(self) -> Path:
-        """The path of the empty file that tells late workers that the training has ended."""
+        """Path of an empty file, which exists if the training has ended.
+
+        Workers that start later then exit.
+        """
         return self.folder.path / "ended"
 
     @property
     def servers_dir(self) -> Path:
-        """The path of the folder that the parameter servers of all launchers share."""
+        """Path of the folder that the parameter servers of all launchers share."""
         return self.folder.path / "servers"
 
     def list_incarnation_paths(self) -> list[Path]:
-        """Return the paths of the files that `write_incarnation` wrote, in the order of launchers."""
+        """Return the paths of the launchers' histories of members, in the order of launchers."""
         return sorted(
             self.folder.path.glob("incarnation*.json"),
             key=lambda path: int(path.stem.removeprefix("incarnation")),
         )
 
-    def write_incarnation(self, number: int, facts: dict[str, Any]) -> None:
-        """Store facts on the workers that joined under launcher number `number`, from 0."""
-        write_atomic(self.folder.path / f"incarnation{number}.json", json.dumps(facts))
+    def write_incarnation(self, launcher_number: int, history: dict[str, Any]) -> None:
+        """Write a launcher's history of members. Launchers of a cell are numbered from 0."""
+        path = self.folder.path / f"incarnation{launcher_number}.json"
+        write_atomic(path, json.dumps(history))
 
     def write_orphaned_result(self, worker: int, result: dict[str, Any]) -> None:
-        """Store the result of a worker whose launcher has ended without the result."""
+        """Write the result that a worker could not report, because its launcher had ended."""
         write_atomic(self.folder.path / f"unheard{worker}.json", json.dumps(result))
 
     def read_orphaned_result(self, worker: int) -> dict[str, Any] | None:
-        """Return what `write_orphaned_result` stored, or None if the launcher received the result."""
+        """Return the result that a worker could not report to its launcher, if any."""
         return read_json_if_exists(self.folder.path / f"unheard{worker}.json")

@@ -1,4 +1,4 @@
-"""Runs an elastic cell, whose workers are separate jobs that join and leave."""
+"""Runs elastic cells, whose workers are separate jobs that join and leave during the training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stratbench.workload.data import prepared
 
 
 class ElasticRunner(Runner):
-    """Runner of elastic cells. A restarted launcher resumes the training."""
+    """Runner of elastic cells. If the launcher is restarted, it resumes the training."""
 
     section = "elastic"
     is_gang = False
@@ -44,9 +44,9 @@ class ElasticRunner(Runner):
 
     @contextmanager
     def reserve_gpus(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
-        """Hold the devices of this machine, unless the workers are SLURM jobs.
+        """Reserve GPUs of this machine for the workers, unless the workers are SLURM jobs.
 
-        SLURM jobs have devices of their own.
+        SLURM jobs have GPUs of their own.
         """
         if (worker_job := parse_worker_job(args)) is not None:
             yield worker_job.gpus > 0
@@ -66,7 +66,7 @@ class ElasticRunner(Runner):
             ending = by.launch_training(job, parse_worker_job(args), watch)
         finally:
             watch.stop()
-            # The pauses of earlier launchers are kept in the same file.
+            # Pauses of this launcher are added to those that earlier launchers of the cell recorded.
             write_worker_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
         return job, Exits([], False), ending
 
@@ -82,7 +82,7 @@ class ElasticRunner(Runner):
         return sum_served_run(workers, kept, samples, per_epoch)
 
     def build_server_entry(self, job: Job) -> dict[str, Any] | None:
-        """Make the record's section `server`. The result is None for a cell without servers."""
+        """Make the record's section `server`, or None for a cell without parameter servers."""
         return make_server_entry(job)
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
@@ -96,9 +96,9 @@ class ElasticRunner(Runner):
         return (served_accounts if has_servers(job.settings) else accounts).make_elastic_entry(job)
 
     def read_training_phases(self, job: Job, node: int) -> list[PhaseInterval]:
-        """Return the intervals in which workers trained, over all nodes.
+        """Return the intervals in which workers trained, on all nodes.
 
-        Members of a process group train from their join on.
+        Synchronous workers train from when they have joined a process group.
         """
         phases = read_phases(job.folder.list_phase_log_paths())
         joined = [
@@ -109,13 +109,10 @@ class ElasticRunner(Runner):
     def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return None, because a killed worker leaves no intervals of its GPU."""
+        """Return None: the intervals are unknown, because killed workers do not record them."""
         return None
 
 
 def parse_worker_job(args: argparse.Namespace) -> WorkerJob | None:
-    """Return the SLURM request of each worker job.
-
-    The result is None if the workers run on this machine.
-    """
+    """Return the SLURM request of worker jobs, or None if workers run on this machine."""
     return WorkerJob.from_json(args.worker_job) if args.worker_job else None

@@ -40,7 +40,7 @@ from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_deadline_over
 from stratbench.workload.tasks import get_task
 
-#: Seconds in which servers may save their state before they are killed. SLURM allows 30 by default.
+#: Seconds after which stopped servers are killed. They save their state before. SLURM allows 30 s by default.
 SAVE_S = 25.0
 SERVER = "stratbench.extensions.elastic.worker:serve_parameters"
 
@@ -51,11 +51,11 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
     Args:
         job: Job of the cell.
         worker_job: SLURM request of each worker job, or None for processes of this machine.
-        watch: Detects pauses, which count towards no limit.
+        watch: Detects pauses of this machine, which do not count towards the time limit.
     """
     folder, files = job.folder, RunFiles(job.folder)
     write_worker_files(job)
-    # No server or worker may read the mark of an earlier incarnation.
+    # The mark that an earlier run is over would end the new servers and workers.
     delete_end_mark(files.servers_dir)
     configs = make_elastic_server_configs(job, across_nodes=worker_job is not None)
     with run_fork_server(may_share=True) as path, open_backend(job, worker_job) as backend:
@@ -63,12 +63,14 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
         try:
             for process in servers:
                 process.start()
-            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs_path) as keeper:
-                ending = _wait_for_end(job, configs[0].elastic.incarnation, servers, keeper, watch)
+            with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs_path) as supervisor:
+                ending = _wait_for_end(
+                    job, configs[0].elastic.incarnation, servers, supervisor, watch
+                )
                 if ending.status != "error":
                     files.end_marker_path.touch()
-                    keeper.finish()
-                    _wait_for_last_files(job, keeper)
+                    supervisor.finish()
+                    _wait_for_last_files(job, supervisor)
         finally:
             _stop_servers(servers)
             if files.end_marker_path.exists():
@@ -77,7 +79,7 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
 
 
 def make_elastic_server_configs(job: Job, across_nodes: bool) -> list[ElasticServerConfig]:
-    """Return each server's config for the next incarnation.
+    """Return the config of each parameter server for its next start (incarnation).
 
     The servers resume from a saved state if there is one.
     """
@@ -98,7 +100,7 @@ def make_elastic_server_configs(job: Job, across_nodes: bool) -> list[ElasticSer
         print(f"incarnation {elastic.incarnation} of the servers: they {how}", flush=True)
     host = socket.gethostname() if across_nodes else None
     configs = make_server_configs(s, job.train_samples, job.folder, host)
-    # A worker on any node may evaluate an epoch, so that snapshots need a shared folder.
+    # Snapshots of the weights need a shared folder, because a worker on any node may evaluate an epoch.
     snapshots = None if s.steps else str(job.folder.get_snapshot_dir(shared=True))
     return [
         ElasticServerConfig(**vars(c) | {"snapshot_dir": snapshots}, elastic=elastic)
@@ -110,28 +112,28 @@ def _wait_for_end(
     job: Job,
     incarnation: int,
     servers: list[Process],
-    keeper: WorkerJobSupervisor,
+    supervisor: WorkerJobSupervisor,
     watch: PauseWatch,
 ) -> Ending:
     """Wait for the end of the training, and return how it ended.
 
-    The wait also ends at the time limit, or when no worker can continue. `incarnation` is the number of the
-    servers' present incarnation.
+    The training also ends at its time limit, and when no worker can continue. `incarnation` is the number of
+    this start of the servers.
     """
     limit_s, deadline = job.time_limit_s, None
     journal, has_begun = NewEvents(RunFiles(job.folder).servers_dir), False
     while any(process.is_alive() for process in servers):
-        if ending := find_ending_by_workers(job.folder, keeper):
+        if ending := find_ending_by_workers(job.folder, supervisor):
             return ending
         if failed := next((p for p in servers if p.exitcode), None):
             return Ending("error", _find_failure_reason(job, failed))
         for event in journal.read_new_events():
             has_begun |= event["event"] == "join"
             if event["event"] in ("join", "leave", "loss"):
-                keeper.poll_soon()
+                supervisor.poll_soon()
             if event["event"] == "loss" and event["incarnation"] == incarnation:
-                keeper.cancel_lost_worker(event["worker"])
-        # Time in the queue does not count towards the time limit.
+                supervisor.cancel_lost_worker(event["worker"])
+        # The wait in SLURM's queue before the first worker joins does not count towards the time limit.
         if limit_s is not None and deadline is None and has_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and is_deadline_over(deadline, watch):
@@ -146,7 +148,7 @@ def _find_failure_reason(job: Job, process: Process) -> str:
 
 
 def _make_ending(job: Job, servers: list[Process]) -> Ending:
-    """Return how the cell ended, after all its servers have ended."""
+    """Return how the cell ended, from the results of its servers. All servers must have ended."""
     if failed := next((p for p in servers if p.exitcode), None):
         return Ending("error", _find_failure_reason(job, failed))
     first = job.folder.read_server_statistics(0)
@@ -161,21 +163,21 @@ def _make_ending(job: Job, servers: list[Process]) -> Ending:
     return Ending("ok", None)
 
 
-def _wait_for_last_files(job: Job, keeper: WorkerJobSupervisor) -> None:
-    """Wait until the workers that are still present have written their measurements."""
+def _wait_for_last_files(job: Job, supervisor: WorkerJobSupervisor) -> None:
+    """Wait until the workers that are still present have written their results."""
     joined = {
         e["worker"] for e in read_journal(RunFiles(job.folder).servers_dir) if e["event"] == "join"
     }
     ends = time.monotonic() + LAST_FILES_S
     while time.monotonic() < ends:
-        if not any(e.ended_unix_s is None and e.number in joined for e in keeper.list_jobs()):
+        if not any(e.ended_unix_s is None and e.number in joined for e in supervisor.list_jobs()):
             return
-        keeper.poll_soon()
+        supervisor.poll_soon()
         time.sleep(POLL_S)
 
 
 def _stop_servers(servers: list[Process]) -> None:
-    """Stop running servers by SIGTERM. The servers then save their state."""
+    """Stop the servers by SIGTERM, upon which they save their state. Kill those that do not end."""
     for process in servers:
         if process.pid is not None and process.is_alive():
             with suppress(ProcessLookupError):
@@ -188,7 +190,7 @@ def _stop_servers(servers: list[Process]) -> None:
 
 
 def _remove_run_files(folder: RunFolder) -> None:
-    """Remove the secret, saved states and snapshots of a cell that will not be resumed."""
+    """Remove the cell's secret, saved states and snapshots, because the training is not resumed."""
     folder.secret_path.unlink(missing_ok=True)
     for path in [*RunFiles(folder).servers_dir.glob("state*"), *folder.path.glob("server.*")]:
         if path.suffix != ".log":

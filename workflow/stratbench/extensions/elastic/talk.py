@@ -1,4 +1,4 @@
-"""Sends and receives messages between a coordinator and its members, as JSON in frames."""
+"""Sends and receives messages between a coordinator and elastic workers, as JSON in frames."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from typing import Any
 from stratbench.extensions.servers.wire.frames import Frame, Kind, ProtocolError
 from stratbench.extensions.servers.wire.transport import Closed, Connection
 
-#: Seconds between two heartbeats, and seconds of silence after which the other side counts as lost.
-HEARTBEAT_S, SILENCE_S = 1.0, 10.0
-#: Seconds of silence after which a worker in its warm-up counts as lost: loading may hold the interpreter
-#: lock.
+#: Seconds between two heartbeats of a process.
+HEARTBEAT_S = 1.0
+#: Seconds without a message or heartbeat after which the other process counts as lost.
+SILENCE_S = 10.0
+#: The same for a worker in its warm-up, which sends no heartbeat while an import holds the interpreter lock.
 WARM_UP_SILENCE_S = 60.0
 
 
-def send_message(connection: Connection, what: str, **said: Any) -> None:
-    """Send a message of kind `what` with further values. Raises Closed if the connection is closed."""
-    connection.send(Frame(Kind.TALK), json.dumps({"what": what} | said).encode())
+def send_message(connection: Connection, kind: str, **values: Any) -> None:
+    """Send a message of a kind with named values. Raises Closed if the connection is closed."""
+    connection.send(Frame(Kind.TALK), json.dumps({"what": kind} | values).encode())
 
 
 def receive_message(connection: Connection) -> dict[str, Any]:
-    """Wait for the next message other than a heartbeat. Raises Closed, Silent and ProtocolError."""
+    """Wait for the next message, and return it. Heartbeats are skipped.
+
+    Raises:
+        Closed: If the other process has closed the connection.
+        Silent: If the other process counts as lost.
+        ProtocolError: If the message has another format.
+    """
     while True:
         frame = connection.receive()
         if frame.kind is Kind.HEARTBEAT:
@@ -38,9 +45,12 @@ def receive_message(connection: Connection) -> dict[str, Any]:
         return message
 
 
-def send_heartbeats_until(stopped: threading.Event, to: Callable[[], list[Connection]]) -> None:
-    """Send a heartbeat on each connection every HEARTBEAT_S seconds, until `stopped` is set."""
+def send_heartbeats_until(
+    stopped: threading.Event, list_connections: Callable[[], list[Connection]]
+) -> None:
+    """Send a heartbeat on each listed connection every HEARTBEAT_S seconds, until `stopped` is set."""
     while not stopped.wait(HEARTBEAT_S):
-        for connection in to():
-            with suppress(Closed):  # the thread that reads from this connection notices the end
+        for connection in list_connections():
+            # The thread that reads from this connection handles its end.
+            with suppress(Closed):
                 connection.send_if_free(Frame(Kind.HEARTBEAT))

@@ -1,10 +1,10 @@
-"""Entry points of the processes of an elastic cell: a worker, and a parameter server.
+"""Entry points of an elastic cell's processes: of a worker, and of a parameter server.
 
     python -m stratbench.extensions.elastic.worker JOB.json NUMBER
 
-A worker reads the job's file, which the cell's launcher has written. The worker's exit code is 0 when the
+A worker reads the file JOB.json, which the cell's launcher has written. The worker's exit code is 0 if the
 training is over or the cell's own job has ended. It is also 0 after a signal to leave (SIGTERM, SIGUSR1). It
-is 3 if memory was exhausted, and 1 on any other error.
+is 3 if memory was exhausted, and 1 after any other error.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
         local_rank: Index of the worker's GPU among the visible ones.
     """
     began_unix_s = time.time()
-    leaving = threading.Event()
-    set_event_on_signals((signal.SIGTERM, signal.SIGUSR1), leaving)
+    leave_requested = threading.Event()
+    set_event_on_signals((signal.SIGTERM, signal.SIGUSR1), leave_requested)
     job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
     agent.set_environment(job, on_one_host=False)
     folder = job.folder
@@ -68,12 +68,14 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
         else nullcontext(folder.node_local_dir) as local
     ):
         job = replace(job, origin_s=origin_s, folder=replace(folder, node_local_dir=local))
-        code = _train_and_write(job, number, local_rank, leaving)
+        code = _train_and_write(job, number, local_rank, leave_requested)
     worker.exit_immediately(code)
 
 
-def set_event_on_signals(signals: Sequence[signal.Signals], leaving: threading.Event) -> None:
-    """Set the event `leaving` when the process receives one of the signals.
+def set_event_on_signals(
+    signals: Sequence[signal.Signals], leave_requested: threading.Event
+) -> None:
+    """Set the event `leave_requested` when the process receives one of the signals.
 
     SLURM sends these signals before it ends a job. A separate thread sets the event at once, because the main
     thread may compute for seconds before it handles signals.
@@ -83,9 +85,9 @@ def set_event_on_signals(signals: Sequence[signal.Signals], leaving: threading.E
 
     def wait_for_signal() -> None:
         number = reading.recv(1)[0]
-        leaving.set()
+        leave_requested.set()
         print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
-        writing.close()  # signals from here on need not be reported
+        writing.close()  # further signals have no effect
 
     for each in signals:
         signal.signal(each, lambda number, frame: None)
@@ -93,11 +95,13 @@ def set_event_on_signals(signals: Sequence[signal.Signals], leaving: threading.E
     threading.Thread(target=wait_for_signal, daemon=True).start()
 
 
-def _train_and_write(job: Job, number: int, local_rank: int, leaving: threading.Event) -> int:
-    """Train, write the worker's results, and return the exit code."""
+def _train_and_write(
+    job: Job, number: int, local_rank: int, leave_requested: threading.Event
+) -> int:
+    """Train as worker `number`, write the worker's results, and return the exit code."""
     train = train_with_servers if has_servers(job.settings) else train_synchronous
     try:
-        result, code = train(job, number, local_rank, leaving), 0
+        result, code = train(job, number, local_rank, leave_requested), 0
     except (Over, RunOverError, Left, ServerLost) as over:
         print(over, flush=True)
         return 0
@@ -109,15 +113,15 @@ def _train_and_write(job: Job, number: int, local_rank: int, leaving: threading.
 
 
 def train_synchronous(
-    job: Job, number: int, local_rank: int, leaving: threading.Event
+    job: Job, number: int, local_rank: int, leave_requested: threading.Event
 ) -> dict[str, Any]:
-    """Train as a member of an elastic synchronous cell, and return the worker's results.
+    """Train as a worker of an elastic synchronous cell, and return its results.
 
     Args:
         job: Job of the cell.
         number: Number of the worker.
         local_rank: Index of the worker's GPU among the visible ones.
-        leaving: Set when this worker must leave.
+        leave_requested: Set when this worker must leave.
 
     Raises:
         Over: If the worker is not admitted.
@@ -125,22 +129,24 @@ def train_synchronous(
     s, start = job.settings, worker.start_worker(job, number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     group = ElasticGroup(job.folder.path, device)
-    seat = join_as_member(job.folder, number, group.break_up, leaving)
+    membership = join_as_member(job.folder, number, group.break_up, leave_requested)
     with phases("rendezvous"):
         group.form_single_member()
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
         ready = worker.set_up_model(
-            s, strategy, data, device, seat.place,
+            s, strategy, data, device, membership.place,
             rank=0, world_size=1, local_world_size=1, folder=job.folder,
             heartbeat=start.heartbeat, mesh=Mesh(1),
         )  # fmt: skip
     with phases("warmup"):
         loop.warm_up(strategy, data, ready.worker)
-    split = ElasticSynchronous(strategy, data, ready.worker, phases, group, seat, leaving, number)
+    split = ElasticSynchronous(
+        strategy, data, ready.worker, phases, group, membership, leave_requested, number
+    )
     measured = worker.build_worker_result(split.run(start.memory), start, number)
-    # The traffic depends on the number of members in each step, so that no single number describes it.
+    # The bytes sent per step are unknown, because they change with the number of present workers.
     measured |= {"communication": None, "generations": split.generations}
     measured["checkpoints"] = split.checkpoint_times_s
     worker.add_model_descriptions(measured, ready, strategy, data)
@@ -150,15 +156,15 @@ def train_synchronous(
 
 
 def train_with_servers(
-    job: Job, number: int, local_rank: int, leaving: threading.Event
+    job: Job, number: int, local_rank: int, leave_requested: threading.Event
 ) -> dict[str, Any]:
-    """Train as a worker of a cell with parameter servers, and return the worker's results.
+    """Train as a worker of an elastic cell with parameter servers, and return its results.
 
     Args:
         job: Job of the cell.
         number: Number of the worker.
         local_rank: Index of the worker's GPU among the visible ones.
-        leaving: Set when this worker must leave.
+        leave_requested: Set when this worker must leave.
 
     Raises:
         RunOverError: If the training is over before this worker has joined.
@@ -170,13 +176,13 @@ def train_with_servers(
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
-        # Numbers of workers increase without end, so that `slowdown.workers` refers to the number modulo
+        # Each new worker has a larger number. For the setting `slowdown.workers` its number is taken modulo
         # `gpus`.
         ready = worker.set_up_model(
             s, strategy, data, device, number % s.gpus,
             rank=number, world_size=s.gpus, local_world_size=1, folder=job.folder,
             heartbeat=start.heartbeat, mesh=Mesh(1),
-            make_server_channel=partial(make_returning_channel, job.folder, leaving),
+            make_server_channel=partial(make_returning_channel, job.folder, leave_requested),
         )  # fmt: skip
     result = served_loop.train_on_tickets(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
@@ -191,25 +197,30 @@ def train_with_servers(
 
 
 def make_returning_channel(
-    folder: RunFolder, leaving: threading.Event, connect: Callable[[int, float], Channel]
+    folder: RunFolder, leave_requested: threading.Event, connect: Callable[[int, float], Channel]
 ) -> ReturningChannel:
-    """Make a channel that joins the current incarnation of the servers, and later ones.
+    """Make a channel that connects to the servers, and again after they were restarted.
 
     Args:
         folder: Run folder of the cell.
-        leaving: Set when this worker must leave.
-        connect: Connects to an incarnation of the servers within a number of seconds.
+        leave_requested: Set when this worker must leave.
+        connect: Connects to the servers, from the number of their start and a time limit in seconds.
     """
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),
         folder.rendezvous_path,
         RunFiles(folder).servers_dir,
-        leaving,
+        leave_requested,
     )
 
 
 def serve_parameters(config_json: str, run_dir: str) -> None:
-    """Run the process of an elastic parameter server."""
+    """Run the process of an elastic parameter server.
+
+    Args:
+        config_json: Its config (`ElasticServerConfig`) as JSON.
+        run_dir: Run folder of the cell.
+    """
     config = ElasticServerConfig(**json.loads(config_json))
     serve_as_process(config, run_dir, partial(run_server, make_run=make_run))
 

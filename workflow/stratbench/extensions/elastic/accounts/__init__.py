@@ -1,1 +1,1 @@
-"""Computes a record's entries on elastic workers: jobs, pauses, GPU-seconds and history of members."""
+"""Computes a record's entries on elastic workers: their jobs, pauses and GPU-seconds."""

@@ -1,4 +1,4 @@
-"""History of the members of an elastic synchronous training. The cell's record is made from it."""
+"""History of which workers trained together in an elastic synchronous training, for the record."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ from typing import Any
 
 @dataclass
 class TrainingGeneration:
-    """A set of members that take steps together. Dates are in seconds since 1970.
+    """Workers (members) that train together in one process group until a member joins or leaves.
 
-    `cause` is why it was formed, and `broken` whether it ended because a member was lost.
+    Attributes:
+        number: Number of the generation, from 0.
+        members: Numbers of the workers, by rank.
+        from_step: Number of steps that the training had taken before the generation.
+        cause: Why the generation was formed, as a text.
+        formed_unix_s: When the members were told to form the process group.
+        began_unix_s: When the first step began; None if the generation broke before.
+        ended_unix_s: When the last step ended, if known.
+        to_step: Number of steps that the training had taken at the end, if known.
+        pause_s: Seconds without a step since the previous generation, for the slowest member; None without
+            one.
+        from_checkpoint: Whether the members got their state from a checkpoint.
+        broken: Whether the generation ended because a member was lost.
+        train_s_by_epoch: Seconds of training steps by epoch, as reported by the slowest member.
+        reported_unix_s: When a member last reported steps.
     """
 
     number: int
@@ -22,26 +36,24 @@ class TrainingGeneration:
     began_unix_s: float | None = None
     ended_unix_s: float | None = None
     to_step: int | None = None
-    #: Seconds without a step since the generation before, by its slowest member, or None for the first one.
     pause_s: float | None = None
     from_checkpoint: bool = False
     broken: bool = False
-    #: Seconds of its steps by epoch as members have reported them, and when the last report came.
-    train_s_by_member: dict[int, float] = field(default_factory=dict)
+    train_s_by_epoch: dict[int, float] = field(default_factory=dict)
     reported_unix_s: float | None = None
 
     @property
     def last_step(self) -> int:
-        """Number of steps that the training had taken when the generation stopped.
+        """Number of steps that the training had taken at the end of this generation.
 
-        If the stop is unknown, the number is that at the generation's begin.
+        If the end is unknown, the number is that at the begin.
         """
         return self.from_step if self.to_step is None else self.to_step
 
 
 @dataclass
 class EpochTotals:
-    """Totals of one epoch: sum of losses over the reported steps, seconds of steps and of pauses."""
+    """Totals of one epoch: sum of losses, number of steps, seconds of steps and pauses."""
 
     loss_sum: float = 0.0
     reported_steps: float = 0.0
@@ -51,44 +63,50 @@ class EpochTotals:
 
 @dataclass
 class MemberHistory:
-    """All that one launcher knows about the members of its training."""
+    """History of all workers (members) that trained while one launcher of the cell ran.
+
+    Attributes:
+        generations: All generations, in order.
+        dates_by_member: By worker number: when it was `admitted`, `ready` and at its `first_step`, in seconds
+            since 1970.
+        left_members: Numbers of the workers that left by themselves.
+        lost_members: Numbers of the workers that were lost.
+        totals_by_epoch: Totals of each epoch over all generations.
+        written_unix_s: When this history was written to its file.
+    """
 
     generations: list[TrainingGeneration] = field(default_factory=list)
-    #: When each member was admitted, ready and at its first step, by its number, in seconds since 1970.
     dates_by_member: dict[int, dict[str, float]] = field(default_factory=dict)
-    #: Numbers of the members that left in order, and of those that were lost.
     left_members: list[int] = field(default_factory=list)
     lost_members: list[int] = field(default_factory=list)
-    #: Totals of each epoch over all generations.
     totals_by_epoch: dict[int, EpochTotals] = field(default_factory=dict)
-    #: When this history was written, in seconds since 1970.
     written_unix_s: float | None = None
 
     def add_steps(
-        self, generation: TrainingGeneration, done: Mapping[Any, Sequence[float]]
+        self, generation: TrainingGeneration, reports_by_epoch: Mapping[Any, Sequence[float]]
     ) -> None:
-        """Add a member's report on its steps in a generation.
+        """Add the steps that a member reports to have taken in a generation.
 
         Args:
             generation: The generation.
-            done: By epoch: sum and number of losses, number of members, and seconds of the steps.
+            reports_by_epoch: By epoch: sum of losses, number of steps, number of members, and seconds.
         """
-        for key, (loss, steps, world, seconds) in done.items():
+        for key, (loss, steps, world, seconds) in reports_by_epoch.items():
             number = int(key)
             epoch = self.totals_by_epoch.setdefault(number, EpochTotals())
             epoch.loss_sum += loss / world
             epoch.reported_steps += steps / world
-            # The slowest member's time counts.
-            longest_s = generation.train_s_by_member.get(number, 0.0)
+            # The seconds of a generation are those of its slowest member.
+            longest_s = generation.train_s_by_epoch.get(number, 0.0)
             epoch.train_s += max(0.0, seconds - longest_s)
-            generation.train_s_by_member[number] = max(seconds, longest_s)
+            generation.train_s_by_epoch[number] = max(seconds, longest_s)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemberHistory:
-        """Make a history from the values of `asdict`, which may come from JSON."""
+        """Make a history from a dict of its fields, which may come from JSON."""
         generations = [
             TrainingGeneration(
-                **g | {"train_s_by_member": {int(n): s for n, s in g["train_s_by_member"].items()}}
+                **g | {"train_s_by_epoch": {int(n): s for n, s in g["train_s_by_epoch"].items()}}
             )
             for g in values["generations"]
         ]

@@ -1,4 +1,4 @@
-"""Computes the record's entries on an elastic cell with parameter servers, from the servers' journal.
+"""Computes the record's entries of an elastic cell with parameter servers, from their journal.
 
 Dates are seconds since 1970. The record's times count from the first launcher's start.
 """
@@ -21,7 +21,7 @@ from stratbench.train.job import Job
 
 
 def make_elastic_entry(job: Job) -> dict[str, Any]:
-    """Return the record's section `elastic`, for a cell with parameter servers."""
+    """Return the record's section `elastic` of a cell with parameter servers."""
     journal, origin = read_journal(RunFiles(job.folder).servers_dir), job.origin_unix_s
     jobs = [
         make_job_entry(e, find_first_dates(journal, e["number"]), origin)
@@ -68,29 +68,25 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
 
 
 def count_events(journal: list[dict[str, Any]], event: str) -> int:
-    """Return how often an event occurs in the journal."""
+    """Return how often an event of kind `event` occurs in the journal."""
     return sum(e["event"] == event for e in journal)
 
 
-def find_first_dates(journal: list[dict[str, Any]], number: int) -> dict[str, float]:
-    """Return when a worker was first admitted, first ready and first assigned a batch.
-
-    The times are in seconds since 1970.
-    """
+def find_first_dates(journal: list[dict[str, Any]], worker: int) -> dict[str, float]:
+    """Return the times at which a worker first joined and got a batch, by event."""
     names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
     dates: dict[str, float] = {}
     for event in journal:
-        if event.get("worker") == number:
+        if event.get("worker") == worker:
             for name in names.get(event["event"], ()):
                 dates.setdefault(name, event["at_unix_s"])
     return dates
 
 
 def find_worker_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return the begin and end of each period in which a worker trained.
+    """Return the begin and end of each period in which some worker trained.
 
-    The times are in seconds since 1970. A period that the servers' kill ended lasts until the last event of
-    that incarnation.
+    If the servers were killed, a period ends with the last event before the kill.
     """
     began: dict[int, float] = {}
     spans: list[tuple[float, float]] = []
@@ -109,7 +105,7 @@ def find_worker_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[floa
 
 
 def count_max_concurrent_workers(journal: list[dict[str, Any]]) -> int:
-    """Return the largest number of workers that were present at the same time."""
+    """Return the largest number of workers that trained at the same time."""
     here: set[int] = set()
     maximum = 0
     for event in journal:
@@ -123,25 +119,24 @@ def count_max_concurrent_workers(journal: list[dict[str, Any]]) -> int:
     return maximum
 
 
-def drop_work_after_end(servers: list[dict[str, Any]], epochs: int) -> list[dict[str, Any]]:
-    """Return the servers' statistics without work after the end of the training.
+def drop_work_after_end(statistics: list[dict[str, Any]], num_epochs: int) -> list[dict[str, Any]]:
+    """Return the servers' statistics without tickets completed after the end of the training.
 
-    Server 0 knows when the training ended. Tickets that were completed during the last evaluation are left
-    out.
+    The last evaluation may end the training while workers still complete tickets.
 
     Args:
-        servers: Statistics of all servers.
-        epochs: Number of evaluated epochs, or 0 for all.
+        statistics: Statistics of all servers. Those of server 0 say when the training ended.
+        num_epochs: Number of evaluated epochs, or 0 for all.
     """
-    first = servers[0]
+    first = statistics[0]
     ends = sorted(first["epochs"], key=lambda e: e["epoch"])
     settled = first["tickets_settled"] - first["elastic"]["after_the_end"]
-    kept = {"epochs": ends[: epochs or None], "tickets_settled": settled}
-    return [s | kept | {"train_time_s": first["train_time_s"]} for s in servers]
+    kept = {"epochs": ends[: num_epochs or None], "tickets_settled": settled}
+    return [s | kept | {"train_time_s": first["train_time_s"]} for s in statistics]
 
 
 def list_evaluated_epochs(job: Job) -> list[dict[str, Any]]:
-    """Return the entries of evaluated epochs, up to an epoch whose score ended the run."""
+    """Return the record's entries of evaluated epochs, up to the epoch that ended the training."""
     scores = collect_scores(read_journal(RunFiles(job.folder).servers_dir))
     server = job.folder.read_server_statistics(0)
     last = server["elastic"]["finished_at_epoch"] if server else None

@@ -1,7 +1,7 @@
 """Supervises the worker jobs of an elastic cell: submits, replaces and cancels them.
 
-Each job has a unique number, and runs in one of the slots 0 to `gpus` - 1. A slot has at most one job at a
-time.
+Each worker job has a unique number. The cell has `gpus` slots, one per worker that can train at the same
+time. A slot has at most one job at a time.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from typing import Literal, Protocol
 from stratbench.cell.files import read_json_lines
 from stratbench.study.slurm import submission
 
-#: Shortest and longest time between two polls of the jobs, in seconds. It doubles while nothing changes.
+#: Minimum and maximum seconds between two polls of the worker jobs. The time doubles while nothing changes.
 POLL_S, MAX_POLL_S = 0.5, 30.0
-#: Seconds in which the job of a lost worker may end by itself, so that SLURM knows the reason.
+#: Seconds after which the job of a lost worker is cancelled. If it ends before by itself, SLURM knows the
+#: reason.
 LOST_JOB_GRACE_S = 5.0
-#: Number of failed jobs of one slot after which the cell fails.
+#: Number of failed jobs in the same slot after which the cell fails.
 MAX_FAILURES = 20
-#: Number of successive jobs of one slot that SLURM does not know after which the cell fails.
+#: The cell fails if SLURM does not know this number of successive jobs in the same slot.
 MAX_UNKNOWN = 3
 _UNKNOWN = "no longer known"
-#: A job that fails within SOON_S seconds after its start is replaced after 5 s, 10 s, ... up to 5 minutes.
+#: A job that fails within SOON_S seconds is replaced only after a pause in seconds, which doubles up to a
+#: maximum.
 SOON_S, FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 5.0, 300.0
 
 
 class NoWorkersError(RuntimeError):
-    """No worker job can be started; the message has the reason."""
+    """No worker job can be started. The message has the reason."""
 
 
 class SubmissionRefused(RuntimeError):
-    """The scheduler rejected a job. The message has the scheduler's reason.
+    """The scheduler has rejected a worker job. The message has the scheduler's reason.
 
     Attributes:
         retry_kind: Kind of a temporary rejection, or None if the rejection is permanent.
@@ -50,10 +52,10 @@ class SubmissionRefused(RuntimeError):
 
 @dataclass(frozen=True)
 class JobStatus:
-    """State of a job at a poll. Dates are seconds since 1970, or None if unknown.
+    """State of a worker job when the scheduler was polled. Times are seconds since 1970, or None if unknown.
 
-    `reason` is why the job waits or how it ended. `has_failed` says that it ended with an error, and not in
-    order, by preemption or by cancelling.
+    `reason` says why the job waits, or how it ended. `has_failed` is True if the job ended with an error. It
+    is False if the job was preempted, cancelled or reached its time limit.
     """
 
     state: Literal["queued", "running", "ended"]
@@ -65,7 +67,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class WorkerJobEntry:
-    """State of a worker job, as stored in the journal and the record.
+    """State of a worker job in the supervisor's journal and in the record.
 
     `reason` says what the job waits for, or how it ended.
     """
@@ -81,49 +83,49 @@ class WorkerJobEntry:
 
 
 class Backend(Protocol):
-    """A scheduler that runs worker jobs: SLURM, or this machine."""
+    """A scheduler that runs worker jobs: SLURM, or processes of this machine."""
 
-    def submit(self, number: int, slot: int) -> str:
+    def submit_worker_job(self, number: int, slot: int) -> str:
         """Submit the job of worker `number`, and return the job's id.
 
-        After a temporary refusal it is called again with the same number. If the earlier attempt did create a
-        job, the id of that job is returned.
+        After a temporary rejection, call this method again with the same number. If the earlier call did
+        create a job, the id of that job is returned.
 
         Raises:
             SubmissionRefused: If the scheduler rejects the job.
         """
 
-    def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
-        """Return the states of worker jobs by job id.
+    def poll_worker_jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
+        """Return the states of worker jobs by job id. None if the scheduler does not answer.
 
-        Jobs that the scheduler no longer knows are missing. The result is None if the scheduler does not
-        answer.
+        Jobs that the scheduler no longer knows are missing.
         """
 
-    def cancel(self, ids: Iterable[str]) -> None:
-        """Cancel queued and running jobs, without waiting for their end."""
+    def cancel_worker_jobs(self, job_ids: Iterable[str]) -> None:
+        """Cancel queued and running worker jobs, without waiting for their end."""
 
 
 class WorkerJobSupervisor:
-    """A context in which a thread keeps one worker job per slot queued or running.
+    """Context in which a thread submits a worker job per slot, and replaces ended jobs.
 
-    The file `journal` has the submitted jobs, one JSON object per line. A later supervisor of the same cell
-    takes over those that still run. At the end of the context all jobs are cancelled.
+    The file `journal` has the submitted jobs, one JSON object per line. If the cell is restarted, the next
+    supervisor continues with the jobs that still run. At the end of the context all jobs are cancelled.
     """
 
     def __init__(self, backend: Backend, slots: int, journal: Path) -> None:
         self._backend, self._slots, self._journal = backend, slots, journal
-        self._entries: dict[str, WorkerJobEntry] = {}  # all jobs so far, by job id
-        self._live: dict[int, str] = {}  # id of each slot's queued or running job
-        # time.monotonic() of the earliest next submission.
+        self._entries: dict[str, WorkerJobEntry] = {}  # states of all jobs, by job id
+        self._live: dict[int, str] = {}  # id of the queued or running job, by slot
+        # Earliest time of the next submission by slot, by time.monotonic().
         self._not_before = dict.fromkeys(range(slots), 0.0)
         self._failures = dict.fromkeys(range(slots), 0)
         self._unknown = dict.fromkeys(range(slots), 0)
-        self._postponed = submission.Postponed()  # has the slots whose submission is repeated later
+        # slots with a temporary rejection, whose job is submitted again
+        self._postponed = submission.Postponed()
         self._next_number = 0
-        #: When to cancel the job of each lost worker, as time.monotonic() by number of the worker.
+        #: When to cancel the job of a lost worker, by worker number. Times are by time.monotonic().
         self._cancel_at_s: dict[int, float] = {}
-        self._lock = threading.Lock()  # guards the entries
+        self._lock = threading.Lock()  # for `_entries`, which other threads read
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
         self._failure_reason: str | None = None
@@ -144,7 +146,7 @@ class WorkerJobSupervisor:
             self._stopped = True
             self._wake.notify()
         self._start_thread.join()
-        self._backend.cancel(self._live.values())
+        self._backend.cancel_worker_jobs(self._live.values())
         now = time.time()
         for slot in list(self._live):
             self._record_job_end(
@@ -152,16 +154,16 @@ class WorkerJobSupervisor:
             )
 
     def finish(self) -> None:
-        """Submit no more jobs, because the training is over. Present workers end by themselves."""
+        """Submit no more worker jobs, because the training is over. Present workers end by themselves."""
         self._finishing = True
 
-    def cancel_lost_worker(self, number: int) -> None:
-        """Cancel the job of lost worker `number`, unless it ends by itself within LOST_JOB_GRACE_S."""
-        self._cancel_at_s[number] = time.monotonic() + LOST_JOB_GRACE_S
+    def cancel_lost_worker(self, worker: int) -> None:
+        """Cancel the job of a lost worker, unless the job ends by itself within LOST_JOB_GRACE_S."""
+        self._cancel_at_s[worker] = time.monotonic() + LOST_JOB_GRACE_S
         self.poll_soon()
 
     def poll_soon(self) -> None:
-        """Poll the jobs at once, because a worker has joined or left."""
+        """Poll the worker jobs at once, because a worker has joined or left."""
         with self._wake:
             self._soon = True
             self._wake.notify()
@@ -172,18 +174,18 @@ class WorkerJobSupervisor:
             raise NoWorkersError(self._failure_reason)
 
     def list_jobs(self) -> list[WorkerJobEntry]:
-        """Return all jobs so far, sorted by number."""
+        """Return the states of all worker jobs so far, sorted by worker number."""
         with self._lock:
             return sorted(self._entries.values(), key=lambda e: e.number)
 
-    # ------------------------------------------------------------ the thread
+    # ------------------------------------------------------------ methods of the supervising thread
 
     def _run(self) -> None:
         pause_s = POLL_S
         while not self._stopped and self._failure_reason is None:
             try:
                 changed = self._poll_live_jobs() | self._submit_missing_jobs()
-            # Any error ends the cell, which would otherwise wait for workers forever.
+            # Without this thread the cell would wait for workers forever, so that any error ends the cell.
             except Exception as error:
                 self._failure_reason = (
                     f"worker jobs can no longer be supervised: {type(error).__name__}: {error}"
@@ -196,26 +198,26 @@ class WorkerJobSupervisor:
                 if self._soon:
                     self._soon, pause_s = False, POLL_S
 
-    def _compute_wait_s(self, pause_s: float) -> float:
+    def _compute_wait_s(self, poll_interval_s: float) -> float:
         """Return the seconds until the next poll of the worker jobs.
 
-        The time is `pause_s`, or less if a job is due earlier.
+        The result is less than `poll_interval_s` if a job must be submitted or cancelled earlier.
         """
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
         due = [max(self._not_before[s], self._postponed.next_submission_s) - now for s in empty]
         live = {self._entries[id_].number for id_ in self._live.values()}
         due += [t - now for n, t in list(self._cancel_at_s.items()) if n in live]
-        return min([pause_s, *(max(x, 0.05) for x in due)])
+        return min([poll_interval_s, *(max(x, 0.05) for x in due)])
 
     def _poll_live_jobs(self) -> bool:
-        """Poll all queued and running jobs, and return whether any has changed."""
-        seen = self._backend.poll(list(self._live.values())) if self._live else {}
-        if seen is None:
+        """Poll all queued and running worker jobs, and return whether any has changed."""
+        statuses = self._backend.poll_worker_jobs(list(self._live.values())) if self._live else {}
+        if statuses is None:
             return False
         changed = False
         for slot, id_ in list(self._live.items()):
-            now = seen.get(id_, JobStatus("ended", _UNKNOWN))
+            now = statuses.get(id_, JobStatus("ended", _UNKNOWN))
             before = self._entries[id_]
             if now.state == "ended":
                 self._record_job_end(slot, now)
@@ -223,49 +225,49 @@ class WorkerJobSupervisor:
                 continue
             if self._cancel_at_s.get(before.number, math.inf) <= time.monotonic():
                 del self._cancel_at_s[before.number]
-                self._backend.cancel([id_])
+                self._backend.cancel_worker_jobs([id_])
                 changed = True
             started = before.started_unix_s or now.started_unix_s
             changed |= started != before.started_unix_s
             self._store_entry(replace(before, started_unix_s=started, reason=now.reason))
         return changed
 
-    def _record_job_end(self, slot: int, seen: JobStatus) -> None:
+    def _record_job_end(self, slot: int, status: JobStatus) -> None:
         id_ = self._live.pop(slot)
         before = self._entries[id_]
         self._cancel_at_s.pop(before.number, None)
-        started = before.started_unix_s or seen.started_unix_s
-        ended = seen.ended_unix_s or time.time()
+        started = before.started_unix_s or status.started_unix_s
+        ended = status.ended_unix_s or time.time()
         entry = replace(
             before,
             started_unix_s=started,
             ended_unix_s=ended,
-            reason=seen.reason,
-            failed=seen.has_failed,
+            reason=status.reason,
+            failed=status.has_failed,
         )
         self._store_entry(entry)
         print(f"worker {entry.number} (job {id_}) ended: {entry.reason}", flush=True)
-        is_unknown = started is None and not before.reason and seen.reason == _UNKNOWN
+        is_unknown = started is None and not before.reason and status.reason == _UNKNOWN
         self._unknown[slot] = self._unknown[slot] + 1 if is_unknown else 0
         if self._unknown[slot] >= MAX_UNKNOWN:
             self._failure_reason = (
                 f"SLURM knows none of the last {MAX_UNKNOWN} worker jobs of one place, the last of which was "
                 f"job {id_}; check that sbatch prints the job's number as its last line"
             )
-        if not seen.has_failed:
+        if not status.has_failed:
             return
         self._failures[slot] += 1
         if self._failures[slot] >= MAX_FAILURES:
             self._failure_reason = (
                 f"{MAX_FAILURES} worker jobs of one place failed; the last one, worker {entry.number}, "
-                f"failed with: {seen.reason}; see its log"
+                f"failed with: {status.reason}; see its log"
             )
         if started is None or ended - started < SOON_S:
             wait_s = min(FIRST_PAUSE_S * 2 ** (self._failures[slot] - 1), MAX_PAUSE_S)
             self._not_before[slot] = time.monotonic() + wait_s
 
     def _submit_missing_jobs(self) -> bool:
-        """Submit a job for each slot without one, and return whether any was submitted."""
+        """Submit a worker job for each slot without one, and return whether any was submitted."""
         submitted = False
         if self._postponed.is_pausing(time.monotonic()):
             return submitted
@@ -277,33 +279,32 @@ class WorkerJobSupervisor:
                 continue
             number, asked_unix_s = self._next_number, time.time()
             try:
-                id_ = self._backend.submit(number, slot)
-            except SubmissionRefused as refused:
-                if self._postpone_job(slot, refused):
+                id_ = self._backend.submit_worker_job(number, slot)
+            except SubmissionRefused as refusal:
+                if self._postpone_job(slot, refusal):
                     return submitted
-                self._next_number += (
-                    1  # the job may exist nevertheless, if only the answer was lost
-                )
+                # The number is not used again, because the job exists if only sbatch's answer was lost.
+                self._next_number += 1
                 if not self._entries:
-                    self._failure_reason = f"no worker job is accepted: {refused}"
+                    self._failure_reason = f"no worker job is accepted: {refusal}"
                     return submitted
-                print(f"a worker job is not accepted at present: {refused}", flush=True)
+                print(f"a worker job is not accepted at present: {refusal}", flush=True)
                 self._not_before[slot] = time.monotonic() + MAX_POLL_S
                 continue
             self._next_number += 1
             self._postponed.end_pause()
             self._live[slot] = id_
-            self._store_entry(WorkerJobEntry(number, slot, id_, asked_unix_s), new=True)
+            self._store_entry(WorkerJobEntry(number, slot, id_, asked_unix_s), is_new=True)
             print(f"worker {number} is job {id_}", flush=True)
             submitted = True
         return submitted
 
-    def _postpone_job(self, slot: int, refused: SubmissionRefused) -> bool:
-        """Postpone the job of a slot after a temporary refusal.
+    def _postpone_job(self, slot: int, refusal: SubmissionRefused) -> bool:
+        """Postpone the worker job of a slot if its rejection is temporary.
 
-        The return value says whether the job will be submitted again.
+        Return whether the job will be submitted again.
         """
-        now, kind = time.monotonic(), refused.retry_kind
+        now, kind = time.monotonic(), refusal.retry_kind
         if kind is None:
             return False
         self._postponed.add_refused_job(slot, kind, now)
@@ -312,25 +313,25 @@ class WorkerJobSupervisor:
         if kind not in self._postponed.reported_kinds:
             self._postponed.reported_kinds.add(kind)
             print(
-                f"a worker job is not accepted at present, and will be submitted again: {refused}",
+                f"a worker job is not accepted at present, and will be submitted again: {refusal}",
                 flush=True,
             )
         return True
 
     # ------------------------------------------------------------ the journal
 
-    def _store_entry(self, entry: WorkerJobEntry, new: bool = False) -> None:
+    def _store_entry(self, entry: WorkerJobEntry, is_new: bool = False) -> None:
         with self._lock:
             before = self._entries.get(entry.id)
             self._entries[entry.id] = entry
-        if new or (entry.ended_unix_s is not None and before != entry):
+        if is_new or (entry.ended_unix_s is not None and before != entry):
             with self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(entry)) + "\n")
 
     def _load_earlier_jobs(self) -> None:
-        """Read the jobs of an earlier supervisor of this cell from the journal.
+        """Read the worker jobs of earlier supervisors of this cell from the journal.
 
-        Live jobs are taken over.
+        This supervisor continues with those that have not ended.
         """
         for values in read_json_lines(self._journal):
             entry = WorkerJobEntry(**values)

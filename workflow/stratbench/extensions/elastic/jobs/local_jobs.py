@@ -21,18 +21,18 @@ class LocalJobs(Backend):
     """
 
     def __init__(self, server: Path, job: Path, watch: Callable[[str, int], None]) -> None:
-        """Prepare to start workers by a fork server.
+        """Prepare to start worker processes by a fork server.
 
         Args:
             server: Address of the fork server.
-            job: File of the job, which workers read.
+            job: Path of the job's file, which workers read.
             watch: Called with the name and process id of each started worker.
         """
         self._server, self._job, self._watch = server, job, watch
-        # The process of each job and its start time, by job id.
+        # By job id: the job's process, and its start time in seconds since 1970.
         self._running: dict[str, tuple[Process, float]] = {}
 
-    def submit(self, number: int, slot: int) -> str:
+    def submit_worker_job(self, number: int, slot: int) -> str:
         name = format_worker_name(number)
         process = Process(self._server, name, WORKER, str(self._job), number, slot)
         try:
@@ -43,20 +43,20 @@ class LocalJobs(Backend):
         self._watch(name, process.pid)
         return str(process.pid)
 
-    def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus]:
-        return {id_: self._get_status(id_) for id_ in ids if id_ in self._running}
+    def poll_worker_jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobStatus]:
+        return {id_: self._get_status(id_) for id_ in job_ids if id_ in self._running}
 
-    def _get_status(self, id_: str) -> JobStatus:
-        process, started = self._running[id_]
+    def _get_status(self, job_id: str) -> JobStatus:
+        process, started = self._running[job_id]
         if process.is_alive():
             return JobStatus("running", started_unix_s=started)
-        del self._running[id_]
+        del self._running[job_id]
         code = process.exitcode
         reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return JobStatus("ended", reason, code > 0, started, time.time())
 
-    def cancel(self, ids: Iterable[str]) -> None:
-        ended = [self._running.pop(id_)[0] for id_ in list(ids) if id_ in self._running]
+    def cancel_worker_jobs(self, job_ids: Iterable[str]) -> None:
+        ended = [self._running.pop(id_)[0] for id_ in list(job_ids) if id_ in self._running]
         for process in ended:
             process.kill()
         for process in ended:

@@ -17,16 +17,16 @@ from stratbench.study.slurm import submission
 from stratbench.study.slurm.commands import TIMEOUT_S, read_command_output, run_slurm_command
 from stratbench.study.slurm.job_states import QUEUED
 
-#: Seconds before a job's time limit at which its worker gets a signal.
+#: Seconds before its job's time limit at which a worker gets SIGUSR1.
 WARNING_S = 60
 #: Format of squeue's output: job id, state, reason, start and end.
 _FORMAT = "%i|%T|%r|%S|%e"
-#: States of a job whose processes may run.
+#: SLURM's states of a job whose processes may run.
 _RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-#: Final states that are no failure of the worker.
+#: SLURM's final states of a job that are no failure of its worker.
 _HARMLESS_ENDS = {"COMPLETED", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "REVOKED"}
 
-#: Advice if sbatch rejects jobs that are submitted from the cell's own job.
+#: Advice to the user if sbatch rejects a worker job.
 _REMEDY = (
     "if this node may not submit jobs, set slurm_partition in the profile to a partition whose nodes may, "
     "and cluster.worker_partition to the partition of the workers"
@@ -34,19 +34,19 @@ _REMEDY = (
 
 
 class SlurmJobs(Backend):
-    """Scheduler that runs worker jobs as SLURM jobs.
+    """Scheduler that runs the worker jobs of an elastic cell as SLURM jobs.
 
     A job's script has only paths and numbers, because `scontrol` shows it to other users. The worker runs in
     a job step, so that signals of SLURM reach it directly. It gets SIGUSR1 before its time limit.
     """
 
     def __init__(self, worker_job: WorkerJob, folder: RunFolder, cell: str) -> None:
-        """Prepare to submit worker jobs of a cell. Their comments show `cell`, the cell's path."""
+        """Prepare to submit worker jobs. SLURM shows the cell's path `cell` as their comment."""
         self._worker_job, self._folder, self._cell = worker_job, folder, cell
-        #: Numbers of workers for which sbatch did not answer, so that their job may exist.
+        #: Workers whose job may exist, because sbatch did not answer.
         self._is_unacknowledged: set[int] = set()
 
-    def submit(self, number: int, slot: int) -> str:
+    def submit_worker_job(self, number: int, slot: int) -> str:
         if number in self._is_unacknowledged and (taken := self._find_accepted_job(number)):
             return taken
         output = str(self._folder.get_log_path(format_worker_name(number))).replace("%", "%%")
@@ -73,20 +73,20 @@ class SlurmJobs(Backend):
             remedy = "" if kind else f"; {_REMEDY}"
             raise SubmissionRefused(f"sbatch: {reason} (on {socket.gethostname()}){remedy}", kind)
         lines = [line.strip() for line in done.stdout.splitlines()]
-        # The sbatch of some sites prints further lines.
+        # On some clusters sbatch prints other lines before the job's number.
         numbers = [line for line in lines if re.fullmatch(r"\d+(;.+)?", line)]
         if not numbers:
             printed = " ".join(done.stdout.split())[:200]
-            raise SubmissionRefused(f"sbatch printed {printed!r} instead of the job's number")
+            raise SubmissionRefused(f"sbatch printed {printed!r} instead of a job number")
         return numbers[-1].partition(";")[0]
 
-    def _make_comment(self, number: int) -> str:
-        return f"worker {number} of {self._cell}"
+    def _make_comment(self, worker: int) -> str:
+        return f"worker {worker} of {self._cell}"
 
-    def _find_accepted_job(self, number: int) -> str | None:
-        """Return the id of a worker's job in SLURM, or None without such a job.
+    def _find_accepted_job(self, worker: int) -> str | None:
+        """Return the id of a worker's job if SLURM has accepted it, else None.
 
-        SLURM may have accepted the job although sbatch did not answer.
+        SLURM may accept a job although sbatch does not answer.
         """
         shown = read_command_output(
             ["squeue", "--me", "--noheader", "--states=all", "--format=%i|%k"]
@@ -94,24 +94,24 @@ class SlurmJobs(Backend):
         if shown is None:
             raise SubmissionRefused("squeue does not answer", "silence")
         rows = [line.split("|", 1) for line in shown.splitlines() if "|" in line]
-        return next((id_ for id_, comment in rows if comment == self._make_comment(number)), None)
+        return next((id_ for id_, comment in rows if comment == self._make_comment(worker)), None)
 
-    def make_script(self, number: int) -> str:
-        """Return the job script of worker `number`. The script exits at once if the training is over."""
+    def make_script(self, worker: int) -> str:
+        """Return the job script of a worker. The script exits at once if the training is over."""
         job = self._folder.job_path
-        worker = [sys.executable, "-m", "stratbench.extensions.elastic.worker", job, str(number)]
+        command = [sys.executable, "-m", "stratbench.extensions.elastic.worker", job, str(worker)]
         step = [
             "srun",
             "--ntasks=1",
             f"--cpus-per-task={self._worker_job.cpus}",
             "--quiet",
-            *worker,
+            *command,
         ]
         over = shlex.join(["test", "-e", str(RunFiles(self._folder).end_marker_path)])
         return f"#!/bin/sh\n{over} && exit 0\nexec {shlex.join(map(str, step))}\n"
 
-    def poll(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
-        wanted = set(ids)
+    def poll_worker_jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
+        wanted = set(job_ids)
         done = run_slurm_command(
             ["squeue", "--me", "--noheader", "--states=all", f"--format={_FORMAT}"]
         )
@@ -122,13 +122,13 @@ class SlurmJobs(Backend):
             row[0]: _parse_status(*row[1:]) for row in rows if len(row) == 5 and row[0] in wanted
         }
 
-    def cancel(self, ids: Iterable[str]) -> None:
-        if ids := list(ids):
+    def cancel_worker_jobs(self, job_ids: Iterable[str]) -> None:
+        if ids := list(job_ids):
             run_slurm_command(["scancel", "--quiet", *ids])
 
 
 def _parse_status(state: str, reason: str, start: str, end: str) -> JobStatus:
-    state = state.partition(" ")[0]  # squeue may print "CANCELLED by 1000"
+    state = state.partition(" ")[0]  # without the user in "CANCELLED by 1000"
     if state in QUEUED:
         return JobStatus("queued", reason)
     if state in _RUNNING:
@@ -140,8 +140,8 @@ def _parse_status(state: str, reason: str, start: str, end: str) -> JobStatus:
 
 
 def _parse_date(text: str) -> float | None:
-    """Return a date from squeue in seconds since 1970, or None if it is unknown."""
+    """Return a time that squeue printed, in seconds since 1970. None if it is unknown."""
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError:  # squeue prints N/A or Unknown
+    except ValueError:  # squeue prints N/A or Unknown for an unknown time
         return None

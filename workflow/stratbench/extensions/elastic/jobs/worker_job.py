@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.study.resources import JobRequest
 
-#: Resources of Snakemake that are options of sbatch, with the name of the option.
+#: Name of sbatch's option by name of Snakemake's resource.
 _NAMED = {
     "slurm_partition": "partition",
     "slurm_account": "account",
@@ -21,9 +21,10 @@ _NAMED = {
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """Resources that one worker job requests. `sbatch_options` are options of sbatch from the profile.
+    """Resources that one worker job requests from SLURM.
 
-    If `mem_mib` is 0, no memory per node is requested.
+    `sbatch_options` are further options from the Snakemake profile. If `mem_mib` is 0, no memory per node is
+    requested.
     """
 
     gpus: int
@@ -37,12 +38,12 @@ class WorkerJob:
     def from_request(
         cls, request: JobRequest, resources: Mapping[str, Any], partition: str | None
     ) -> WorkerJob:
-        """Make a worker's request, completed by options from the profile of the cell's own job.
+        """Make a worker job's request, with the sbatch options of the cell's own job.
 
         Args:
             request: Request of a worker.
-            resources: Snakemake's resources of the cell's job.
-            partition: SLURM partition instead of the profile's, or None.
+            resources: Snakemake's resources of the cell's own job.
+            partition: SLURM partition of worker jobs; None for the partition of the cell's own job.
         """
         named = {option: resources.get(name) for name, option in _NAMED.items()}
         named["partition"] = partition or named["partition"]
@@ -57,7 +58,7 @@ class WorkerJob:
 
     @property
     def sbatch_arguments(self) -> list[str]:
-        """Options of sbatch that request these resources."""
+        """Command-line options of sbatch that request these resources."""
         request = JobRequest(
             1, self.gpus, self.cpus, self.mem_mib, self.runtime_min, gpu_type=self.gpu_type
         )
@@ -68,7 +69,7 @@ class WorkerJob:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> WorkerJob:
+    def from_json(cls, json_text: str) -> WorkerJob:
         """Make a request from the JSON that `as_json` wrote."""
-        fields = json.loads(text)
+        fields = json.loads(json_text)
         return cls(**fields | {"sbatch_options": tuple(fields["sbatch_options"])})

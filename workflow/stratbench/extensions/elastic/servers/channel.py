@@ -1,4 +1,4 @@
-"""A worker's channel to servers that may be restarted. The worker joins each incarnation again."""
+"""A worker's connection to parameter servers that may be restarted during the training."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
 from stratbench.extensions.servers.wire.link import Left, ServerLost
 from stratbench.extensions.servers.wire.transport import get_rendezvous_path
 
-#: Longest pause in seconds before a worker without a free place asks again; pauses double from one second on.
+#: Maximum seconds after which a worker tries again to join, if all places were taken. It begins with a
+#: second.
 MAX_PAUSE_S = 30.0
-#: Seconds after which a worker gives up if no server answers.
+#: Seconds without an answer of the servers after which a worker gives up.
 SILENCE_S = 60.0
-#: Longest time of one attempt to join, in seconds; between attempts a worker checks whether the run is over.
+#: Time limit in seconds of one attempt to join. After it a worker checks whether the run is over.
 ATTEMPT_S = 3.0
-#: Seconds in which a worker that must leave may complete its batch.
+#: Seconds in which a worker that must leave may complete its present batch.
 BATCH_S = 2.0
 _RETRY_S = 0.5
 
-Work = Ticket | Evaluation | None
+#: What a server lets a worker do next: a ticket's batch, an evaluation, or None because the run is over.
+Assignment = Ticket | Evaluation | None
 
 
 class RunOverError(Exception):
-    """The run was over before this worker could join it."""
+    """The training was over before this worker could join it."""
 
 
 class ReturningChannel:
-    """Channel that joins the next incarnation of the servers if the present servers are lost.
+    """Channel that connects to the servers again after they were restarted.
 
-    All other methods are those of a `Channel`. After a loss the first ticket of the next incarnation replaces
-    the awaited one. A push in progress is lost, and its ticket is computed again. When `leaving` is set, the
-    channel leaves after the current batch, or after BATCH_S if the batch takes longer. Later calls raise
-    Left.
+    Each start of the servers is an *incarnation*. After the loss of an incarnation, the channel joins the
+    next one, and its first ticket replaces the awaited one. A push in progress is lost, and its ticket is
+    computed again. When `leave_requested` is set, the channel leaves after the current batch, or after
+    BATCH_S if the batch takes longer. Later calls raise Left. All other methods are those of a `Channel`.
     """
 
-    #: No worker evaluates at the end, because each epoch is evaluated during the training.
+    #: Number of the worker that evaluates at the end. None: each epoch is evaluated during the training.
     evaluator = None
 
     def __init__(
@@ -50,33 +52,33 @@ class ReturningChannel:
         connect: Callable[[int], Channel],
         rendezvous: str | Path,
         folder: str | Path,
-        leaving: threading.Event,
+        leave_requested: threading.Event,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Wait for a free slot, and join the run.
+        """Wait for a free place among the workers, and join the training.
 
         Args:
             connect: Makes a channel to an incarnation of the servers.
             rendezvous: Path of the servers' rendezvous files, without their endings.
             folder: Folder of the servers, in which they mark that the run is over.
-            leaving: Set when this worker must leave.
-            silence_s: Time without an answer after which the servers are lost.
+            leave_requested: Set when this worker must leave.
+            silence_s: Seconds without an answer after which the servers are lost.
 
         Raises:
             RunOverError: If the run is over.
             ServerLost: If no server answers.
-            Left: If `leaving` is set before this worker has joined.
+            Left: If `leave_requested` is set before this worker has joined.
         """
         self._connect, self._silence_s = connect, silence_s
         self._rendezvous, self._folder = get_rendezvous_path(rendezvous, 0), folder
-        self._leaving = leaving
+        self._leave_requested = leave_requested
         self._channel: Channel | None = None
         self._waited_s, self._moved = 0.0, [0]
         self._joined_incarnation: int | None = None
-        self.returns = 0  # number of times that this worker joined a later incarnation
+        self.returns = 0  # number of times that this worker joined restarted servers
         self.left = False
         if not self._join_incarnation():
-            raise RunOverError("the run was over before this worker joined")
+            raise RunOverError("the training was over before this worker joined it")
         threading.Thread(target=self._leave_after_delay, daemon=True).start()
 
     def __getattr__(self, name: str):
@@ -85,12 +87,9 @@ class ReturningChannel:
     # --- joining -------------------------------------------------------------------------------------
 
     def _join_incarnation(self) -> bool:
-        """Try to join until an incarnation of the servers admits this worker.
-
-        Return False if the run is over.
-        """
+        """Try to join until the present servers admit this worker. Return False if the training is over."""
         heard, pause_s = time.monotonic(), 1.0
-        while not self._leaving.is_set():
+        while not self._leave_requested.is_set():
             if read_end_mark(self._folder) is not None:
                 return False
             incarnation = None
@@ -98,17 +97,17 @@ class ReturningChannel:
                 incarnation = self._read_incarnation()
                 self._channel = self._connect(incarnation)
                 self._joined_incarnation = incarnation
-                if not self._leaving.is_set():
+                if not self._leave_requested.is_set():
                     return True
-                # another thread has asked to leave, perhaps on the channel before this one
+                # The request to leave may have closed only the channel to the lost servers.
                 self._channel.leave()
             except JoinLater as later:
                 print(f"no free place at present: {later}", flush=True)
                 heard = time.monotonic()
-                self._leaving.wait(pause_s * random.uniform(0.5, 1.0))
+                self._leave_requested.wait(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except (OSError, ValueError) as error:
-                # A server of the lost incarnation may still run, and reject a worker that it has admitted
+                # If a server of the lost incarnation still runs, it rejects the worker, which it has admitted
                 # before.
                 if isinstance(error, JoinRefused) and incarnation != self._joined_incarnation:
                     raise
@@ -116,81 +115,84 @@ class ReturningChannel:
                     raise ServerLost(
                         f"no server answered for {self._silence_s:g} s: {error}"
                     ) from None
-                self._leaving.wait(_RETRY_S)
+                self._leave_requested.wait(_RETRY_S)
         self.left = True
-        raise Left("this worker got a signal to leave")
+        raise Left("this worker got a signal to leave the training")
 
     def _read_incarnation(self) -> int:
         return int(json.loads(self._rendezvous.read_text(encoding="utf-8"))["incarnation"])
 
     def _close_lost_channel(self) -> None:
-        """Close the channel to lost servers, and add the channel's measurements to the totals."""
+        """Close the channel to lost servers, and add its measurements to this worker's totals."""
         self._waited_s, self._moved = self.wait_s, self.moved_bytes
         self._channel.reset_counters()
         self._channel.close()
 
-    # --- what the worker calls -------------------------------------------------------------------
+    # --- methods for the worker ------------------------------------------------------------------
 
     @property
     def wait_s(self) -> float:
-        """Seconds that this worker waited for servers, summed over all incarnations of the servers."""
+        """Seconds that this worker waited for servers, summed over all starts of the servers."""
         return self._waited_s + self._channel.wait_s
 
     @property
     def moved_bytes(self) -> list[int]:
-        """Bytes sent to and received from each server, summed over all incarnations of the servers."""
+        """Bytes that this worker exchanged with each server, summed over all starts of the servers."""
         current = self._channel.moved_bytes
         before = self._moved if len(self._moved) == len(current) else [0] * len(current)
         return [a + b for a, b in zip(before, current, strict=True)]
 
-    def wait_for_first_ticket(self) -> Work:
-        """Wait for the first ticket or evaluation. The result is None if the run has ended."""
+    def wait_for_first_ticket(self) -> Assignment:
+        """Wait for the worker's first ticket or evaluation, and return it. None if the run is over."""
         return self._repeat_after_loss(Channel.wait_for_first_ticket)
 
-    def push_pull(self) -> Work:
-        """Push gradients and return the next ticket or evaluation, as `Channel.push_pull` does."""
+    def push_pull(self) -> Assignment:
+        """Push gradients to the servers, and return the worker's next ticket or evaluation."""
         return self._repeat_after_loss(Channel.push_pull)
 
-    def send_evaluation(self, figures: dict[str, float | None]) -> Work:
-        """Send evaluation results, and return the next ticket or evaluation."""
+    def send_evaluation(self, figures: dict[str, float | None]) -> Assignment:
+        """Send the results of an evaluation, and return the worker's next ticket or evaluation."""
         return self._repeat_after_loss(lambda channel: channel.send_evaluation(figures))
 
     def rehearse_exchange(self) -> None:
-        """Exchange data with the servers in the warm-up. If they are lost, join the next incarnation."""
+        """Exchange data with the servers in the warm-up. If they are lost, join the restarted servers."""
         try:
             self._channel.rehearse_exchange()
         except ServerLost as lost:
             self._join_after_loss(lost)
 
-    def _repeat_after_loss(self, do: Callable[[Channel], Work]) -> Work:
-        """Call `do` with the channel. If the servers are lost, join their next incarnation instead."""
+    def _repeat_after_loss(self, exchange: Callable[[Channel], Assignment]) -> Assignment:
+        """Call `exchange` with the channel, and return its result.
+
+        If the servers are lost, join the restarted servers, and return their first ticket instead.
+        """
         while True:
             try:
-                work = do(self._channel)
-                if self._leaving.is_set() and work is not None:
+                assignment = exchange(self._channel)
+                if self._leave_requested.is_set() and assignment is not None:
                     self._channel.leave()
-                    raise Left("this worker got a signal to leave")
-                return work
+                    raise Left("this worker got a signal to leave the training")
+                return assignment
             except ServerLost as lost:
                 if not self._join_after_loss(lost):
                     return None
-                do = Channel.wait_for_first_ticket
+                exchange = Channel.wait_for_first_ticket
             except Left:
                 self.left = True
                 raise
 
     def _join_after_loss(self, lost: ServerLost) -> bool:
-        """Join the next incarnation of the servers. Return False if the run is over."""
-        print(f"{lost}; looking for the servers' next incarnation", flush=True)
+        """Join the restarted servers after a loss. Return False if the training is over."""
+        print(f"{lost}; waiting until the servers are restarted", flush=True)
         self._close_lost_channel()
         self.returns += 1
         return self._join_incarnation()
 
     def _leave_after_delay(self) -> None:
-        self._leaving.wait()
+        self._leave_requested.wait()
         time.sleep(BATCH_S)
         self._channel.leave()
 
     def close(self) -> None:
-        """Close the present channel to the servers."""
+        """Close the connection to the servers."""
         self._channel.close()

@@ -1,4 +1,4 @@
-"""Config of a server process that can be restarted, and whose workers join and leave."""
+"""Config of a parameter server that can be restarted, and whose workers join and leave."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from stratbench.extensions.servers.ps.server_config import ServerConfig
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Config that an elastic server has in addition to the config of other servers.
+    """Config of an elastic parameter server in addition to that of other servers.
 
-    `folder` is shared by all hosts, and has the files for the next incarnation. `incarnation` is 1 at first,
-    and one more after each restart. With `resumes_saved_state` the servers resume from their saved state,
-    which they write every `save_interval_s` seconds. The run ends early when an epoch reaches `target_score`.
+    Attributes:
+        folder: Folder that all hosts share, with the files that restarted servers need.
+        incarnation: Number of this start of the servers, from 1.
+        resumes_saved_state: Whether the servers resume from their saved state.
+        save_interval_s: Seconds between two writes of the state.
+        target_score: Score of an epoch with which the training ends; None for all epochs.
+        higher_is_better: Whether a higher score is better.
     """
 
     folder: str

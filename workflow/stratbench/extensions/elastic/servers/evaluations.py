@@ -1,4 +1,4 @@
-"""Manages evaluations during the training: epochs that wait for a worker, and results."""
+"""Assigns the evaluation of ended epochs to workers during the training, and stores the results."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.extensions.servers.wire.frames import ProtocolError
 
-#: Values in a SCORE message.
+#: Names of the values in a SCORE message.
 _FIGURES = ("test_loss", "score", "score_error")
 
 
-def parse_score(values: Any) -> dict[str, float | None]:
-    """Check and return the values of a SCORE message. A value that was not finite is None.
+def parse_score(message: Any) -> dict[str, float | None]:
+    """Check the values of a SCORE message, and return them. None replaces values that are not finite.
 
     Raises:
         ProtocolError: If the message is malformed.
     """
-    if not isinstance(values, dict) or set(values) != set(_FIGURES):
-        raise ProtocolError(f"malformed SCORE: {values!r:.100}")
-    for value in values.values():
+    if not isinstance(message, dict) or set(message) != set(_FIGURES):
+        raise ProtocolError(f"malformed SCORE: {message!r:.100}")
+    for value in message.values():
         if value is not None and (type(value) is not float or not math.isfinite(value)):
             raise ProtocolError(f"malformed SCORE: {value!r:.100} is not a finite float or null")
-    return values
+    return message
 
 
 class Evaluations:
-    """Assigns each ended epoch's evaluation to the next worker that asks for work.
+    """Assigns the evaluation of each ended epoch to the next worker without a batch.
 
     The class is not thread-safe; the server calls its methods under a lock.
     """
@@ -41,61 +41,62 @@ class Evaluations:
         target: float | None = None,
         higher_is_better: bool = True,
     ) -> None:
-        """Prepare to hand out evaluations of epochs.
+        """Prepare to assign evaluations of epochs to workers.
 
         Args:
-            plan: Tickets of the run.
+            plan: Tickets of the training.
             wanted: Whether epochs are evaluated at all.
-            target: Score that ends the run, if any.
+            target: Score of an epoch that ends the training, if any.
             higher_is_better: Whether a higher score is better.
         """
-        self.scores: dict[int, dict[str, float | None]] = {}  # results of evaluations, by epoch
+        # results of evaluated epochs, by epoch
+        self.scores: dict[int, dict[str, float | None]] = {}
         self._ends = list(accumulate(map(plan.count_epoch_tickets, range(plan.epochs))))
         self._wanted, self._target, self._higher = wanted, target, higher_is_better
         self._ended_epochs = 0  # number of epochs that have ended
-        self._checked_epochs = 0  # number of epochs for which is known whether they end the run
-        self._last: int | None = None  # the epoch that ends the run
+        self._checked_epochs = 0  # number of epochs whose results were compared with the target
+        self._last: int | None = None  # epoch whose results end the training
         self._waiting: list[int] = []
-        self._held: dict[int, int] = {}  # epoch that each worker evaluates, by worker
+        self._held: dict[int, int] = {}  # epoch in evaluation, by worker
 
-    def restore_scores(self, scores: Mapping[int, Mapping[str, Any]], settled: int) -> None:
-        """Restore the scores of epochs that ended within the first `settled` completed tickets."""
+    def restore_scores(self, scores: Mapping[int, Mapping[str, Any]], num_completed: int) -> None:
+        """Restore the results of epochs that ended within the first `num_completed` tickets."""
         self.scores = {
             e: {name: s[name] for name in _FIGURES}
             for e, s in scores.items()
-            if self._ends[e] <= settled
+            if self._ends[e] <= num_completed
         }
-        self.add_ended_epochs(settled)
+        self.add_ended_epochs(num_completed)
 
-    def add_ended_epochs(self, settled: int) -> None:
-        """Queue the epochs that ended within the first `settled` completed tickets for evaluation."""
+    def add_ended_epochs(self, num_completed: int) -> None:
+        """Queue for evaluation the epochs that ended within the first `num_completed` tickets."""
         while (
             self._wanted
             and self._ended_epochs < len(self._ends)
-            and self._ends[self._ended_epochs] <= settled
+            and self._ends[self._ended_epochs] <= num_completed
         ):
             if self._ended_epochs not in self.scores:
                 self._waiting.append(self._ended_epochs)
             self._ended_epochs += 1
 
     def count_tickets_until(self, epoch: int) -> int:
-        """Return the number of tickets from the run's start to an epoch's end."""
+        """Return the number of tickets from the training's start to an epoch's end."""
         return self._ends[epoch]
 
     @property
     def has_waiting_epoch(self) -> bool:
-        """Whether an epoch waits for evaluation."""
+        """Whether an ended epoch waits for a worker that evaluates it."""
         return bool(self._waiting)
 
     @property
     def are_all_evaluated(self) -> bool:
-        """Whether all epochs are evaluated. True as well if the cell has no evaluation."""
+        """Whether all epochs are evaluated. True for a cell without evaluation."""
         return not self._wanted or len(self.scores) == len(self._ends)
 
     def take_epoch(self, worker: int) -> int | None:
-        """Assign a waiting epoch to a worker, and return the epoch.
+        """Assign the evaluation of a waiting epoch to a worker.
 
-        The result is None if no epoch waits.
+        Return the epoch, or None if no epoch waits.
         """
         if not self._waiting:
             return None
@@ -109,17 +110,17 @@ class Evaluations:
         return epoch
 
     def release_epoch(self, worker: int) -> None:
-        """Queue the epoch that a lost worker was evaluating, if any, for another worker."""
+        """Queue again the epoch that a lost worker was to evaluate, if any."""
         epoch = self._held.pop(worker, None)
         if epoch is not None:
             self._waiting = sorted([*self._waiting, epoch])
 
     @property
     def final_epoch(self) -> int | None:
-        """The epoch that ends the run before its last ticket, if any.
+        """Number of the epoch whose results end the training early, or None so far.
 
-        The epoch is the first that reaches the target or has results that are not finite. All earlier epochs
-        have been evaluated. It is None if no result so far ends the run.
+        It is the first epoch that reaches the target score, or whose results are not finite. All earlier
+        epochs have been evaluated.
         """
         while self._last is None and self._checked_epochs in self.scores:
             if self._ends_run(self.scores[self._checked_epochs]):

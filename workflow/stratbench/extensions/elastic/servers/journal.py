@@ -1,7 +1,8 @@
-"""Files through which incarnations of a cell's servers inform each other and the workers.
+"""Files by which the servers of an elastic cell inform restarted servers and workers.
 
-These are the journal of events, the mark that the run is over, and the list of completed tickets. Lines are
-appended atomically, so that they survive a kill.
+Each start of the servers is an incarnation with a number from 1. The files are the journal of events, the
+mark that the training is over, and the list of completed tickets. Lines of the journal are appended
+atomically, so that they survive a kill.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Journal:
         self._incarnation = incarnation
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         whole = path.read_bytes().rpartition(b"\n")
-        # A killed incarnation may have written only a part of its last line.
+        # Servers that were killed may have written only a part of the last line, which is removed.
         os.ftruncate(self._file, len(whole[0] + whole[1]))
 
     def append_event(self, event: str, **facts: Any) -> None:
@@ -39,7 +40,8 @@ class Journal:
             **facts,
         }
         line = f"{json.dumps(entry)}\n".encode()
-        while line:  # on a full disk, the first write may write a part, and the next one raises
+        # On a full disk a write may write only a part. The next one then raises OSError.
+        while line:
             line = line[os.write(self._file, line) :]
 
     def close(self) -> None:
@@ -48,18 +50,15 @@ class Journal:
 
 
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
-    """Read all events of all incarnations in order.
-
-    The list is empty if there is no journal.
-    """
+    """Read the events of all incarnations in order. Without a journal the list is empty."""
     return NewEvents(folder).read_new_events()
 
 
 def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the journal's event with the results of each evaluated epoch, by epoch.
+    """Return the `score` events of the journal by epoch. They have the results of evaluations.
 
-    Epochs that ended after the state from which a later incarnation resumed are left out, because they are
-    trained again.
+    Restarted servers resume from a saved state. Epochs that ended after this state are trained again, so that
+    their earlier events are left out.
     """
     scores: dict[int, dict[str, Any]] = {}
     for event in journal:
@@ -71,17 +70,17 @@ def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any
 
 
 class NewEvents:
-    """Reads new events of the journal, each event once."""
+    """Reads events that were added to the journal, each event once."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path, self._at = Path(folder, _JOURNAL), 0
 
     def read_new_events(self) -> list[dict[str, Any]]:
-        """Return the journal's events since the last call."""
+        """Return the events that were added to the journal since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
-                whole, end, _ = file.read().rpartition(b"\n")  # the last line may be incomplete
+                whole, end, _ = file.read().rpartition(b"\n")  # without an incomplete last line
         except FileNotFoundError:
             return []
         self._at += len(whole + end)
@@ -89,15 +88,16 @@ class NewEvents:
 
 
 def read_last_incarnation(folder: str | Path) -> int:
-    """Return the number of the last incarnation that has started, or 0 before the first."""
+    """Return the number of the servers' last start (incarnation), or 0 before the first."""
     return max((entry["incarnation"] for entry in read_journal(folder)), default=0)
 
 
 class SettledTickets:
-    """File with one byte per ticket: the incarnation that completed the ticket, or 0.
+    """File of completed tickets, with one byte per ticket.
 
-    The byte is at most 255. From the file a later incarnation knows which tickets were completed after the
-    last saved state, and must be done again.
+    The byte is 0 until the ticket is completed. Then it is the number of the incarnation that did so, at most
+    255. Restarted servers read from this file which tickets were completed after the last saved state, and
+    let workers compute them again.
     """
 
     def __init__(self, folder: str | Path, incarnation: int) -> None:
@@ -107,7 +107,7 @@ class SettledTickets:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def read_numbers(self) -> set[int]:
-        """Return the numbers of the tickets that were completed in any incarnation."""
+        """Return the numbers of all completed tickets."""
         os.lseek(self._file, 0, os.SEEK_SET)
         with os.fdopen(os.dup(self._file), "rb") as file:
             return {number for number, incarnation in enumerate(file.read()) if incarnation}
@@ -117,7 +117,7 @@ class SettledTickets:
         os.pwrite(self._file, self._incarnation, number)
 
     def mark_undone(self, numbers: Iterable[int]) -> None:
-        """Mark tickets as not completed, so that workers compute the tickets again."""
+        """Mark tickets as not completed, so that workers compute them again."""
         for number in numbers:
             os.pwrite(self._file, b"\0", number)
 
@@ -132,30 +132,30 @@ def get_state_manifest(folder: str | Path, server: int) -> Path:
 
 
 def delete_state(folder: str | Path, server: int) -> None:
-    """Delete a server's saved state, so that its training starts from scratch."""
+    """Delete a server's saved state, so that the training starts from the beginning."""
     get_state_manifest(folder, server).unlink(missing_ok=True)
 
 
 def has_state(folder: str | Path, n_servers: int) -> bool:
-    """Return whether all servers have a saved state."""
+    """Return whether each of `n_servers` servers has a saved state."""
     return all(get_state_manifest(folder, server).exists() for server in range(n_servers))
 
 
 def delete_end_mark(folder: str | Path) -> None:
-    """Delete the mark that the run is over, because another incarnation starts."""
+    """Delete the mark that the training is over, because the servers start again."""
     Path(folder, _ENDED).unlink(missing_ok=True)
 
 
 def write_end_mark(folder: str | Path, error: str | None) -> None:
-    """Mark the run as over for workers and other servers. `error` is the reason of a failure, if any."""
+    """Write the mark that the training is over, with the error if it has failed.
+
+    Workers and other servers read this mark.
+    """
     write_atomic(Path(folder, _ENDED), json.dumps({"error": error}))
 
 
 def read_end_mark(folder: str | Path) -> dict[str, Any] | None:
-    """Return the content of the mark that the run is over.
-
-    The result is None while the run continues.
-    """
+    """Return the content of the mark that the training is over, if it exists."""
     try:
         return json.loads(Path(folder, _ENDED).read_text(encoding="utf-8"))
     except FileNotFoundError:

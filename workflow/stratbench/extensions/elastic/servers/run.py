@@ -1,4 +1,4 @@
-"""Runs a parameter server whose workers join and leave, and which can be restarted."""
+"""Runs a parameter server that can be restarted, and whose workers join and leave."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ from stratbench.extensions.servers.ps.snapshots import delete_later_snapshots, d
 from stratbench.extensions.servers.ps.store import MakePolicy, Store
 from stratbench.extensions.servers.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
-#: Largest number of snapshots on disk: the last epoch's, those being evaluated, and a spare one.
+#: Maximum number of snapshots of the weights on disk: those of the last epoch and in evaluation, and one
+#: more.
 _SNAPSHOTS_KEPT = 4
-#: Seconds after which a worker whose host does not answer is lost. A process that hangs is found by
-#: heartbeats with a longer limit, because user code may hold the interpreter lock for a while.
+#: Seconds after which a worker counts as lost if its host does not answer. The limit for heartbeats of the
+#: process is longer, because user code may hold the interpreter lock for a while.
 _VANISHED_S = 10.0
 
 
 class ElasticRun(ServerRun):
-    """Run of an elastic server. It starts with the first worker, and continues even without workers.
+    """Training on an elastic parameter server, which continues without workers until others join.
 
-    Server 0 hands out evaluations in addition to tickets, and writes the journal.
+    Server 0 assigns evaluations to workers in addition to tickets, and writes the journal.
     """
 
     members_by = OpenMembership
@@ -50,13 +51,14 @@ class ElasticRun(ServerRun):
         self._own, self._folder = own, Path(own.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self.suspended = False
-        self._began_unix_s: float | None = None  # time of the first ticket of the first incarnation
+        # when a worker first got a ticket, at the servers' first start
+        self._began_unix_s: float | None = None
         self._done_twice: list[int] = []
-        self._begun: set[int] = set()  # workers that have received a ticket
-        self._settled_before = 0  # number of tickets that earlier incarnations completed
+        self._begun: set[int] = set()  # numbers of workers that have got a ticket
+        self._settled_before = 0  # number of completed tickets before this start
         self._saver = Saver(self._folder, config.server, self._stop_with_error)
         self._saved_s = 0.0  # time.monotonic() when the state was last saved
-        self._finished_at: int | None = None  # the epoch that ended the run before its last ticket
+        self._finished_at: int | None = None  # epoch whose results ended the training early
         evaluates = self._first and config.snapshot_dir is not None and config.steps is None
         self._evaluations = Evaluations(
             self.plan, evaluates, own.target_score, own.higher_is_better
@@ -76,10 +78,10 @@ class ElasticRun(ServerRun):
                 "incarnation", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
             )
 
-    # --- another incarnation ------------------------------------------------------------------------------
+    # --- restarts -----------------------------------------------------------------------------------------
 
     def _restore_saved_state(self) -> set[int]:
-        """Restore the servers' saved state, before any worker joins, and return the completed tickets."""
+        """Restore the saved state before any worker joins. Return the completed tickets."""
         c = self.config
         saved = load_state(self._folder, c.server)
         settled = find_common_tickets(self._folder, c.n_servers)
@@ -106,9 +108,9 @@ class ElasticRun(ServerRun):
         return set(settled)
 
     def _begin_clock(self) -> None:
-        """Set the clock to count from the first ticket of the first incarnation.
+        """Let the clock count from the first ticket of the servers' first start.
 
-        So the time between incarnations is part of the training time.
+        The training time thus includes the time between restarts.
         """
         now_unix_s = time.time()
         if self._began_unix_s is None:
@@ -116,15 +118,14 @@ class ElasticRun(ServerRun):
         self._first_ticket_s = time.perf_counter() - (now_unix_s - self._began_unix_s)
 
     def _save_state(self) -> None:
-        """Start to save the state on another thread."""
+        """Start to save this server's state on another thread."""
         self._saver.begin_save(self._store, self._collect_values_to_save)
         self._saved_s = time.monotonic()
 
     def _collect_values_to_save(self) -> dict[str, Any]:
-        """Return the values to save in addition to the shards.
+        """Return the values to save in addition to the shards of the weights.
 
-        The snapshots of epochs that it lists as ended are on disk. It is called after the shards were saved;
-        the saved tickets show which epochs had ended by then.
+        Call this after the shards were saved. Wait until the snapshots of all ended epochs are on disk.
         """
         with self._lock:
             facts = {
@@ -138,7 +139,7 @@ class ElasticRun(ServerRun):
         return facts
 
     def suspend(self) -> None:
-        """Stop the run and save its state, so that workers can join the next incarnation."""
+        """Stop the server and save its state, so that it can be restarted."""
         self.suspended = True
         self.over.set()
 
@@ -149,7 +150,7 @@ class ElasticRun(ServerRun):
             raise ComeAgain(self.error or "the run is over")
         if hello.get("incarnation") != self._own.incarnation:
             raise ComeAgain(
-                f"these servers are incarnation {self._own.incarnation}, not the one asked for; join again"
+                f"the servers were restarted (incarnation {self._own.incarnation}); join again"
             )
         member = super()._admit(connection, hello, transport)
         connection.vanished_s = _VANISHED_S
@@ -210,7 +211,7 @@ class ElasticRun(ServerRun):
             self._journal.append_event("begin", worker=member.worker)
 
     def _hand_out_evaluation(self, member: Member, epoch: int) -> None:
-        """Tell a member to evaluate an epoch. The policies treat the member as idle meanwhile."""
+        """Tell a worker to evaluate an epoch. Policies do not wait for its gradients meanwhile."""
         if not member.idle:
             self._mark_idle(member)
         member.evaluates = epoch
@@ -231,12 +232,14 @@ class ElasticRun(ServerRun):
         delete_snapshot(self.config.snapshot_dir, epoch)
 
     def _handle_done(self, member: Member, frame: Frame) -> None:
-        """Handle a DONE frame, by which a worker reports that server 0 ended the training.
+        """Handle a DONE frame: a worker reports that server 0 has ended the training.
 
-        Server 0 alone sends DONE to workers, which relay the frame to the other servers.
+        Server 0 sends DONE to workers, which send it on to the other servers.
         """
         if self._first:
-            raise ProtocolError("unexpected frame: DONE for server 0, which alone sends DONE")
+            raise ProtocolError(
+                "unexpected frame: DONE at server 0; only this server sends DONE to workers"
+            )
         self.done = True
 
     def _finish_training(self) -> None:
@@ -252,7 +255,7 @@ class ElasticRun(ServerRun):
             if not member.alive:
                 return
             member.alive = False
-            # Only members that have joined get an event in the journal.
+            # A worker in its warm-up has no event in the journal, because it has not joined the training.
             if self._first and member.pulled:
                 tickets = self.tickets.list_held(member.worker)
                 self._journal.append_event("leave", worker=member.worker, tickets=tickets)
@@ -262,7 +265,7 @@ class ElasticRun(ServerRun):
         member.end()
 
     def _continue_without(self, member: Member) -> None:
-        """Continue without a lost member, and write the event to the journal."""
+        """Continue the training without a lost worker, and write its loss to the journal."""
         if self._first:
             tickets = self.tickets.list_held(member.worker)
             reason = self.lost[-1]["reason"]
@@ -270,15 +273,15 @@ class ElasticRun(ServerRun):
         super()._continue_without(self._release_work(member))
 
     def _release_work(self, member: Member) -> Member:
-        """Release a departed member's shards and evaluation, and return the member."""
+        """Free the shards and evaluation of a worker that has left. Return the worker."""
         member.drop_shards()
         self._evaluations.release_epoch(member.worker)
         return member
 
     def _end_run_if_empty(self) -> None:
-        """End the run if all work is done and no member is left.
+        """End the run if the training is complete and all workers have left.
 
-        Workers in their warm-up will see the end.
+        Workers that are still in their warm-up end by themselves.
         """
         if self.done and not self._membership.ready_members:
             self.over.set()
@@ -296,7 +299,8 @@ class ElasticRun(ServerRun):
         with self._lock:
             live = self._membership.live_members
         self._close_connections([m for m in live if goes_on or not m.pulled])
-        self._saver.wait_for_save()  # saving waits for snapshots, whose writer `super().close()` stops
+        # Before `super().close()`, because saving waits for snapshots, whose writer it stops.
+        self._saver.wait_for_save()
         if goes_on:
             self._save_state()
             self._saver.wait_for_save()
@@ -308,14 +312,14 @@ class ElasticRun(ServerRun):
             self._ledger.close()
 
     def _close_connections(self, members: list[Member]) -> None:
-        """Close the connections of some members, so that their later pushes do not count."""
+        """Close the connections to some workers, so that their later pushes do not count."""
         with self._lock:
             for member in members:
                 member.alive = False
                 member.connection.close()
 
     def _count_tickets_after_end(self) -> int:
-        """Return the number of tickets completed after the epoch that ended the run."""
+        """Return the number of tickets completed after the epoch whose results ended the training."""
         if self._finished_at is None:
             return 0
         return self.tickets.n_settled - self._evaluations.count_tickets_until(self._finished_at)
@@ -342,15 +346,15 @@ class ElasticRun(ServerRun):
         return statistics
 
 
-def make_run(config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> ElasticRun:
-    """Make the run that a server's config describes. On SIGTERM, the run saves its state and stops.
+def make_run(config: ElasticServerConfig, secret: bytes, make_policy: MakePolicy) -> ElasticRun:
+    """Make the run of an elastic server. On SIGTERM it saves its state and stops.
 
     Args:
         config: Config of the server.
         secret: Secret of the job.
-        make: Makes the policy of a shard.
+        make_policy: Makes the policy of a shard.
     """
-    run = ElasticRun(config, secret, make)
+    run = ElasticRun(config, secret, make_policy)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: run.suspend())
     return run

@@ -1,7 +1,7 @@
-"""Saves and loads a server's state for a restart: raw tensors, other values as JSON.
+"""Saves and loads a parameter server's state: tensors as bytes, other values as JSON.
 
-`<folder>/state<server>.json` names its file of tensors, `state<server>.<n>.bin`. It is written when that file
-is complete, and only then the previous files are deleted. Nothing is pickled.
+The file `<folder>/state<server>.json` names the file of its tensors, `state<server>.<n>.bin`. It is written
+when the tensors are complete, and only then the previous files are deleted. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from stratbench.workload.flat import get_tensor_bytes
 
 
 class StateError(ValueError):
-    """A saved state cannot be loaded; the message names the file and what to do."""
+    """A saved state cannot be loaded. The message names the file and what to do."""
 
 
 def pack_tensors(value: Any, file: BinaryIO) -> Any:
-    """Return `value` in a form for JSON, and append its tensors to `file`."""
+    """Return `value` as values that JSON can store, and append its tensors to `file`."""
     if torch.is_tensor(value):
         data = get_tensor_bytes(value.contiguous()) if value.numel() else b""
         entry = {"at": file.tell(), "shape": list(value.shape), "crc": zlib.crc32(data)}
@@ -48,7 +48,7 @@ def pack_tensors(value: Any, file: BinaryIO) -> Any:
 
 
 def unpack_tensors(value: Any, file: BinaryIO) -> Any:
-    """Return the value that `pack_tensors` converted, from its JSON values and tensors.
+    """Convert a result of `pack_tensors` back to its value, with tensors from `file`.
 
     Raises StateError if a tensor is damaged.
     """
@@ -77,14 +77,14 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
 
 
 def save_state(
-    folder: Path, server: int, facts: Callable[[], dict[str, Any]], store: Store
+    folder: Path, server: int, collect_values: Callable[[], dict[str, Any]], store: Store
 ) -> float:
-    """Save a store's shards one after the other, and then the values of `facts()`.
+    """Save a server's state: first the shards of its store, then other values.
 
     Args:
         folder: Folder of the states.
         server: Number of the server.
-        facts: Returns further values to save, as JSON can store them.
+        collect_values: Returns the other values, as JSON can store them.
         store: Store with the shards.
 
     Returns:
@@ -105,7 +105,7 @@ def save_state(
         file.flush()
         os.fsync(file.fileno())
     manifest = {
-        "file": path.name, "layout": asdict(store.layout), "facts": facts(), "taken": taken,
+        "file": path.name, "layout": asdict(store.layout), "facts": collect_values(), "taken": taken,
         "shards": shards, "buffers": buffers,
     }  # fmt: skip
     write_atomic(get_state_manifest(folder, server), json.dumps(manifest))
@@ -115,16 +115,16 @@ def save_state(
 
 
 class SavedServerState(NamedTuple):
-    """Saved state of one server: shards, and other values."""
+    """Saved state of one parameter server: its shards of the weights, and other values."""
 
     layout: Layout
     extra_values: dict[str, Any]
-    shards: dict[int, dict[str, Any]]  # `Shard.state` of each shard, by its number
-    buffers: dict[str, Any] | None  # `BufferMean.state`, or None without float buffers
+    shards: dict[int, dict[str, Any]]  # `Shard.state` of each shard, by shard number
+    buffers: dict[str, Any] | None  # `BufferMean.state`, or None for a model without float buffers
 
 
 def load_state(folder: Path, server: int) -> SavedServerState:
-    """Load the last saved state of a server."""
+    """Load the last saved state of a parameter server."""
     manifest = _read_manifest(folder, server)
     with (folder / manifest["file"]).open("rb") as file:
         shards = {k: unpack_tensors(packed, file) for k, packed in manifest["shards"]}
@@ -135,8 +135,8 @@ def load_state(folder: Path, server: int) -> SavedServerState:
 def find_common_tickets(folder: Path, n_servers: int) -> CompactIntSet:
     """Return the tickets that all shards of all servers had applied when they were saved.
 
-    Servers save at different times. All other tickets are handed out again. A shard that has already applied
-    such a ticket skips it, so that none is applied twice.
+    Servers save their shards at different times. Workers compute all other tickets again. A shard that has
+    already applied such a ticket skips it, so that no ticket is applied twice.
     """
     manifests = [_read_manifest(folder, server) for server in range(n_servers)]
     return intersect_sets(
@@ -155,30 +155,29 @@ def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
 
 
 class Saver:
-    """Saves a server's state on its own thread, one state at a time."""
+    """Saves a parameter server's state on another thread, one state at a time."""
 
     def __init__(self, folder: Path, server: int, on_failure: Callable[[str], None]) -> None:
-        """Prepare to save. The saving thread calls `on_failure(reason)` if the state cannot be written."""
+        """Prepare to save states. If one cannot be written, the thread calls `on_failure(reason)`."""
         self._folder, self._server, self._on_failure = folder, server, on_failure
-        self.count = 0  # number of saved states
-        self.held_up_s = 0.0  # seconds for which pushes had to wait for saving
+        self.count = 0  # number of states saved so far
+        self.held_up_s = 0.0  # seconds for which pushes of workers waited while shards were copied
         self._start_thread: threading.Thread | None = None
 
-    def begin_save(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
-        """Start to save the state, unless saving is in progress."""
+    def begin_save(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
+        """Start to save the state, unless another state is being saved."""
         if self._start_thread is None or not self._start_thread.is_alive():
             self._start_thread = threading.Thread(
-                target=self._save, args=(store, facts), name="saver", daemon=True
+                target=self._save, args=(store, collect_values), name="saver", daemon=True
             )
             self._start_thread.start()
 
-    def _save(self, store: Store, facts: Callable[[], dict[str, Any]]) -> None:
+    def _save(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
         try:
-            self.held_up_s += save_state(self._folder, self._server, facts, store)
+            self.held_up_s += save_state(self._folder, self._server, collect_values, store)
             self.count += 1
-        except (
-            Exception
-        ) as error:  # any error ends the run, which would else continue without saving
+        # Without saved states the training could not be resumed, so that any error ends it.
+        except Exception as error:
             reason = getattr(error, "strerror", None) or error
             self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
 
