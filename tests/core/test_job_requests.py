@@ -233,7 +233,8 @@ def test_what_the_profile_asks_for_is_judged_and_named():
     def refusal(**given):
         job = snakemake_job(cell, **(same | given))
         submission = job_requests.Submission(job, cell, settings, asked)
-        return job_requests.find_refused_cells([submission], offered, anywhere=False).get(cell)
+        refused = job_requests.find_refused_cells([submission], offered, in_any_partition=False)
+        return refused.get(cell)
 
     assert refusal() is None
     assert "lower it in the profile" in refusal(mem_mb=900_000)

@@ -40,9 +40,9 @@ def iter_records_by_status(
             yield path
 
 
-def parse_statuses(text: str) -> list[str]:
+def parse_statuses(comma_separated: str) -> list[str]:
     """Return the statuses in a comma-separated list, such as `oom,timeout`."""
-    statuses = [status.strip() for status in text.split(",")]
+    statuses = [status.strip() for status in comma_separated.split(",")]
     for status in statuses:
         if status not in STATUSES:
             known = ", ".join(STATUSES)
@@ -59,7 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
         required=True,
         help=f"statuses to list, joined by commas, among {', '.join(STATUSES)}",
     )
-    parser.add_argument("--study", default="*", help="the only study to list records of")
+    parser.add_argument(
+        "--study",
+        default="*",
+        help="name of the study whose records are listed (default: all studies)",
+    )
     parser.add_argument(
         "--results",
         type=Path,

@@ -17,7 +17,7 @@ CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
 
 #: Statuses of cells with a record. Any other end of a cell is an error without a record.
 STATUSES = ("ok", "oom", "timeout", "diverged", "unsupported")
-#: The status in tables of a cell that did other work than the cells to compare with.
+#: Status in tables of a cell that did not do the same work as the cells of its comparison.
 INCOMPARABLE = "incomparable"
 
 

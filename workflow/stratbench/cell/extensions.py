@@ -18,42 +18,45 @@ from typing import Any
 class Extension:
     """Declaration of the additions of one extension to the core."""
 
-    #: The purpose of the extension, in a line.
+    #: One line on the purpose of the extension.
     summary: str
-    #: The other extensions that this extension imports.
+    #: Names of the other extensions that this extension imports.
     required_extensions: tuple[str, ...] = ()
-    #: Strategies by name: a class, or a function that returns the class for a strategy's name.
+    #: Import path (`module:attribute`) of each strategy's class, by the strategy's name. A path may also name
+    #: a function that returns the class for a strategy's name.
     strategies: Mapping[str, str] = field(default_factory=dict)
-    #: Paths of the `Library` objects for libraries of models, by package (`workload.network.libraries`).
+    #: Import paths of `workload.network.libraries.Library` objects, by the package that has the models.
     libraries: Mapping[str, str] = field(default_factory=dict)
-    #: Paths of the `Generator` objects for generated data sets, by source (`workload.data.kinds`).
+    #: Import paths of `workload.data.kinds.Generator` objects, by the value of a data set's key `source`.
     generators: Mapping[str, str] = field(default_factory=dict)
-    #: Paths of the `FileKind` objects for data sets in files, by the key that names the files
-    #: (`workload.data.kinds`).
+    #: Import paths of `workload.data.kinds.FileKind` objects, by the data set's key that names its files.
     file_kinds: Mapping[str, str] = field(default_factory=dict)
-    #: Subclasses of `cell.settings.Keys` by block of config.yaml: `experiment`, `top` (the top level), or the
-    #: name of a block at the top level.
+    #: Import paths of subclasses of `cell.settings.Keys`, by the block of config.yaml that has the keys. The
+    #: block is `experiment`, `top` (the top level), or a block at the top level.
     keys: Mapping[str, str] = field(default_factory=dict)
-    #: A function that returns a cell's request to the scheduler, as `study.resources.build_job_request` does,
-    #: or None for cells of others.
+    #: Import path of a function that replaces `study.resources.build_job_request` for the extension's cells.
+    #: It returns None for other cells.
     build_job_request: str | None = None
-    #: The class that runs the extension's cells: a `train.running.runner.Runner`.
+    #: Import path of the class that runs the extension's cells: a `train.running.runner.Runner`.
     runner_class: str | None = None
-    #: The class of an activity next to a worker's training loop: a `train.beside.beside.Beside`.
+    #: Import path of the class of an activity next to a worker's training loop: a
+    #: `train.beside.beside.Beside`.
     activity_class: str | None = None
-    #: Files in `workflow/rules`, which add to the lists at the top of common.smk.
+    #: Names of Snakemake files in `workflow/rules`, which add to the lists at the top of common.smk.
     rule_files: tuple[str, ...] = ()
-    #: A function that adds subcommands to a `command.subcommands.SubcommandAdder`.
+    #: Import path of a function that adds subcommands of `stratbench` to a
+    #: `command.subcommands.SubcommandAdder`.
     commands: str | None = None
-    #: Further columns of cells.csv, as tuples of arguments of `analysis.records.columns.Column`.
+    #: Import path of further columns of cells.csv: tuples of arguments of `analysis.records.columns.Column`.
     columns: str | None = None
-    #: A function that modifies the rows of cells.csv in place before they are written, such as their status.
+    #: Import path of a function that modifies rows of cells.csv in place before they are written. It may
+    #: change a cell's status, for example.
     modify_cell_rows: str | None = None
-    #: Modules with audit rules.
+    #: Names of Python modules that define audit rules.
     audit_modules: tuple[str, ...] = ()
-    #: Additions to decisions and the report: an `analysis.records.reading.Reading`.
+    #: Import path of additions to decisions and to the report: an `analysis.records.reading.Reading`.
     report_additions: str | None = None
-    #: Additions to plans: a `plan.schedule.PlanAddition`.
+    #: Import path of additions to plans: a `plan.schedule.PlanAddition`.
     plan_additions: str | None = None
 
 
@@ -64,37 +67,42 @@ def load_extensions() -> dict[str, Extension]:
     Raises:
         ModuleNotFoundError: An extension needs another extension that was deleted.
     """
-    # The list is imported by name, because it is in a layer above this module.
+    # The package `extensions` is in a layer above this module, so an import statement is not allowed here.
     names = import_module(".extensions", "stratbench").NAMES
     by_name = {name: import_module(f".extensions.{name}", "stratbench").EXTENSION for name in names}
     for name, extension in by_name.items():
-        if lacking := set(extension.required_extensions) - by_name.keys():
+        if missing := ", ".join(sorted(set(extension.required_extensions) - by_name.keys())):
             raise ModuleNotFoundError(
-                f"the extension {name} needs the deleted extension {', '.join(sorted(lacking))}; restore "
-                f"that extension, or delete {name} as well"
+                f"the extension {name} needs the deleted extension {missing}; restore {missing}, or delete "
+                f"{name} as well"
             )
     return by_name
 
 
-def iter_imported_additions(point: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the imported addition of each extension that declares one for `point`.
+def iter_imported_additions(field_name: str) -> Iterator[tuple[str, Any]]:
+    """Yield each extension's name and the object that one field of `Extension` declares.
+
+    The objects are imported. Extensions that leave the field empty are skipped.
 
     Args:
-        point: Name of a field of `Extension`.
+        field_name: Name of the field of `Extension`.
     """
     for name, extension in load_extensions().items():
-        if declared := getattr(extension, point):
-            yield name, import_attribute(declared)
+        if import_path := getattr(extension, field_name):
+            yield name, import_attribute(import_path)
 
 
-def import_named_additions(point: str) -> dict[str, Any]:
-    """Return imported objects by name, for a field of `Extension` that is a mapping."""
-    named = (getattr(extension, point).items() for extension in load_extensions().values())
-    return {key: import_attribute(name) for each in named for key, name in each}
+def import_named_additions(field_name: str) -> dict[str, Any]:
+    """Import the objects that all extensions declare in one mapping field of `Extension`.
+
+    The objects are returned by their names in the mapping.
+    """
+    mappings = (getattr(extension, field_name) for extension in load_extensions().values())
+    return {name: import_attribute(path) for mapping in mappings for name, path in mapping.items()}
 
 
 def iter_extension_keys(block: str) -> Iterator[tuple[str, Any]]:
-    """Yield each extension with keys in a block of config.yaml, and the keys' dataclass."""
+    """Yield the name and the `Keys` class of each extension with keys in a config block."""
     for name, extension in load_extensions().items():
         if block in extension.keys:
             yield name, import_attribute(extension.keys[block])
@@ -107,7 +115,7 @@ def list_config_blocks() -> list[str]:
     )
 
 
-def import_attribute(name: str) -> Any:
-    """Import and return the object that "module:attribute" names."""
-    module, _, attribute = name.partition(":")
+def import_attribute(import_path: str) -> Any:
+    """Import and return the object that an import path such as "module:attribute" names."""
+    module, _, attribute = import_path.partition(":")
     return getattr(import_module(module), attribute)

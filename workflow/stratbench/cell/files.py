@@ -82,8 +82,8 @@ def format_os_error(error: OSError) -> str:
     return f"{error.strerror or error}{name}"
 
 
-def read_regular_file(path: str | Path, most_bytes: int) -> bytes:
-    """Return the bytes of a regular file of at most `most_bytes`.
+def read_regular_file(path: str | Path, max_bytes: int) -> bytes:
+    """Return the bytes of a regular file of at most `max_bytes`.
 
     Raises:
         OSError: The file cannot be read, is larger, or is not a regular file. A FIFO or a device does not
@@ -95,9 +95,9 @@ def read_regular_file(path: str | Path, most_bytes: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "is not a regular file", str(path))
         # A file of /proc reports the size 0, and may never end.
-        content = f.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(0, f"is larger than {most_bytes:,} bytes", str(path))
+        content = f.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(0, f"is larger than {max_bytes:,} bytes", str(path))
     return content
 
 
@@ -126,7 +126,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the values in a JSON Lines file of the product. Empty if the file is missing."""
+    """Return the values of all complete lines of a JSON Lines file. Empty if the file is missing."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -160,17 +160,17 @@ def reject_non_finite_constant(constant: str) -> None:
 
 def parse_integer(digits: str) -> int:
     """Return the integer in a text of digits. Raise ValueError if there are too many digits."""
-    # Python's own message on so many digits would advise to allow them.
+    # For so many digits Python's own error advises to raise a limit of Python, which would not help.
     if len(digits) > _MAX_DIGITS:
         raise ValueError("an integer is too large for 64 bits")
     return int(digits)
 
 
-def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of the pairs. Raise ValueError if a key is repeated."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
+def reject_repeated_keys(key_value_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of pairs of key and value. Raise ValueError if a key is repeated."""
+    values = dict(key_value_pairs)
+    if len(values) < len(key_value_pairs):
+        keys = [key for key, _ in key_value_pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {repeated[:80]!a} appears twice")
     return values
@@ -178,7 +178,7 @@ def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def check_displayable_values(values: Iterable[Any]) -> None:
     """Raise ValueError for a value that JSON allows but that tables or pages cannot show."""
-    for value in values:  # one call per list instead of one per value, since a record has hundreds
+    for value in values:  # one call checks a whole list, because a call per value would be slow
         kind = type(value)
         if kind is str:
             if not value.isascii():
@@ -191,7 +191,7 @@ def check_displayable_values(values: Iterable[Any]) -> None:
             if not -_MAX_WHOLE <= value < _MAX_WHOLE:
                 raise ValueError("an integer is too large for 64 bits")
         elif kind is dict:
-            check_displayable_values(value)  # checks the keys of the mapping
+            check_displayable_values(value)  # iterating over a mapping gives its keys
             check_displayable_values(value.values())
         elif kind is list:
             check_displayable_values(value)

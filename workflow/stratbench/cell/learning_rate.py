@@ -9,28 +9,28 @@ Schedule = Literal["constant", "cosine", "linear"]
 
 
 def compute_lr_factor(
-    schedule: Schedule, step: int, steps: int, warmup: int, final: float = 0.0
+    schedule: Schedule, step: int, steps: int, warmup_steps: int, final_factor: float = 0.0
 ) -> float:
-    """Return the factor on the learning rate in step number `step`, from 0, of `steps`.
+    """Return the factor by which a schedule multiplies the learning rate in one step.
 
-    The factor rises linearly over the first `warmup` steps, the last of which has factor 1. Then `linear` and
-    `cosine` fall to `final`, which the step after the last would have (Loshchilov and Hutter, "SGDR", ICLR
-    2017, without restarts).
+    The factor rises linearly over the first `warmup_steps`, the last of which has factor 1. Then `linear` and
+    `cosine` fall to `final_factor`, which the step after the last would have (Loshchilov and Hutter, "SGDR",
+    ICLR 2017, without restarts).
 
     Args:
         schedule: Name of the schedule.
         step: Number of the step, from 0.
         steps: Number of steps of the whole training.
-        warmup: Number of steps of the warm-up.
-        final: Factor at the end.
+        warmup_steps: Number of steps of the warm-up.
+        final_factor: Factor at the end.
     """
-    if step < warmup:
-        return (step + 1) / warmup
-    # Profiled steps follow the last step of the training.
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    # The profiler runs more steps after the training, which would have a share above 1.
+    done_share = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
     match schedule:
         case "cosine":
-            return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+            return final_factor + (1 - final_factor) * (1 + math.cos(math.pi * done_share)) / 2
         case "linear":
-            return final + (1 - final) * (1 - done)
+            return final_factor + (1 - final_factor) * (1 - done_share)
     return 1.0

@@ -22,20 +22,23 @@ from stratbench.cell.text.help_page import format_help_address
 
 #: Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-#: The file in a folder whose lock holds the folder, because NFS cannot lock folders.
-_HELD_BY = "lock"
+#: Name of the file in a folder whose lock stands for the folder, because NFS cannot lock a folder.
+_LOCK_FILE_NAME = "lock"
+
+#: Number by which the operating system knows an open file.
+FileDescriptor = int
 
 
 class NoLocks(OSError):
     """The file system has no locks; the message names the folder and the remedy."""
 
 
-def lock_file(descriptor: int, how: int, path: Path) -> None:
+def lock_file(descriptor: FileDescriptor, lock_type: int, path: Path) -> None:
     """Lock an open file without waiting.
 
     Args:
         descriptor: The open file.
-        how: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`.
+        lock_type: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`.
         path: Path of the file, for the error message.
 
     Raises:
@@ -43,7 +46,7 @@ def lock_file(descriptor: int, how: int, path: Path) -> None:
         NoLocks: The file system has no locks.
     """
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, lock_type | fcntl.LOCK_NB)
     except OSError as e:
         if e.errno not in _NO_LOCKS:
             raise
@@ -55,8 +58,8 @@ def lock_file(descriptor: int, how: int, path: Path) -> None:
         ) from e
 
 
-def try_lock(path: Path) -> int | None:
-    """Lock a file, and return the descriptor. The lock lasts until the descriptor is closed.
+def try_lock(path: Path) -> FileDescriptor | None:
+    """Lock a file, and return its descriptor. The lock lasts until the descriptor is closed.
 
     The file is created if it does not exist. Links are never followed and content is never changed.
 
@@ -80,10 +83,11 @@ def try_lock(path: Path) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the file was deleted meanwhile, so the new file must be locked
+        # The locked file was deleted meanwhile. The next pass locks the new file.
+        os.close(descriptor)
 
 
-def open_lock_file(path: Path) -> int:
+def open_lock_file(path: Path) -> FileDescriptor:
     """Open or create a file to be locked, and return its descriptor.
 
     Every process that can read a file can lock it, so only users who may write to its folder may open it.
@@ -92,7 +96,7 @@ def open_lock_file(path: Path) -> int:
         OSError: The file belongs to another user and cannot be opened; the message has the remedy.
     """
     folder = path.parent.stat()
-    # Users with write permission also get read permission.
+    # Whoever may write to the folder may read and write the lock file.
     mode = 0o600 | (folder.st_mode & 0o022) * 3
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -109,7 +113,7 @@ def open_lock_file(path: Path) -> int:
             try:
                 os.fchown(descriptor, -1, folder.st_gid)
             except OSError:
-                mode &= ~0o060  # without this, another group could open the file
+                mode &= ~0o060  # members of another group must not open the file
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, mode)
     return descriptor
@@ -126,10 +130,10 @@ def create_temporary_locked_folder(parent: Path, prefix: str, suffix: str = "") 
         prefix: Start of the new folder's name.
         suffix: End of the new folder's name.
     """
-    for left in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
-        # Another process has removed the file, or it is another user's.
+    for abandoned in parent.glob(f"{glob.escape(prefix)}*{glob.escape(suffix)}"):
+        # Another process may have removed the folder, or the folder may belong to another user.
         with contextlib.suppress(OSError):
-            remove_abandoned_folder(left, prefix, suffix)
+            remove_abandoned_folder(abandoned, prefix, suffix)
     folder, descriptor = create_locked_folder(parent, prefix, suffix)
     try:
         yield folder
@@ -138,28 +142,28 @@ def create_temporary_locked_folder(parent: Path, prefix: str, suffix: str = "") 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
+def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, FileDescriptor]:
     """Create a folder, lock it, and return its path and the lock's descriptor."""
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
         try:
-            if (descriptor := try_lock(folder / _HELD_BY)) is not None:
+            if (descriptor := try_lock(folder / _LOCK_FILE_NAME)) is not None:
                 return folder, descriptor
         except FileNotFoundError:
-            continue  # another process mistook it for an abandoned folder
+            continue  # another process has removed the new folder as if it were abandoned
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
-def remove_abandoned_folder(left: Path, prefix: str, suffix: str) -> None:
+def remove_abandoned_folder(folder: Path, prefix: str, suffix: str) -> None:
     """Remove a folder that a killed process has left, unless it is locked."""
-    descriptor = try_lock(left / _HELD_BY)
+    descriptor = try_lock(folder / _LOCK_FILE_NAME)
     if descriptor is None:
         return
     try:
         # The new name prevents that another process uses the folder during its removal.
-        left = left.rename(left.with_name(f"{prefix}{secrets.token_hex(8)}{suffix}"))
+        folder = folder.rename(folder.with_name(f"{prefix}{secrets.token_hex(8)}{suffix}"))
     finally:
         os.close(descriptor)
-    shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

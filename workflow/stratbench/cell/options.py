@@ -74,7 +74,7 @@ def matches_type(value: Any, hint: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
         return isinstance(value, list) and all(matches_type(v, get_args(hint)[0]) for v in value)
-    if get_args(hint):  # the type is a union such as `int | None`
+    if get_args(hint):  # the hint is a union such as `int | None`
         return any(matches_type(value, part) for part in get_args(hint))
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -95,7 +95,7 @@ def describe_type(hint: Any) -> str:
     return (names | {type(None): "null"}).get(hint, str(hint))
 
 
-#: Names of types in JSON Schema.
+#: JSON Schema's name of each Python type.
 _JSON_TYPES = {
     **{int: "integer", float: "number", bool: "boolean", str: "string"},
     **{list: "array", dict: "object", NoneType: "null"},
@@ -103,10 +103,10 @@ _JSON_TYPES = {
 
 
 def list_json_types(hint: Any) -> list[str]:
-    """Return the JSON types of a Python type's values, in the order of a union."""
+    """Return the JSON types of a type hint: `integer` and `null` for `int | None`."""
     if get_origin(hint) is Literal:
         return list(dict.fromkeys(_JSON_TYPES[type(value)] for value in get_args(hint)))
-    if get_origin(hint) in _JSON_TYPES:  # the type is one such as `list[float]`
+    if get_origin(hint) in _JSON_TYPES:  # the hint is a generic type such as `list[float]`
         return [_JSON_TYPES[get_origin(hint)]]
     return [name for part in get_args(hint) for name in list_json_types(part)] or [
         _JSON_TYPES[hint]
@@ -114,7 +114,7 @@ def list_json_types(hint: Any) -> list[str]:
 
 
 def build_json_rule(hint: Any) -> dict[str, Any]:
-    """Return the JSON Schema of a type: a Literal's values, else JSON types."""
+    """Return the JSON Schema of a type hint: `enum` for a Literal, else `type`."""
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
     types = list_json_types(hint)
@@ -122,7 +122,7 @@ def build_json_rule(hint: Any) -> dict[str, Any]:
 
 
 def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
-    """Return the JSON Schema of each dataclass field, from type and metadata."""
+    """Return the JSON Schema of each field of a dataclass, by the field's name."""
     hints = get_type_hints(cls)
     return {
         spec.name: build_json_rule(hints[spec.name]) | spec.metadata["rule"] for spec in fields(cls)
@@ -153,7 +153,8 @@ def build_schema(cls: type, names: Iterable[str] | None = None) -> dict[str, Any
 def is_within_limits(value: Any, spec: Field) -> bool:
     """Return whether a value is within the limits of its option."""
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
-    if isinstance(value, str):  # a union of text and numbers has limits for numbers only
+    # An option that may be a text or a number has limits for numbers only.
+    if isinstance(value, str):
         return True
     return (least is None or value >= least) and (below is None or value < below)
 
@@ -167,23 +168,20 @@ def iter_limits(spec: Field) -> Iterator[str]:
         yield f"below {below:g}"
 
 
-# --- attributes that a strategy or policy must declare itself -------------------------------------
-
-
-def reset_inherited_attributes(cls: type, claims: tuple[str, ...]) -> None:
-    """Reset the attributes `claims` that a new strategy or policy inherits from a complete one.
+def reset_inherited_attributes(cls: type, attribute_names: tuple[str, ...]) -> None:
+    """Undo the inheritance of class attributes from another complete strategy or policy.
 
     A class with a `summary` is a complete strategy or policy. It keeps the attributes that it declares
     itself, and those of bases without a `summary`. So each complete class must declare its own properties.
     """
     if not has_own_summary(cls) or not any(map(has_own_summary, cls.__mro__[1:])):
         return
-    for claim in claims:
-        if claim not in vars(cls):
+    for name in attribute_names:
+        if name not in vars(cls):
             declared = (
-                vars(c)[claim] for c in cls.__mro__ if claim in vars(c) and not has_own_summary(c)
+                vars(c)[name] for c in cls.__mro__ if name in vars(c) and not has_own_summary(c)
             )
-            setattr(cls, claim, next(declared))
+            setattr(cls, name, next(declared))
 
 
 def has_own_summary(cls: type) -> bool:

@@ -12,9 +12,9 @@ from itertools import pairwise
 POLL_S = 0.5
 
 
-def terminate_when_ancestor_ends(ancestor: int) -> None:
-    """Start a thread that sends this process SIGTERM once `ancestor` has ended."""
-    line = list_ancestors(ancestor)
+def terminate_when_ancestor_ends(ancestor_pid: int) -> None:
+    """Start a thread that sends this process SIGTERM once the given ancestor has ended."""
+    line = list_ancestors(ancestor_pid)
 
     def watch() -> None:
         while (
@@ -22,20 +22,20 @@ def terminate_when_ancestor_ends(ancestor: int) -> None:
         ):
             time.sleep(POLL_S)
         try:
-            print(f"process {ancestor}, which had started this one, has ended", flush=True)
+            print(f"process {ancestor_pid}, which had started this one, has ended", flush=True)
         finally:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def list_ancestors(ancestor: int) -> list[int | None]:
-    """Return the ids of this process's ancestors up to `ancestor`. Empty if `ancestor` has ended.
+def list_ancestors(ancestor_pid: int) -> list[int]:
+    """Return the ids of this process's ancestors up to `ancestor_pid`. Empty if it has ended.
 
     A process whose parent has ended immediately gets another parent.
     """
     line = [os.getppid()]
-    while line[-1] != ancestor:
+    while line[-1] != ancestor_pid:
         if not line[-1] or (above := find_parent(line[-1])) is None:
             return []
         line.append(above)
@@ -44,7 +44,7 @@ def list_ancestors(ancestor: int) -> list[int | None]:
 
 def find_parent(pid: int) -> int | None:
     """Return the id of a process's parent, or None if there is no such process."""
-    import psutil  # its import takes as long as the start of Python, and few processes need it
+    import psutil  # imported here, because psutil is slow to import and few processes need it
 
     try:
         return psutil.Process(pid).ppid()

@@ -75,13 +75,14 @@ def validate_record(record: Record, source: str | Path = "record") -> None:
         except JsonSchemaValueException:
             compile_validator(detailed=True)(record)
     except JsonSchemaValueException as e:
-        path_text = ".".join(e.path[1:]) or "top level"
-        wrong = e.message.removeprefix(e.name).strip()[:200]
-        if path_text == "settings.more" and isinstance(e.value, dict):
-            lacking = ", ".join(sorted(e.value.keys() - load_extensions().keys()))
-            wrong = f"needs the extension {lacking}, which is not installed"
-        value = "" if isinstance(e.value, dict | list) else f", and is {e.value!r:.80}"
-        raise RecordError(f"{source} is not a valid record: {path_text}: {wrong}{value}") from e
+        field_path = ".".join(e.path[1:]) or "top level"
+        violation = e.message.removeprefix(e.name).strip()[:200]
+        if field_path == "settings.more" and isinstance(e.value, dict):
+            missing = ", ".join(sorted(e.value.keys() - load_extensions().keys()))
+            violation = f"needs the extension {missing}, which is not installed"
+        if not isinstance(e.value, dict | list):
+            violation += f", and is {e.value!r:.80}"
+        raise RecordError(f"{source} is not a valid record: {field_path}: {violation}") from e
 
 
 def write_record(path: str | Path, record: Record) -> None:
@@ -130,19 +131,20 @@ def read_failure_reason(log_dir: Path) -> str | None:
     return reason if isinstance(reason, str) and reason else "failed; see its log"
 
 
-def is_valid_record_of_cell(path: str | Path, cell: str, settings: str) -> bool:
+def is_valid_record_of_cell(path: str | Path, cell_json: str, settings_json: str) -> bool:
     """Return whether a file is a valid record of a cell with certain settings.
 
     Args:
         path: Path of the file.
-        cell: The cell as JSON.
-        settings: The settings as JSON.
+        cell_json: The cell as JSON.
+        settings_json: The settings as JSON.
     """
     try:
         record = read_record(path)
     except (OSError, RecordError):
         return False
-    return record["cell"] == json.loads(cell) and record["settings"] == json.loads(settings)
+    is_of_cell = record["cell"] == json.loads(cell_json)
+    return is_of_cell and record["settings"] == json.loads(settings_json)
 
 
 def describe_settings_differences(record: Record, settings: Settings) -> str | None:

@@ -37,8 +37,8 @@ def parse_rank(name: str) -> int | None:
 class RunFolder:
     """The paths in a cell's run folder, with functions that read and write its JSON files.
 
-    All nodes of the cell share `path`. `local` is a folder on this node's own disk; without it, local files
-    are also in `path`. JSON files are written atomically.
+    All nodes of the cell share `path`. `node_local_dir` is a folder on this node's own disk; without it,
+    local files are also in `path`. JSON files are written atomically.
     """
 
     #: The name of the run folder in the cell's log folder.
@@ -48,9 +48,9 @@ class RunFolder:
     node_local_dir: Path | None = None
 
     @classmethod
-    def from_log_dir(cls, logs: Path, local: Path | None = None) -> RunFolder:
+    def from_log_dir(cls, log_dir: Path, node_local_dir: Path | None = None) -> RunFolder:
         """Return the run folder in a cell's log folder, with an absolute path."""
-        return cls((logs / cls.NAME).resolve(), local)
+        return cls((log_dir / cls.NAME).resolve(), node_local_dir)
 
     @property
     def logs(self) -> Path:
@@ -63,14 +63,12 @@ class RunFolder:
         return self.logs / "checkpoints"
 
     def create(self) -> None:
-        """Create the empty folder; files of an earlier run of the cell are deleted."""
+        """Create the empty folder. Files of an earlier run of the cell are deleted."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
 
-    # ------------------------------------------------------------ processes
-
     def get_log_path(self, process: str) -> Path:
-        """Return the path of the file with a process's output, by process name (rank3, server0)."""
+        """Return the path of the file with the output of a process, such as `rank3` or `server0`."""
         return self.path / f"{process}.log"
 
     def list_log_paths(self) -> list[Path]:
@@ -90,7 +88,7 @@ class RunFolder:
         return self._local_dir / f"{format_worker_name(rank)}.heartbeat"
 
     def get_stack_path(self, process: str) -> Path:
-        """Return the path of the stack traces that a process writes on its agent's request."""
+        """Return the path of the file into which a process writes its stack traces."""
         return self.path / f"{process}.stack"
 
     def list_stack_paths(self) -> list[Path]:
@@ -98,7 +96,7 @@ class RunFolder:
         return sorted(p for p in self.path.glob("*.stack") if p.stat().st_size)
 
     def get_samples_path(self, node: int) -> Path:
-        """Return the path of the CSV file of a node's sampler (`telemetry.timeline.SAMPLE_COLUMNS`)."""
+        """Return the path of the CSV file with a node's samples (`telemetry.timeline.SAMPLE_COLUMNS`)."""
         return self.path / f"samples{node}.csv"
 
     def list_sample_paths(self) -> list[Path]:
@@ -106,7 +104,7 @@ class RunFolder:
         return sorted(self.path.glob("samples*.csv"))
 
     def get_pid_list_path(self, node: int) -> Path:
-        """Return the path of the list of processes that a node's sampler watches."""
+        """Return the path of the file that lists the processes to sample on a node."""
         return self.path / f"samples{node}.pids"
 
     @property
@@ -114,11 +112,9 @@ class RunFolder:
         """The path of the profiler's trace (`profile: true`)."""
         return self.path / "profile.json.gz"
 
-    # ------------------------------------------------------------ connections between processes
-
     @property
     def store_path(self) -> Path:
-        """The path of the file store for the process group of one node's workers."""
+        """The path of the `torch.distributed.FileStore` that the workers of one node share."""
         return self._local_dir / "store"
 
     @property
@@ -128,7 +124,7 @@ class RunFolder:
 
     @property
     def rendezvous_path(self) -> Path:
-        """The path of the servers' rendezvous files without suffix (`.0` for server 0)."""
+        """The common start of the paths of the servers' rendezvous files. Server 0 adds `.0`."""
         return self.path / "server"
 
     def get_snapshot_dir(self, shared: bool) -> Path:
@@ -143,14 +139,14 @@ class RunFolder:
     def _local_dir(self) -> Path:
         return self.node_local_dir or self.path
 
-    def write_job(self, text: str) -> Path:
-        """Write the cell's job to a file for other nodes' agents, and return the path."""
-        write_atomic(self.job_path, text)
+    def write_job(self, job_json: str) -> Path:
+        """Write the description of the cell's job for the agents of other nodes. Return the path."""
+        write_atomic(self.job_path, job_json)
         return self.job_path
 
     @property
     def job_path(self) -> Path:
-        """The path of the file with the cell's job, which `write_job` writes."""
+        """The path of the description of the cell's job, which `write_job` writes."""
         return self.path / "job.json"
 
     def write_endpoint(self, host: str, port: int) -> None:
@@ -162,20 +158,19 @@ class RunFolder:
         endpoint = read_json_if_exists(self._endpoint_path)
         return endpoint and (endpoint["host"], endpoint["port"])
 
-    def wait_for_endpoint(self, limit_s: float) -> tuple[str, int]:
+    def wait_for_endpoint(self, timeout_s: float) -> tuple[str, int]:
         """Wait until node 0 has written the address for all nodes, and return it.
 
         Raises:
-            TimeoutError: Node 0 has not written the address within `limit_s`.
+            TimeoutError: Node 0 has not written the address within `timeout_s`.
         """
-        deadline_s = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + timeout_s
         while (endpoint := self.read_endpoint()) is None:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(
-                    "node 0 did not write the address at which all nodes connect to "
-                    f"{self._endpoint_path} within "
-                    f"{limit_s:g} s; its log in this folder has the reason. If there is no log, the nodes do "
-                    "not share this folder: set `results` in config.yaml to a folder that all nodes share"
+                    f"node 0 did not write its address for the other nodes into {self._endpoint_path} within "
+                    f"{timeout_s:g} s; its log in this folder has the reason. If there is no log, the nodes "
+                    "do not share this folder: set `results` in config.yaml to a folder that all nodes share"
                 )
             time.sleep(_POLL_S)
         return endpoint
@@ -183,8 +178,6 @@ class RunFolder:
     @property
     def _endpoint_path(self) -> Path:
         return self.path / "endpoint.json"
-
-    # ------------------------------------------------------------ results
 
     def write_worker_result(self, rank: int, result: dict[str, Any]) -> None:
         """Store the results of a worker, or the reason why the worker failed."""
@@ -220,32 +213,32 @@ class RunFolder:
         """The path of the file with the finished epochs, one JSON object per line."""
         return self.path / "progress.jsonl"
 
-    def append_epoch(self, entry: dict[str, Any]) -> None:
-        """Store the result of a finished epoch, so that it survives a timeout."""
+    def append_epoch(self, epoch_result: dict[str, Any]) -> None:
+        """Store the result of a finished epoch, so that the result survives a timeout."""
         with self.epochs_path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(entry) + "\n")
+            f.write(json.dumps(epoch_result) + "\n")
 
     def read_epochs(self) -> list[dict[str, Any]]:
         """Return the results of all epochs that finished before the cell ended."""
         return read_json_lines(self.epochs_path)
 
-    def write_other_load(self, node: int, facts: dict[str, Any]) -> None:
+    def write_other_load(self, node: int, load: dict[str, Any]) -> None:
         """Store the load of other processes on a node when the cell began (`telemetry.machine.busy`)."""
-        write_atomic(self.path / f"busy{node}.json", json.dumps(facts))
+        write_atomic(self.path / f"busy{node}.json", json.dumps(load))
 
     def get_foreign_processes_path(self, node: int) -> Path:
-        """Return the path of the file that lists foreign processes on a node's GPUs.
+        """Return the path of the file that lists processes of other jobs on a node's GPUs.
 
         `telemetry.machine.foreign_processes` writes the file if there were any.
         """
         return self.path / f"foreign_processes{node}.json"
 
     def read_foreign_processes(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the foreign processes of each node that had any, by node number."""
+        """Return the processes of other jobs that each node's GPUs had, by node number."""
         return self._read_json_by_node("foreign_processes")
 
     def read_other_load(self) -> dict[str, dict[str, Any]]:
-        """Return the load of other processes on each node at the start, by node number."""
+        """Return the load of other processes on each node when the cell began, by node number."""
         return self._read_json_by_node("busy")
 
     def write_pauses(self, node: int, pauses: list[dict[str, Any]]) -> None:
@@ -253,39 +246,39 @@ class RunFolder:
         write_atomic(self.path / f"pauses{node}.json", json.dumps(pauses))
 
     def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the pauses of each node that had any, by the node's number as text."""
+        """Return the periods in which workers of each node were stopped, by node number as text."""
         return self._read_json_by_node("pauses")
 
     def _read_json_by_node(self, name: str) -> dict[str, Any]:
         paths = sorted(self.path.glob(f"{name}*.json"))
         return {path.stem.removeprefix(name): read_json_if_exists(path) for path in paths}
 
-    def write_worker_states(self, node: int, standing: dict[str, Any]) -> None:
-        """Store the state of a node's workers at the cell's end, by the worker's name."""
-        write_atomic(self.path / f"standing{node}.json", json.dumps(standing))
+    def write_worker_states(self, node: int, states: dict[str, Any]) -> None:
+        """Store how far each worker of a node was at the cell's end, by the worker's name."""
+        write_atomic(self.path / f"standing{node}.json", json.dumps(states))
 
     def read_worker_states(self) -> dict[str, dict[str, Any]]:
-        """Return the state of all nodes' workers at the cell's end, by the worker's name."""
+        """Return how far the workers of all nodes were at the cell's end, by the worker's name."""
         return read_merged_json(self.path.glob("standing*.json"))
 
-    def write_process_locations(self, node: int, places: dict[str, Any]) -> None:
-        """Store the host of a node's processes and the GPU of its workers, by name."""
-        write_atomic(self.path / f"places{node}.json", json.dumps(places))
+    def write_process_locations(self, node: int, locations: dict[str, Any]) -> None:
+        """Store the host of each process of a node, and the GPU of each worker, by process name."""
+        write_atomic(self.path / f"places{node}.json", json.dumps(locations))
 
     def read_process_locations(self) -> dict[str, dict[str, Any]]:
-        """Return the hosts and GPUs of all nodes' processes, by name."""
+        """Return the host of each process on all nodes, and the GPU of each worker, by process name."""
         return read_merged_json(self.path.glob("places*.json"))
 
 
 def read_merged_json(paths: Iterable[Path]) -> dict[str, Any]:
-    """Return the merged entries of several JSON objects in files that the product wrote."""
+    """Return the entries of the JSON objects in several files as one dict."""
     return {
         name: entry for path in sorted(paths) for name, entry in read_json_if_exists(path).items()
     }
 
 
 def read_json_if_exists(path: Path) -> Any:
-    """Return the value in a JSON file that the product wrote. None if the file is missing."""
+    """Return the value in a JSON file, or None if the file is missing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.learning_rate import Schedule, compute_lr_factor
 from stratbench.cell.options import build_field_rules, build_schema
 
-#: The value of `planned` for a setting whose every value changes memory or traffic.
+#: The argument `planned` of a setting if each of its values has another memory or traffic.
 EACH = "each value"
 
 
@@ -55,7 +55,7 @@ def derived_field(
 
 #: Values of `activation_checkpointing` besides true and false.
 CHECKPOINTING = "^(selective|every-([2-9]|[1-9][0-9]+))$"
-#: JSON Schema of settings that are lists or mappings.
+#: Keywords of JSON Schema for the setting `betas`.
 BETAS = {
     "minItems": 2,
     "maxItems": 2,
@@ -79,14 +79,14 @@ SLOWDOWN = {
 class Keys:
     """Base class for an extension's keys in a block of config.yaml: a dataclass of `setting` fields."""
 
-    #: The extension's name, for keys of an experiment.
+    #: Name of the extension. Only keys in the block of an experiment need it.
     extension: ClassVar[str]
     #: Whether each worker of a cell with such keys is a separate job.
     workers_are_jobs: ClassVar[bool] = False
 
     @classmethod
     def complete_values(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values to store for an extension's keys, in `more` of Settings or Constraints.
+        """Return the values that `more` of Settings or Constraints stores for the extension.
 
         Args:
             own: The extension's keys that the block gives.
@@ -107,7 +107,7 @@ class Keys:
         yield from ()
 
 
-Given = TypeVar("Given", bound=Keys)
+ExtensionKeys = TypeVar("ExtensionKeys", bound=Keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,8 @@ class Settings:
     seed: int = derived_field(help="Seed of the weights and of the order of samples.")
     global_batch: int = derived_field(help="Samples of one step over all workers.")
     per_worker_batch: int = derived_field(
-        help="Samples per step of one replica of the model, which a worker has alone or shares with others.")
+        help="Samples per step for one replica of the model. A replica is one worker, or several workers "
+        "that share one model.")
     own_model: dict[str, Any] | None = derived_field(default=None, planned=EACH,
         help="Model that is not built in: call, kwargs, shard, and the sha256 of its code or its version. "
         "null: the model is built in.")
@@ -137,8 +138,8 @@ class Settings:
         help="Built-in task, where the shape of the data set's samples does not determine it. null: the "
         "shape determines it.")
     data_spec: dict[str, Any] | None = derived_field(default=None,
-        help="Origin of the data set's samples: source, sizes and seed, or the kind and keys of one's own "
-        "data with the hash of its files or code. null: the data set's name determines them.")
+        help="Specification of the data set's samples. Generated data: source, sizes and seed. Your own "
+        "data: kind, keys, and the hash of files or code. null: the data set's name determines the samples.")
     epochs: int | None = setting(None, minimum=1,
         help="Passes over the training set, each followed by an evaluation. null: `steps` sets the length of "
         "the training.")
@@ -162,31 +163,30 @@ class Settings:
         help="Constant that AdamW adds to the root of its second moment. null: 1e-8 with AdamW.")
     optimizer_impl: Literal["fused", "foreach", "for-loop"] = setting("fused", planned=EACH,
         help="PyTorch's implementation of the optimizer. fused: one kernel per step, without temporary "
-        "tensors; SGD on a CPU or with sparse gradients runs for-loop in its place. foreach: operations on "
-        "all tensors at once, for which AdamW makes a temporary copy of them. for-loop: one tensor at a "
-        "time. Servers, `deepspeed` and precision fp16 accept fused only.")
+        "tensors. foreach: operations on all tensors at once; AdamW then makes a temporary copy of them. "
+        "for-loop: one tensor at a time. With fused, SGD on a CPU or with sparse gradients runs for-loop. "
+        "Servers, `deepspeed` and precision fp16 support only fused.")
     gradient_accumulation_steps: int = setting(1, planned=EACH, minimum=1,
-        help="Number of equal parts in which each worker computes its batch, one after the other. The "
-        "gradients are summed, and synchronised with the last part; `fsdp` reduces those of each part. A "
-        "step takes the memory of one part and has the same result, except for BatchNorm, which normalises "
-        "within a part. Servers refuse it.")
+        help="Number of equal parts into which each worker divides its batch. The worker computes one part "
+        "after the other, and sums the gradients. They are synchronised with the last part; `fsdp` reduces "
+        "them after each part. A step needs the memory of one part. Its result is the same, except for "
+        "BatchNorm, which normalises within a part. Servers do not support it.")
     activation_checkpointing: bool | str = setting(False, planned=EACH, pattern=CHECKPOINTING,
-        help="Which activations of a model's blocks are computed again in backward, with the same result. A "
-        "block has the layers that are sharded together. true: all activations of each block, for about a "
+        help="Activations that are not stored, but computed again in backward, with the same result. A block "
+        "is a group of layers that are sharded together. true: all activations of each block, for about a "
         "third more arithmetic. `selective`: all but attention, collectives and every second matrix product "
         "or convolution of each block, as in torchtitan. `every-N`, such as `every-2`: all activations of "
-        "each N-th block. It is refused for VGG, whose blocks are single layers.")
+        "each N-th block. VGG does not support it, because its blocks are single layers.")
     loss_chunks: int = setting(1, planned=EACH, minimum=1,
-        help="Number of parts of a text's positions for which the logits and their loss are computed, one "
-        "part after the other, and again in backward. The loss is the same, and only the logits of one part "
-        "are in memory. Servers, `deepspeed`, `tensor`, `pipeline`, `compile`, images and one's own tasks "
-        "refuse more than 1.")
+        help="Number of chunks into which a text is divided to compute the logits and their loss. Only the "
+        "logits of one chunk are in memory; backward computes them again. The loss is the same. Servers, "
+        "`deepspeed`, `tensor`, `pipeline`, `compile`, images and your own tasks support only 1.")
     compile: bool = setting(False,
-        help="Whether forward and backward of the training go through torch.compile, after the strategy has "
-        "wrapped the model. The warm-up (3 steps at least) compiles; its time is recorded as `compile_s`. "
-        "Evaluation and the optimizer are not compiled. It needs g++ on CPUs, Triton on GPUs. The plan "
-        "predicts the uncompiled model's memory, and a time with half of its memory traffic and half of its "
-        "kernel launches.")
+        help="Whether torch.compile compiles forward and backward of the training, after the strategy has "
+        "wrapped the model. Evaluation and the optimizer are not compiled. The compilation happens in the "
+        "warm-up, which has at least 3 steps; its time is recorded as `compile_s`. CPUs need g++, and GPUs "
+        "need Triton. The plan predicts the memory of the uncompiled model. Its time assumes half of the "
+        "memory traffic and half of the kernel launches.")
     schedule: Schedule = setting("constant",
         help="How the learning rate falls from `lr` to `final_lr` over the steps of all epochs, after its "
         "warm-up. Servers count a step when they have received the gradients of a global batch.")
@@ -194,23 +194,23 @@ class Settings:
         help="Number of first steps over which the learning rate rises linearly to `lr`. They are not the "
         "untimed `warmup_steps`.")
     final_lr: float = setting(0.0, minimum=0,
-        help="Learning rate to which the schedule falls. A step after the last one would have it.")
+        help="Learning rate at the end of the schedule, which the step after the last one would have.")
     max_grad_norm: float | None = setting(None, planned=1.0, exclusiveMinimum=0,
         help="Largest Euclidean norm of the gradient of all parameters: a larger gradient is scaled down to "
         "it. null: no clipping. Servers refuse it.")
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64"] = setting(
         "fp32", planned=EACH,
         help="Number format of the arithmetic. tf32: fp32 with TensorFloat-32 matrix products (GPUs only). "
-        "bf16 and fp16: mixed precision with fp32 weights, and for fp16 loss scaling. bf16-true: weights, "
+        "bf16 and fp16: mixed precision with fp32 weights; fp16 also has loss scaling. bf16-true: weights, "
         "gradients, the optimizer's states and all arithmetic but the loss in bfloat16. It needs half the "
-        "memory, and rounding loses small updates. Servers and `deepspeed` refuse bf16-true.")
+        "memory, and rounding loses small updates. Servers and `deepspeed` do not support bf16-true.")
     augment: bool = setting(False,
         help="Whether training images get the data set's standard augmentation: a random crop, and a flip of "
         "natural images.")
     data_placement: Literal["device", "host"] = setting("device",
         help="Where the data set is stored. device: whole on each worker's device. host: in host memory, for "
         "data sets that do not fit on the device. A thread of each worker then gathers and copies the next "
-        "batch while the device computes. The breakdown of time has the cost as `data`.")
+        "batch while the device computes. Waiting for data is recorded as the phase `data`.")
     warmup_steps: int = setting(3, minimum=1,
         help="Steps before the clock starts. Their effect on the model and the optimizer is undone.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto",
@@ -224,16 +224,17 @@ class Settings:
         "steps follow the training and count in no result.")
     slowdown: dict[str, Any] | None = setting(None, **SLOWDOWN,
         help="Artificial delay of chosen workers, to study stragglers. null: no worker is delayed.")
-    #: Extensions that the study does not use are absent, so that adding or deleting one retrains nothing.
+    #: Only extensions that the study uses have an entry. So no cell is retrained if another extension is
+    #: added or deleted.
     more: dict[str, dict[str, Any]] = derived_field(default_factory=dict,
-        help="Keys of extensions whose values differ from the defaults, by extension.")
+        help="Values of extensions' keys that differ from the defaults, by the extension's name.")
     # fmt: on
 
     def __hash__(self) -> int:
         # These fields distinguish most settings; some other fields are dicts, which have no hash.
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
-    def get_extension_keys(self, keys: type[Given]) -> Given:
+    def get_extension_keys(self, keys: type[ExtensionKeys]) -> ExtensionKeys:
         """Return an extension's keys, with defaults where the study gives no value."""
         return keys(**self.more.get(keys.extension, {}))
 
@@ -247,7 +248,7 @@ class Settings:
         )
 
     def compute_lr_factor(self, step: int, steps: int) -> float:
-        """Return the factor on the learning rate in step number `step`, from 0, of `steps`."""
+        """Return the factor by which the schedule multiplies the learning rate in one step."""
         return compute_lr_factor(
             self.schedule, step, steps, self.lr_warmup_steps, self.final_lr / self.lr
         )
@@ -290,11 +291,11 @@ class Settings:
         return cls(**{key: value for key, value in recorded.items() if key in known})
 
 
-#: The settings that an experiment of config.yaml gives.
+#: Names of the settings that an experiment in config.yaml may have.
 GIVEN = tuple(f.name for f in fields(Settings) if f.metadata["given"])
 
 
-#: The settings that a variant may override, since they change only speed and memory.
+#: Names of the settings that a variant may override, because they change only speed and memory.
 OF_A_VARIANT = (
     "gradient_accumulation_steps",
     "activation_checkpointing",

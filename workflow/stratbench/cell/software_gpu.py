@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: The folder of the software GPU's libraries in the Python environment whose CUDA libraries they replace.
+#: Folder in a Python environment with the libraries of the software GPU, which replace CUDA's.
 FOLDER = "software-gpu"
 #: The end of the UUIDs of software GPUs: `software` in ASCII.
 UUID_MARK = "-736f-667477617265"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: In the order in which pages list what they add.
+#: Names of the extensions, in the order in which pages list their additions.
 NAMES = (
     "audit",
     "paper",

@@ -28,7 +28,7 @@ def add_cache_command(settings: Any, cache: Path) -> None:
     home, folder = (shlex.quote(str(p)) for p in (Path("~").expanduser(), cache.resolve()))
     command = f"{{ [ -w {home} ] || export XDG_CACHE_HOME={folder}; }}"
     precommand = settings.precommand
-    # Snakemake reads the rules of a module twice.
+    # Snakemake may read the rules twice, but the command is added once.
     if precommand is None or not precommand.endswith(command):
         settings.precommand = " && ".join(filter(None, [precommand, command]))
 

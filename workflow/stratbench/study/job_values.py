@@ -19,7 +19,7 @@ from stratbench.cell.files import replace_file_atomically
 from stratbench.study import snakemake_internals as internals
 
 OPTION = "--values"
-#: The option as a rule's command has it, for Snakemake to fill in.
+#: The option in the command of a rule, where Snakemake replaces `{log:q}` by the path of the job's log.
 OF_JOB = f"{OPTION} {{log:q}}.json"
 #: Folder of the config files for jobs. A file's name is the hash of its content.
 CONFIGS = Path(".snakemake/configs")
@@ -47,21 +47,21 @@ def has_saved_config(workflow: Any) -> bool:
 
 
 def write_values(jobs: Iterable[Any]) -> None:
-    """Write the file of values for each Snakemake job whose command names such a file."""
+    """Write the file of values for each Snakemake job whose command has the option `--values`."""
     for job in jobs:
         command = internals.get_rule_command(job)
         if OPTION in command:
             names = re.findall(r" @(\w+)", command)
             text = json.dumps({name: getattr(job.params, name) for name in names})
-            # The file need not survive a crash of the machine: the jobs are then planned again.
+            # No fsync is needed: after a crash of the machine the jobs are planned again, with a new file.
             with replace_file_atomically(f"{job.log[0]}.json") as temporary:
                 temporary.write_text(text, encoding="utf-8")
 
 
 def insert_values(arguments: list[str]) -> list[str]:
-    """Return a command line's arguments with each `@NAME` replaced by its value.
+    """Return a job's command-line arguments with each `@NAME` replaced by its value.
 
-    The values come from the file of values.
+    The values come from the file that the option `--values` names.
     """
     if OPTION not in arguments:
         return arguments

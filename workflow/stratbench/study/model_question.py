@@ -66,14 +66,16 @@ def read_question(args: argparse.Namespace) -> Question:
     return Question(**{f.name: getattr(args, f.name) for f in fields(Question)})
 
 
-def _make_positive_parser(convert: Callable[[str], float], kind: str) -> Callable[[str], float]:
+def _make_positive_parser(
+    convert: Callable[[str], float], kind_of_number: str
+) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             value = convert(text)
         except ValueError:
             value = math.nan
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: is not a {kind}; give one above 0")
+            raise argparse.ArgumentTypeError(f"{text}: is not a {kind_of_number}; give one above 0")
         return value
 
     return parse

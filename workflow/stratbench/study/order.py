@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.study.snakemake_internals import start_jobs_in_order
 
-#: Base of each digit of a priority: of the repeat, of the comparison within it, and of the cell within that.
+#: A priority is a number with three digits: repeat, comparison and cell. These are the bases of the digits.
 #: Larger bases would overflow the integers of the solver that Snakemake uses without `scheduler: greedy`.
 REPEATS, COMPARISONS, PLACES = 1000, 1000, 1000
 
@@ -28,10 +28,10 @@ def compute_job_priority(cell: Cell) -> int:
     return (max(0, REPEATS - cell.repeat) * COMPARISONS + comparison) * PLACES + number + 1
 
 
-def draw_integer(below: int, *names: str | int) -> int:
-    """Return a pseudo-random integer from 0 to `below` - 1 that depends on `names` alone."""
+def draw_integer(upper_limit: int, *names: str | int) -> int:
+    """Return a pseudo-random integer below `upper_limit` that depends on `names` alone."""
     digest = hashlib.sha256("\n".join(map(str, names)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") % below
+    return int.from_bytes(digest[:8], "big") % upper_limit
 
 
 def start_jobs_by_priority(workflow: Any) -> None:

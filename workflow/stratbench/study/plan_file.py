@@ -43,11 +43,9 @@ class PlanFile:
     def get_max_time_s(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> float | None:
-        """Return the plan's upper estimate of the cell's time in seconds.
+        """Return the plan's upper estimate of the cell's time in seconds, or None without one.
 
-        The result is None if it is unknown.
-
-        It is unknown also if the plan is for other settings or another GPU.
+        A plan for other settings or another GPU has no estimate.
 
         Args:
             cell: The cell.
@@ -64,9 +62,9 @@ class PlanFile:
     def infeasible_reason(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
-        """Return the reason why the cell cannot run, or None if the plan knows none.
+        """Return the plan's reason why the cell cannot run, or None without one.
 
-        The plan knows none, too, if it is for other settings or another GPU.
+        A plan for other settings or another GPU has no reason.
 
         Args:
             cell: The cell.

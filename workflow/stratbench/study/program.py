@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -32,9 +32,15 @@ def main() -> int:
     own, *programs = split_programs(insert_values(sys.argv[1:]))
     parser = argparse.ArgumentParser(prog="python -m stratbench.study.program", description=__doc__)
     parser.add_argument(
-        "parent", type=int, help="id of Snakemake's process ($PPID), with which it ends"
+        "parent",
+        type=int,
+        help="process id of Snakemake ($PPID); this program ends when Snakemake ends",
     )
-    parser.add_argument("--hold", type=Path, help="folder to lock against other runs meanwhile")
+    parser.add_argument(
+        "--hold",
+        type=Path,
+        help="folder to lock, so that no other run writes to it at the same time",
+    )
     args = parser.parse_args(own)
     signal.signal(signal.SIGTERM, partial(stop_process_tree, os.getpid()))
     terminate_when_ancestor_ends(args.parent)
@@ -63,10 +69,11 @@ def split_programs(arguments: list[str]) -> list[list[str]]:
     return parts
 
 
-def find_main(name: str):
+def find_main(module_name: str) -> Callable[[], int | None]:
     """Return the function `main` of a module, or of a package's `__main__`."""
-    module = import_module(name)
-    return (import_module(f"{name}.__main__") if hasattr(module, "__path__") else module).main
+    module = import_module(module_name)
+    is_package = hasattr(module, "__path__")
+    return (import_module(f"{module_name}.__main__") if is_package else module).main
 
 
 def stop_process_tree(pid: int, signum: int, frame: object) -> None:
@@ -79,7 +86,7 @@ def stop_process_tree(pid: int, signum: int, frame: object) -> None:
     """
     import psutil
 
-    if os.getpid() != pid:  # this process is a fork, whose parent ends its children
+    if os.getpid() != pid:  # this process is a fork, and its parent ends all child processes
         os._exit(128 + signum)
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -66,7 +66,7 @@ class JobRequest:
 
     @property
     def sbatch_command(self) -> str:
-        """The sbatch command of this request, followed by that of workers in separate jobs."""
+        """The sbatch command of this request, followed by the command of each worker in a separate job."""
         each = f"; up to {self.workers} times: {self.worker.sbatch_command}" if self.worker else ""
         return f"sbatch {' '.join(self.sbatch_options)}{each}"
 
@@ -96,7 +96,7 @@ def build_job_request(
     time_limit_s: float | None,
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return a cell's resource request, from the extension that replaces it if any."""
+    """Return the resources that a cell's job requests. An extension may replace this request."""
     for _, make_request in iter_imported_additions("build_job_request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
@@ -110,7 +110,7 @@ def build_plain_request(
     time_limit_s: float | None,
     needs: PlannedNeeds = NO_PLAN,
 ) -> JobRequest:
-    """Return the request of a cell whose workers and servers run in one job.
+    """Return the resource request of a cell whose workers and servers run in one job.
 
     A cell on GPUs requests cores and memory per GPU, and more memory if the plan predicts more. A cell on
     CPUs requests a core per thread, and the plan's memory or a small default.

@@ -24,13 +24,13 @@ def report_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
     SLURM in the meantime, and would keep its record if they change. The function returns at once if Snakemake
     knows all finished jobs. `workflow` and the jobs are Snakemake's.
     """
-    again = False
+    must_restart = False
     for job in jobs:
         if not all(Path(path).exists() for path in job.output):
             continue
         planned = internals.is_planned_job(workflow, job)
-        # The job has finished since Snakemake planned it, so a new plan leaves it out.
-        again |= planned and internals.had_missing_output(workflow, job)
+        # The job has finished after Snakemake planned it. A new plan leaves the job out.
+        must_restart |= planned and internals.had_missing_output(workflow, job)
         cut_off = planned and internals.has_incomplete_files(workflow, job)
         unknown = not planned and not internals.has_metadata(workflow, job)
         if (cut_off or unknown) and record.is_valid_record_of_cell(
@@ -38,12 +38,12 @@ def report_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
         ):
             internals.mark_job_finished(workflow, job)
             if cut_off:
-                again = True
+                must_restart = True
                 print(
                     f"{job.output.record} is complete, although snakemake was killed; it is kept",
                     file=sys.stderr,
                 )
-    if again:
+    if must_restart:
         internals.restart_snakemake(workflow)
 
 

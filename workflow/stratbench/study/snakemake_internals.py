@@ -14,8 +14,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-# ------------------------------------------------------------ how it was started
-
 
 def is_planning_process(workflow: Any) -> bool:
     """Return whether this Snakemake process plans the run instead of running one job."""
@@ -69,9 +67,6 @@ def get_job_settings(workflow: Any) -> Any | None:
     return workflow.remote_execution_settings
 
 
-# ------------------------------------------------------------ planned and failed jobs
-
-
 def is_job_of_rule(job: Any, rule: Any) -> bool:
     return job.rule.name == rule.rule.name
 
@@ -114,9 +109,6 @@ def force_file(workflow: Any, path: str) -> None:
     workflow.dag.forcefiles.add(path)
 
 
-# ------------------------------------------------------------ what Snakemake knows of files
-
-
 def has_incomplete_files(workflow: Any, job: Any) -> bool:
     """Return whether Snakemake regards the job's files as incomplete.
 
@@ -133,9 +125,6 @@ def has_metadata(workflow: Any, job: Any) -> bool:
 def mark_job_finished(workflow: Any, job: Any) -> None:
     """Make Snakemake store that the job has created its output files."""
     workflow.async_run(workflow.persistence.finished(job))
-
-
-# ------------------------------------------------------------ the run
 
 
 def run_snakemake_with_handler(handler: logging.Handler) -> None:

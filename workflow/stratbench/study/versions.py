@@ -26,10 +26,10 @@ def list_required_packages() -> list[str]:
     return tomllib.loads(text)["project"]["dependencies"]
 
 
-def describe_old_packages(needed: Iterable[str]) -> list[str]:
-    """Return a sentence on each package that is installed and older than `needed` allows."""
+def describe_old_packages(requirements: Iterable[str]) -> list[str]:
+    """Return a sentence on each installed package that is older than the requirements allow."""
     sentences = []
-    for requirement in map(Requirement, needed):
+    for requirement in map(Requirement, requirements):
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:

@@ -40,7 +40,7 @@ def render_page(
         values: Values by name.
         filters: Further filters by name.
     """
-    import jinja2  # machines that only train may lack this package
+    import jinja2  # imported here, because machines that only train may lack this package
 
     in_terminal = template.endswith(".txt.j2")
     shown = replace_control_characters if in_terminal else insert_no_break_spaces

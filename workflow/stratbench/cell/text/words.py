@@ -15,14 +15,15 @@ WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
 
 def choose_byte_unit(n_bytes: float) -> tuple[str, int]:
-    """Return the largest unit (KiB, MiB, GiB) that an amount reaches, and its bytes."""
+    """Return name and size in bytes of the largest unit, up to GiB, that an amount reaches."""
     return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
 
 
 def format_bytes(n_bytes: float) -> str:
     """Return bytes as text: GiB with three digits, MiB or KiB without decimals."""
     name, unit = choose_byte_unit(n_bytes)
-    value = float(n_bytes) / unit  # `float`, since two bools of numpy add up to True
+    # Without `float`, the sum of two comparisons below would be a boolean of NumPy.
+    value = float(n_bytes) / unit
     decimals = (abs(value) < 99.95) + (abs(value) < 9.995) if unit == GIB else 0
     return f"{value:,.{decimals}f} {name}" if n_bytes else "0"
 
@@ -33,7 +34,7 @@ def format_hours(hours: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return an upper bound on a time as text, in s, min or h."""
+    """Return a time as text in s, min or h. Less than a second becomes `1 s`."""
     if seconds < 1:
         return "1 s"
     if seconds < 100:
@@ -99,7 +100,7 @@ def wrap_lines(lines: Iterable[str]) -> str:
 
 
 def replace_control_characters(text: str) -> str:
-    """Return a text with `?` for characters that could control a terminal or reverse text."""
+    """Return a text with `?` in place of characters that could control a terminal or reverse the text."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

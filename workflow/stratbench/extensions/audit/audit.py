@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pandas as pd
@@ -26,7 +27,7 @@ from stratbench.extensions.audit import itself, memory, scores, speed, timelines
 from stratbench.extensions.audit.across_cells import comparability, confounding, machines, mixed
 from stratbench.extensions.audit.rule import AuditData, Finding, Key, Rule, make_cell_key
 
-#: Description on the command line.
+#: Description of the program in its `--help`.
 DESCRIPTION = (
     "Writes audit.csv: one row per finding of a rule on a cell or a comparison, with its values."
 )
@@ -36,7 +37,7 @@ KINDS = (
 )  # fmt: skip
 
 
-def list_rules(module: Any) -> list[Rule]:
+def list_rules(module: ModuleType) -> list[Rule]:
     """Return the rules of a module, in the order of their definitions."""
     rules: list[Rule] = []
     for value in vars(module).values():
@@ -45,7 +46,7 @@ def list_rules(module: Any) -> list[Rule]:
     return rules
 
 
-def iter_rule_modules() -> Iterator[Any]:
+def iter_rule_modules() -> Iterator[ModuleType]:
     """Yield the modules that define audit rules, first the audit's, then other extensions'."""
     yield from KINDS
     for extension in load_extensions().values():
@@ -138,7 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--study-dir", type=Path, help="folder results/<study>; default: the folder of cells.csv"
     )
     parser.add_argument(
-        "--out", type=Path, required=True, help="path of the CSV file of findings to write"
+        "--out",
+        type=Path,
+        required=True,
+        help="path of the CSV file into which the findings are written",
     )
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)

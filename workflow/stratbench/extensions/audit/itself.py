@@ -9,14 +9,14 @@ from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_inequality_messages
 from stratbench.extensions.audit.rule import is_elastic, record_rule
 
-#: Values that every cell has that ended well.
-RESULTS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
+#: Paths of the record fields that a cell with the status `ok` must have.
+REQUIRED_FIELDS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
 #: Smallest and largest credible power of a training GPU, as shares of its power limit.
 MIN_POWER, MAX_POWER = 0.05, 1.1
 #: Longest delay of the driver's energy counter in seconds.
-COUNTER_S = 0.5
-#: Largest difference between times of several processes on a busy machine: relative, and in seconds.
-CLOCKS, CLOCKS_S = 0.1, 0.5
+MAX_COUNTER_DELAY_S = 0.5
+#: Largest tolerated difference between times that several processes measure: relative, and in seconds.
+MAX_TIME_DIFFERENCE, MAX_TIME_DIFFERENCE_S = 0.1, 0.5
 
 
 @record_rule("unlike-itself", "unusable", "all", of="both")
@@ -27,14 +27,15 @@ def find_contradictory_values(facts: Facts) -> Iterator[str]:
     yield from iter_contradictions_in_ending(facts)
     if facts.finished:
         yield from iter_contradictions_in_times(facts)
-    if facts("strategy.kind") != "own":  # all processes of a user's command have one common entry
+    # A cell of the kind `own` ran a user's command, whose record has one entry for all workers.
+    if facts("strategy.kind") != "own":
         if facts.finished and not is_elastic(facts):
             yield from iter_contradictions_in_steps(facts)
         yield from iter_contradictions_with_devices(facts)
 
 
 def iter_contradictions_in_ending(facts: Facts) -> Iterator[str]:
-    """Yield contradictions in how the cell ended, and in its results if it ended well."""
+    """Yield contradictions between a cell's status, reason, dates and results."""
     is_ok, entries = facts.status == "ok", facts("score.per_epoch")
     if is_ok == bool(facts("reason")):
         yield f"the reason is {facts('reason')!r}, although the cell ended as {facts.status}"
@@ -43,7 +44,7 @@ def iter_contradictions_in_ending(facts: Facts) -> Iterator[str]:
         yield f"the cell ended at {finished}, before it began at {started}"
     if not is_ok or facts("strategy.kind") == "own":
         return
-    for path in RESULTS[:-1] if facts("settings.steps") else RESULTS:
+    for path in REQUIRED_FIELDS[:-1] if facts("settings.steps") else REQUIRED_FIELDS:
         if facts(path) is None:
             yield f"{path} is absent, although the cell ended well"
     if any(entry["test_loss"] is None for entry in entries):
@@ -67,22 +68,32 @@ def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
         "time.throughput_samples_per_s", facts("time.throughput_samples_per_s"),
         "samples_applied / train_time_s", None if applied is None else applied / train_s,
     )  # fmt: skip
-    # With servers and a number of steps, the last two epochs may end at the same time.
+    # With servers and the setting `steps`, the last two epochs may end at the same time.
     if not is_elastic(facts) and not (facts.servers and facts("settings.steps")):
         spans = sum(facts("time.epoch_times_s"))
         yield from iter_inequality_messages(
-            "the sum of time.epoch_times_s", spans, "time.train_time_s", train_s, 0.02, CLOCKS_S
+            "the sum of time.epoch_times_s",
+            spans,
+            "time.train_time_s",
+            train_s,
+            0.02,
+            MAX_TIME_DIFFERENCE_S,
         )
     own = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
     if own and not is_elastic(facts):
         yield from iter_inequality_messages(
-            "time.train_time_s", train_s, "the slowest worker's", max(own), CLOCKS, CLOCKS_S
+            "time.train_time_s",
+            train_s,
+            "the slowest worker's",
+            max(own),
+            MAX_TIME_DIFFERENCE,
+            MAX_TIME_DIFFERENCE_S,
         )
-        # The workers of a collective make each step together.
+        # Workers of a collective strategy make each step together, so that their times are similar.
         if facts("strategy.kind") == "collective":
             yield from iter_excess_messages(
                 "half of the slowest worker's time", max(own) / 2, "the fastest one's", min(own),
-                absolute=CLOCKS_S,
+                absolute=MAX_TIME_DIFFERENCE_S,
             )  # fmt: skip
 
 
@@ -93,14 +104,15 @@ def iter_contradictions_in_steps(facts: Facts) -> Iterator[str]:
     if steps and own and None not in own:
         spent_s = steps["mean"] * steps["count"] / 1e3
         yield from iter_inequality_messages(
-            "the sum of all steps", spent_s, "that of the workers' times", sum(own), CLOCKS,
-            CLOCKS_S * len(own),
+            "the sum of all steps", spent_s, "that of the workers' times", sum(own), MAX_TIME_DIFFERENCE,
+            MAX_TIME_DIFFERENCE_S * len(own),
         )  # fmt: skip
     is_collective = facts("strategy.kind") == "collective"
-    if steps and phases and is_collective:  # a server's workers take unequal numbers of steps
+    # Workers of parameter servers may take different numbers of steps.
+    if steps and phases and is_collective:
         yield from iter_inequality_messages(
             "the sum of time.breakdown_ms", sum(phases.values()), "time.step_ms.mean",
-            steps["mean"], 2 * CLOCKS, 1.0,
+            steps["mean"], 2 * MAX_TIME_DIFFERENCE, 1.0,
         )  # fmt: skip
     seen, applied = (facts(f"batch.samples_{which}") for which in ("seen", "applied"))
     batch = facts("batch.global_batch")
@@ -139,7 +151,7 @@ def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
     ]
     if joules is not None and time_s and None not in limits:
         allowed, of = sum(limits) * time_s, "of the GPUs' power limits"
-        late = COUNTER_S * sum(limits)
+        late = MAX_COUNTER_DELAY_S * sum(limits)
         for what, one, other, most in (
             ("energy.train_joules", joules, f"{MAX_POWER:.0%} {of}", MAX_POWER * allowed),
             (f"{MIN_POWER:.0%} {of}", MIN_POWER * allowed, "energy.train_joules", joules),
@@ -153,7 +165,7 @@ def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
                 "memory.model_states, in all,", sum(states.values()), "memory.peak_bytes", peak
             )
         if size and (parts := facts("strategy.traits.weight_parts")):
-            # The tolerance is large, because parts of small layers are padded.
+            # The tolerance is large, because shards of small layers are padded.
             yield from iter_inequality_messages(
                 "memory.model_states.parameters_bytes", states["parameters_bytes"],
                 f"a part of {parts} of the model", size / parts, 0.3, 8192,

@@ -10,10 +10,10 @@ from stratbench.cell.text.words import MIB, format_bytes
 from stratbench.extensions.audit.rule import AuditData, Case, iter_rows, rule
 
 #: Largest credible reduction of memory by sharding, as a multiple of the number of workers.
-REDUCED = 1.05
-#: Largest tolerated difference between the peaks of repeats, relative and in bytes: cuDNN may choose
-#: algorithms with other workspaces.
-UNEVEN_REPEATS, UNEVEN_BYTES = 0.05, 32 * MIB
+MAX_REDUCTION = 1.05
+#: Largest tolerated difference between the peak memory of repeats: relative, and in bytes. In some repeats
+#: cuDNN may choose an algorithm that needs more memory.
+MAX_PEAK_DIFFERENCE_SHARE, MAX_PEAK_DIFFERENCE_BYTES = 0.05, 32 * MIB
 
 
 @rule("memory-reduced-too-much", "warning", "memory")
@@ -23,20 +23,20 @@ def find_too_large_memory_reduction(evidence: AuditData) -> Iterator[Case]:
     for group, rows in evidence.groups.items():
         other = evidence.find_unsharded_rival(group)
         if other is None or evidence.get_common_value(group, "strategy_kind") == "server":
-            continue  # the servers store the rest of the model states
-        # The resident set of a CPU process contains more than tensors, so that only model states are
-        # compared.
+            continue  # parameter servers store a part of the model states
+        # On CPUs only model states are compared, because the peak memory contains more than tensors.
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
             whole, held = (evidence.compute_median(k, column) for k in (other, group))
-            if column == "peak_memory_bytes" and whole and held:  # cuBLAS's part is never sharded
+            # Without the workspace of cuBLAS, which is never sharded.
+            if column == "peak_memory_bytes" and whole and held:
                 whole, held = (
                     n - (evidence.compute_median(k, "cublas_bytes") or 0)
                     for n, k in ((whole, other), (held, group))
                 )
             if not whole or not held or (on_cpu and column != "model_states_bytes"):
                 continue
-            if whole / held > REDUCED * group.gpus:
+            if whole / held > MAX_REDUCTION * group.gpus:
                 sizes = (
                     f"{other.strategy} {format_bytes(whole)}, {group.strategy} {format_bytes(held)}"
                 )
@@ -53,8 +53,8 @@ def find_oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
     ]
     for row in iter_rows(failed.drop_duplicates(GROUP)):
         group = Group(row.experiment, row.strategy, row.model, row.gpus)
-        # With weak scaling, each of more workers has as many samples, and needs memory for communication as
-        # well.
+        # Groups with a smaller global batch are left out: with weak scaling each worker's batch stays the
+        # same.
         fewer = [
             k
             for k in evidence.list_groups_with_any_worker_count(group)
@@ -68,14 +68,14 @@ def find_oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
 @rule("repeats-uneven-memory", "warning", "memory")
 def find_uneven_memory_of_repeats(evidence: AuditData) -> Iterator[Case]:
     """The peaks of memory of a cell's repeats on GPUs differ, although they should be nearly equal. Look for
-    other batches, other algorithms of cuDNN, or a value of another cell.
+    different batches, different cuDNN algorithms, or a value that belongs to another cell.
     """
     for group, rows in evidence.groups.items():
         peaks = rows["peak_memory_bytes"].dropna()
         if rows["device_kind"].ne("cuda").any() or rows["device_name"].nunique() > 1:
             continue
         if len(peaks) > 1 and peaks.max() - peaks.min() > max(
-            UNEVEN_REPEATS * peaks.median(), UNEVEN_BYTES
+            MAX_PEAK_DIFFERENCE_SHARE * peaks.median(), MAX_PEAK_DIFFERENCE_BYTES
         ):
             yield (
                 group,

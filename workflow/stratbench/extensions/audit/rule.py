@@ -31,8 +31,7 @@ Of = Literal["ours", "commands", "both"]
 #: Names of a cell's coordinates within its study; a `Key` has their values in this order.
 COORDINATES = (*GROUP, "repeat")
 Key = tuple[Any, ...]
-#: A case that a rule's function yields: the cells, as `get_coordinates` takes them, and a text with the
-#: values.
+#: A case that a rule's function yields: the cells (a group, a row or a mapping), and a text with the values.
 Case = tuple[Any, str]
 
 
@@ -59,7 +58,7 @@ class AuditData:
         timelines: Mapping[Key, Timeline] | None = None,
         study_dir: Path | None = None,
     ) -> None:
-        #: Records of cells that users' commands trained, which have rules of their own.
+        #: Records of cells that users' commands trained. Few rules apply to them.
         self.commands = [r for r in records if r["strategy"]["kind"] == "own"]
         #: Rows of all cells that ended well, including those of users' commands.
         self.of_any_loop = cells[cells["status"] == "ok"]
@@ -69,7 +68,8 @@ class AuditData:
         self.floors = floors or {}
         self.timelines = timelines or {}
         self.study_dir = study_dir
-        #: Rows of the cells of stratbench's loop that ended well; `groups` has them by group of repeats.
+        #: Rows of the cells that stratbench's own loop trained and that ended well. `groups` has the same
+        #: rows by group of repeats.
         self.ok = cells[cells["status"] == "ok"]
         self.repeats = Repeats(cells)
         self.groups: dict[Group, pd.DataFrame] = self.repeats.ok
@@ -203,7 +203,7 @@ def record_rule(
 def iter_violations_in_record(
     check: Callable[[Facts], Iterator[str]], facts: Facts
 ) -> Iterator[str]:
-    """Yield the violations that `check` finds. A field of an unexpected form is one violation more."""
+    """Yield the violations that `check` finds. An error because of a malformed field is also a violation."""
     try:
         yield from check(facts)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
@@ -211,12 +211,12 @@ def iter_violations_in_record(
 
 
 def is_elastic(facts: Facts) -> bool:
-    """Return whether the number of workers varied during the training."""
+    """Return whether the cell is elastic: its number of workers may vary during the training."""
     return facts("elastic") is not None
 
 
 def get_coordinates(cells: Any) -> Row:
-    """Return the coordinates of a finding from a Group, a row, or a mapping.
+    """Return the coordinates of the cells that a finding concerns.
 
     A finding without a coordinate is on all cells that share the other coordinates.
     """

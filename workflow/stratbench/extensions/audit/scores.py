@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -21,23 +21,25 @@ from stratbench.extensions.audit.rule import (
     rule,
 )
 
-#: Share of the reference's gain over guessing that a working training reaches in as many epochs.
-WORKING = 0.5
-#: Number of standard deviations that chance may explain.
-DEVIATIONS = 3.0
-#: Largest difference of losses by rounding after some epochs: absolute, and as a share of the loss.
-LOSS, LOSS_SHARE = 0.05, 0.25
-#: Largest difference of an accuracy by rounding, in addition to chance and LOSS_SHARE of the wrong answers.
-SCORE = 0.03
-#: Values of an epoch that are equal for strategies with equal arithmetic.
-SERIES = ("train_loss", "test_loss", "score")
+#: Share of the reference cell's gain over guessing that a working training reaches in as many epochs.
+MIN_GAIN_SHARE = 0.5
+#: Largest number of standard deviations that chance may explain.
+MAX_CHANCE_DEVIATIONS = 3.0
+#: Largest difference between two losses that rounding may explain: absolute, plus a share of the loss.
+MAX_LOSS_DIFFERENCE, MAX_LOSS_DIFFERENCE_SHARE = 0.05, 0.25
+#: Largest difference between two accuracies that rounding may explain, besides chance and a share of the
+#: errors.
+MAX_ACCURACY_DIFFERENCE = 0.03
+#: Recorded values of an epoch that are equal for strategies with the same arithmetic.
+COMPARED_VALUES = ("train_loss", "test_loss", "score")
 
 
 @rule("score-below-floor", "warning", "score")
 def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
-    """The cell learnt less than half of what `single`, or a synchronous strategy on the fewest workers,
-    learnt in as many epochs, or no more than guessing reaches. Check the learning rate, BatchNorm statistics
-    that do not reach the evaluated model, and gradients that are summed instead of averaged.
+    """The cell learnt too little. Its gain over guessing may be chance, or is less than half of the gain of
+    the reference. The reference is `single`, or else a synchronous strategy on the fewest workers, in as many
+    epochs. Check the learning rate, BatchNorm statistics that do not reach the evaluated model, and gradients
+    that are summed instead of averaged.
     """
     scores = {
         name: read_score(rows) for name, rows in evidence.ok.groupby("experiment", sort=False)
@@ -47,7 +49,7 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
         if pd.isna(row.score_final):
             continue
         score = scores[row.experiment]
-        # Published tables of accuracies lack the chance level.
+        # Published tables of accuracies lack the score of guessing, which then counts as 0.
         guess = (
             0.0 if score.is_fraction and pd.isna(row.score_chance_level) else row.score_chance_level
         )
@@ -59,11 +61,13 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
         if key not in expected:
             expected[key] = find_expected_score(evidence, row, score)
         name, reference = expected[key]
-        gain = 0.0 if reference is None else WORKING * score.sign * (reference - guess)
+        gain = 0.0 if reference is None else MIN_GAIN_SHARE * score.sign * (reference - guess)
         against = (
             f"{name} reaches {format_score(score, reference)}" if reference is not None else ""
         )
-        if (by_chance := DEVIATIONS * compute_error_of_guessing(score, guess, row)) > gain:
+        if (
+            by_chance := MAX_CHANCE_DEVIATIONS * compute_error_of_guessing(score, guess, row)
+        ) > gain:
             gain, against = by_chance, f"guessing reaches {format_score(score, guess)}"
         if (floor := evidence.floors.get(row.dataset, 0.0)) > guess + gain and score.is_fraction:
             gain = floor - guess
@@ -119,8 +123,8 @@ def find_expected_score(evidence: AuditData, row: Any, score: Score) -> tuple[st
 
 @rule("async-alone-unlike-sync", "unusable", "score")
 def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
-    """With one worker no gradient is stale, so that this strategy trains like synchronous SGD by its own
-    declaration. Its score differs nevertheless: the implementations differ in something else.
+    """On one worker this strategy must reach the score of synchronous SGD, because no gradient is stale. Its
+    score differs: the implementations differ in something else.
     """
     alone = [
         group
@@ -128,7 +132,7 @@ def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         if group.gpus == 1 and evidence.get_common_value(group, "is_synchronous_on_one_worker")
     ]
     for group in alone:
-        # These strategies are synchronous for any number of workers.
+        # Strategies to compare with, which are synchronous on any number of workers.
         plain = [
             other
             for other in evidence.list_groups_with_any_strategy(group)
@@ -154,7 +158,7 @@ def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         error = evidence.compute_median(group, "score_error") or 0.0
         if score.is_fraction:
             error = math.sqrt(its * (1 - its) / n) if n else 0.0
-        chance = DEVIATIONS * math.sqrt(2) * error
+        chance = MAX_CHANCE_DEVIATIONS * math.sqrt(2) * error
         if abs(mine - its) > max(score.tolerance / score.display_factor, chance):
             figures = (
                 f"on one worker: {score.name} {format_score(score, mine)}, {nearest[0].strategy} "
@@ -176,7 +180,7 @@ def find_unequal_loss_of_equal_arithmetic(evidence: AuditData) -> Iterator[Case]
         if facts.status == "ok" and facts(f"strategy.traits.{plain}"):
             groups[get_arithmetic_key(facts)].append(facts)
     for members in groups.values():
-        for name in SERIES if len(members) > 1 else ():
+        for name in COMPARED_VALUES if len(members) > 1 else ():
             for facts, deviations in iter_cells_unlike_median(members, name):
                 epoch, value, usual = deviations[0]
                 more = f", and in {len(deviations) - 1} more epochs" if len(deviations) > 1 else ""
@@ -184,26 +188,36 @@ def find_unequal_loss_of_equal_arithmetic(evidence: AuditData) -> Iterator[Case]
                 yield facts.record["cell"], text
 
 
+class EpochDeviation(NamedTuple):
+    """A cell's loss or score of one epoch, and the median of all compared cells."""
+
+    epoch: int
+    value: float
+    median: float
+
+
 def iter_cells_unlike_median(
-    members: list[Facts], name: str
-) -> Iterator[tuple[Facts, list[tuple[int, float, float]]]]:
+    cells: list[Facts], value_name: str
+) -> Iterator[tuple[Facts, list[EpochDeviation]]]:
     """Yield the cells whose losses or scores deviate from the median beyond rounding errors.
 
-    Each cell comes with the epoch, value and median of each case.
+    Args:
+        cells: Records of cells whose values should be equal.
+        value_name: One of COMPARED_VALUES.
     """
-    deviations: list[list[tuple[int, float, float]]] = [[] for _ in members]
-    epochs = zip(*(facts("score.per_epoch") for facts in members), strict=False)
+    deviations: list[list[EpochDeviation]] = [[] for _ in cells]
+    epochs = zip(*(facts("score.per_epoch") for facts in cells), strict=False)
     for epoch, entries in enumerate(epochs, 1):
-        values = [entry[name] for entry in entries]
+        values = [entry[value_name] for entry in entries]
         if None in values:
             continue
         usual = median(values)
-        maximum = compute_max_rounding_difference(members[0], name, usual)
+        maximum = compute_max_rounding_difference(cells[0], value_name, usual)
         for i, value in enumerate(values):
-            # The median of two values is equally far from both, so that half of the difference counts.
-            if abs(value - usual) > (maximum if len(members) > 2 else maximum / 2):
-                deviations[i].append((epoch, value, usual))
-    yield from ((facts, cases) for facts, cases in zip(members, deviations, strict=True) if cases)
+            # Two values are equally far from their median, so half of the limit applies.
+            if abs(value - usual) > (maximum if len(cells) > 2 else maximum / 2):
+                deviations[i].append(EpochDeviation(epoch, value, usual))
+    yield from ((facts, found) for facts, found in zip(cells, deviations, strict=True) if found)
 
 
 def get_arithmetic_key(facts: Facts) -> tuple[Any, ...]:
@@ -211,27 +225,29 @@ def get_arithmetic_key(facts: Facts) -> tuple[Any, ...]:
 
     Without BatchNorm, and if losses add up over workers, it does not contain the number of workers.
     """
-    # Each worker draws its own dropout masks, which changes a loss by less than LOSS_SHARE.
+    # Models with dropout are comparable on any number of workers: other masks change a loss by less than
+    # MAX_LOSS_DIFFERENCE_SHARE.
     shared = facts("model.batchnorm") is False and facts("task.loss_adds_up") is not False
     cell = [facts(f"cell.{name}") for name in ("experiment", "model", "repeat")]
     return *cell, facts("batch.global_batch"), "any" if shared else facts.gpus
 
 
-def compute_max_rounding_difference(facts: Facts, name: str, usual: float) -> float:
-    """Return the largest deviation from the median that rounding can cause in one epoch's value.
+def compute_max_rounding_difference(facts: Facts, value_name: str, median_value: float) -> float:
+    """Return how far rounding can move a loss or score from the median of comparable cells.
 
     Args:
         facts: A record.
-        name: Name of the loss or score.
-        usual: Median of the loss or score.
+        value_name: One of COMPARED_VALUES.
+        median_value: Median of the loss or score.
     """
-    if name != "score":
-        return LOSS + LOSS_SHARE * usual
-    if facts("task.unit") != "share" or not 0 <= usual <= 1:
+    if value_name != "score":
+        return MAX_LOSS_DIFFERENCE + MAX_LOSS_DIFFERENCE_SHARE * median_value
+    if facts("task.unit") != "share" or not 0 <= median_value <= 1:
         return math.inf  # no limit is known for scores in other units
     n = count_scored_answers(facts)
-    chance = DEVIATIONS * math.sqrt(2 * usual * (1 - usual) / n) if n else 0.0
-    return SCORE + LOSS_SHARE * (1 - usual) + chance
+    variance = median_value * (1 - median_value)
+    chance = MAX_CHANCE_DEVIATIONS * math.sqrt(2 * variance / n) if n else 0.0
+    return MAX_ACCURACY_DIFFERENCE + MAX_LOSS_DIFFERENCE_SHARE * (1 - median_value) + chance
 
 
 def count_scored_answers(facts: Facts) -> float | None:
@@ -249,7 +265,7 @@ def find_losses_below_minimum(facts: Facts) -> Iterator[str]:
     least = facts("task.least_loss") if facts("task.unit") == "nats/token" else None
     for entry in facts("score.per_epoch") if least is not None else ():
         loss, error = entry["test_loss"], entry.get("score_error") or 0.0
-        if loss is not None and loss < least - DEVIATIONS * error:
+        if loss is not None and loss < least - MAX_CHANCE_DEVIATIONS * error:
             yield (
                 f"the test loss of epoch {entry['epoch']} is {loss:.4f} nats per token, the least possible "
                 f"{least:.4f} (standard error {error:.4f})"

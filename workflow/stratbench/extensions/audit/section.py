@@ -35,7 +35,7 @@ def iter_host_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[
 
 
 def make_audit_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the report's section on audit findings. Its link shows the counts per severity."""
+    """Make the report's section on audit findings, whose link shows the number per severity."""
     answers = inputs.answers_json["answers"]
     rules = list_rules_with_findings(inputs.findings, answers)
     tally = f"Audit: {format_tally_of_findings(inputs.findings)}"
@@ -122,35 +122,35 @@ def list_affected_choices(
     return list(dict.fromkeys([*chosen, *rivals]))
 
 
-def list_nearest_rivals(short: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def list_nearest_rivals(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the nearest alternative of a choice, and the nearest one with another strategy.
 
     The list has at most two entries.
     """
-    others = short["others"]
-    further = [o for o in others if o["strategy"] != short["strategy"]]
+    others = choice["others"]
+    further = [o for o in others if o["strategy"] != choice["strategy"]]
     return [*others[:1], *(o for o in further[:1] if o not in others[:1])]
 
 
 def concerns_choice(
-    row: Mapping[str, Any], answer: Mapping[str, Any], what: Mapping[str, Any]
+    finding: Mapping[str, Any], answer: Mapping[str, Any], choice: Mapping[str, Any]
 ) -> bool:
-    """Return whether a finding concerns the strategy and the number of workers in `what`.
+    """Return whether a finding concerns the strategy and the number of workers of a choice.
 
     A coordinate that the finding lacks matches any value.
 
     Args:
-        row: The finding.
+        finding: Row of audit.csv.
         answer: The answer.
-        what: Choice or alternative, with strategy and number of workers.
+        choice: The chosen or another strategy, with its number of workers.
     """
     wanted = {
         "experiment": answer["experiment"],
         "model": answer["model"],
-        "strategy": what["strategy"],
-        "gpus": what["gpus"],
+        "strategy": choice["strategy"],
+        "gpus": choice["gpus"],
     }
-    return all(pd.isna(row[name]) or row[name] == value for name, value in wanted.items())
+    return all(pd.isna(finding[name]) or finding[name] == value for name, value in wanted.items())
 
 
 def make_audit_lead(

@@ -21,19 +21,20 @@ from stratbench.extensions.audit.rule import (
     rule,
 )
 
-#: Ratios above which a value is suspicious.
+#: Ratios above which a value is suspicious: of training times on one worker, of a speedup to the number of
+#: workers, of the 99th percentile of step times to their median, of throughputs on generated and real data.
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
-#: Ratio to `single` on one worker above which a speed is suspicious; both have noise.
-FASTER_ALONE = 1.15
-#: Milliseconds per step that sharding may cost the host.
-HOST_MS = 5.0
-#: Number of digits of a training time that do not agree by chance.
-DIGITS = 4
-#: Largest tolerated wait for data per step, and start skew per training time, as shares.
-INPUT, SKEW = 0.10, 0.02
-#: Relative standard deviation of undisturbed repeats. Their spread exceeds the limit in one of BY_CHANCE
-#: groups: 10 % with two repeats, 8 % with three, 5 % with ten.
-EVEN, BY_CHANCE = 0.03, 1000
+#: Ratio above which a strategy on one worker is suspiciously faster than `single`.
+MAX_SPEEDUP_ALONE = 1.15
+#: Milliseconds per step that sharding may take on the CPU.
+MAX_SHARDING_MS = 5.0
+#: Number of digits in which two training times do not agree by chance.
+MIN_EQUAL_DIGITS = 4
+#: Largest tolerated shares: of waiting for data in a step, and of late starts in the training time.
+MAX_DATA_SHARE, MAX_SKEW_SHARE = 0.10, 0.02
+#: Relative standard deviation of undisturbed repeats, and the number of cells of which one exceeds the limit
+#: by chance. The limit follows from both: it is 10 % with two repeats, and 5 % with ten.
+USUAL_DEVIATION, BY_CHANCE = 0.03, 1000
 
 
 @rule("sharding-slow-alone", "warning", "time")
@@ -52,13 +53,12 @@ def find_slow_sharding_on_one_worker(evidence: AuditData) -> Iterator[Case]:
         its_s, other_s = (evidence.compute_median(k, "train_time_s") for k in (group, other))
         if not its_s or not other_s or its_s / other_s <= SLOW_ALONE:
             continue
-        # The host's work per wrap group takes a fixed time per step, which matters in small models. A busy
-        # machine has a rule of its own.
+        # In small models the CPU's fixed time per sharded group of layers may explain the difference.
         steps = evidence.compute_median(group, "steps") or evidence.multiply_medians(
             group, "steps_per_epoch", "epochs"
         )
         busy = any(is_host_mostly_busy(evidence, k) for k in (group, other))
-        if busy or (steps and 1e3 * (its_s - other_s) / steps < HOST_MS):
+        if busy or (steps and 1e3 * (its_s - other_s) / steps < MAX_SHARDING_MS):
             continue
         times = f"{group.strategy} {its_s:.4g} s, {other.strategy} {other_s:.4g} s"
         yield (
@@ -95,8 +95,8 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
         for base in bases:
             base_time, times = evidence.compute_median(base, column), gpus / base.gpus
             if times == 1 and any(is_host_mostly_busy(evidence, k) for k in (group, base)):
-                continue  # a busy machine has a rule of its own
-            limit = (SUPERLINEAR if times > 1 else FASTER_ALONE) * times
+                continue  # the rule busy-machine reports this
+            limit = (SUPERLINEAR if times > 1 else MAX_SPEEDUP_ALONE) * times
             if base_time and here / base_time > limit:
                 name = "" if base.strategy == strategy else f"{base.strategy} "
                 text = f"{here / base_time:.2f} times as fast on {gpus} as {name}on {base.gpus}"
@@ -105,20 +105,21 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
 
 
 def iter_superlinear_over_stopped_cells(
-    evidence: AuditData, group: Group, stopped: Iterable[tuple[int, float]]
+    evidence: AuditData, group: Group, workers_and_limit_s: Iterable[tuple[int, float]]
 ) -> Iterator[Case]:
-    """Yield superlinear speedups over fewer workers that were stopped at a time limit.
+    """Yield speedups that are superlinear over a cell which was stopped at its time limit.
 
     Args:
         evidence: Data of the audit.
         group: A group on more workers.
-        stopped: Numbers of workers on which the strategy was stopped, each with its shortest limit.
+        workers_and_limit_s: Numbers of workers on which the strategy was stopped, each with its shortest
+            limit.
     """
     time_s = evidence.compute_median(group, "train_time_s")
-    few, limit_s = max((s for s in stopped if s[0] < group.gpus), default=(0, 0.0))
+    few, limit_s = max((s for s in workers_and_limit_s if s[0] < group.gpus), default=(0, 0.0))
     if not time_s or not few:
         return
-    # The limit is on the whole cell. All phases except training are assumed to take as long in both cells.
+    # The time limit includes phases besides training, which are assumed to take as long as in this group.
     rest_s = sum(
         evidence.compute_median(group, f"{part}_s") or 0.0
         for part in ("setup", "data", "warmup", "eval")
@@ -133,7 +134,7 @@ def iter_superlinear_over_stopped_cells(
 def find_copied_times(evidence: AuditData) -> Iterator[Case]:
     """Two training times are equal to the last digit, so that one must be a copy, for example of a folder."""
     for value, rows in evidence.ok.groupby("train_time_s", sort=False):
-        if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= DIGITS:
+        if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= MIN_EQUAL_DIGITS:
             cells = [f"{r.strategy} {r.model} on {r.gpus}" for r in rows.itertuples()]
             for row in rows.itertuples():
                 yield row, f"train_time_s {value!r} in {' and in '.join(cells)}"
@@ -159,7 +160,7 @@ def find_uneven_repeats(evidence: AuditData) -> Iterator[Case]:
         if len(times) < 2 or not times.min() > 0:
             continue
         deviation = float(np.std(np.log(times), ddof=1))
-        if deviation > EVEN and deviation > compute_deviation_by_chance(len(times)):
+        if deviation > USUAL_DEVIATION and deviation > compute_deviation_by_chance(len(times)):
             yield (
                 group,
                 f"standard deviation {deviation:.1%}: {times.min():.4g} to {times.max():.4g} s over "
@@ -168,11 +169,12 @@ def find_uneven_repeats(evidence: AuditData) -> Iterator[Case]:
 
 
 @cache
-def compute_deviation_by_chance(repeats: int) -> float:
-    """Return the standard deviation that low-noise repeats exceed with probability 1 / BY_CHANCE."""
-    from scipy.special import chdtri  # takes 0.2 s, and is not needed for even repeats
+def compute_deviation_by_chance(num_repeats: int) -> float:
+    """Return the largest standard deviation that chance explains for undisturbed repeats."""
+    # Few studies need SciPy, which is slow to import.
+    from scipy.special import chdtri
 
-    return EVEN * math.sqrt(chdtri(repeats - 1, 1 / BY_CHANCE) / (repeats - 1))
+    return USUAL_DEVIATION * math.sqrt(chdtri(num_repeats - 1, 1 / BY_CHANCE) / (num_repeats - 1))
 
 
 @record_rule("late-start", "warning", "time")
@@ -184,7 +186,7 @@ def find_late_start(facts: Facts) -> Iterator[str]:
         return  # with servers the clock starts once, when all workers are ready
     together_s = sum(facts("time.start_skew_ms") or ()) / 1e3
     train_s = facts("time.train_time_s")
-    if together_s > SKEW * train_s:
+    if together_s > MAX_SKEW_SHARE * train_s:
         yield f"{together_s:.4g} s of start skew in {train_s:.4g} s of training"
 
 
@@ -201,13 +203,13 @@ def find_recompilations(facts: Facts) -> Iterator[str]:
 def find_input_bound_cells(evidence: AuditData) -> Iterator[Case]:
     """The workers wait for data, so that the times say little about the strategy."""
     for row in evidence.finished_rows:
-        if row.data_ms > INPUT * row.step_mean_ms:
+        if row.data_ms > MAX_DATA_SHARE * row.step_mean_ms:
             yield row, f"data {row.data_ms:.4g} ms of a step of {row.step_mean_ms:.4g} ms"
 
 
 @rule("synthetic-unlike-real", "warning", "time")
 def find_synthetic_unlike_real(evidence: AuditData) -> Iterator[Case]:
-    """Training on real data is not as fast as on generated data, so that reading the data was measured."""
+    """Training is not equally fast on real and on generated data: the times include reading the data."""
     same = ["model", "strategy", "gpus", "global_batch", "precision"]
     column = "throughput_samples_per_s"
     if not evidence.ok["synthetic_data"].astype(str).eq("True").any():

@@ -16,27 +16,29 @@ from stratbench.extensions.audit.rule import AuditData, Case, Key, make_cell_key
 from stratbench.telemetry.pauses import NEGLIGIBLE
 
 #: Fewest samples during training that a rule needs: 5 s at the sampler's period of 0.5 s.
-SAMPLES = 10
+MIN_SAMPLES = 10
 #: Load per core above which the sampler and the workers may wait for a core for seconds.
-CROWDED = 4.0
+MAX_LOAD_PER_CORE = 4.0
 #: Smallest utilisation of a GPU that trains, as a share of its computing time; idle GPUs show 0 to 2 %.
-IDLE = 0.03
+MIN_UTILISATION = 0.03
 #: Smallest utilisation of a GPU per step, relative to the median worker's.
-UNLIKE_OTHERS = 0.25
+MIN_RELATIVE_UTILISATION = 0.25
 #: Relative difference of clocks above which a GPU counts as slow; consumer GPUs lose 5 % when they are warm.
-SLOW_CLOCK = 0.1
-#: A GPU is at its power limit if this share of its samples says so, or if it draws this share of the limit.
+MAX_CLOCK_DIFFERENCE = 0.1
+#: A GPU counts as at its power limit if the driver says so in this share of samples, or if it draws this
+#: share of the limit.
 CAPPED_SAMPLES, CAPPED_POWER = 0.05, 0.9
 #: A GPU that draws less than this share of its power limit is not limited by it, even if the driver says so.
 UNCAPPED_POWER = 0.5
 #: Time constant of the kernel's average `load_1m`, in seconds.
-LOAD_S = 60.0
-#: Largest share of the load before the cell in `load_1m` at which the cell's own load can be computed.
-KEPT = 0.6
-#: Load of a machine, as a share of its cores, that never counts as too much.
-FULL = 0.75
+LOAD_TIME_CONSTANT_S = 60.0
+#: Largest share that the load before the cell may have in the average `load_1m`. With a larger share, the
+#: cell's own load is not computed.
+MAX_EARLIER_LOAD_SHARE = 0.6
+#: Load per core up to which a machine never counts as overloaded.
+HARMLESS_LOAD_PER_CORE = 0.75
 #: Cores that other processes may use during training: a number, plus a share of the host's cores.
-OTHERS, OTHERS_SHARE = 0.5, 0.05
+MAX_OTHER_CORES, MAX_OTHER_CORES_SHARE = 0.5, 0.05
 
 
 def is_cpu_overloaded(facts: Facts) -> bool:
@@ -55,7 +57,7 @@ def is_cpu_overloaded(facts: Facts) -> bool:
             for one in hosts
             if "load_1m" in one.overall_summaries
         ]
-    return bool(any(cores)) and max(loads, default=0.0) > CROWDED * max(cores)
+    return bool(any(cores)) and max(loads, default=0.0) > MAX_LOAD_PER_CORE * max(cores)
 
 
 @record_rule("paused-while-timed", "unusable", "time", of="both")
@@ -71,8 +73,8 @@ def find_pauses_in_training(facts: Facts) -> Iterator[str]:
 
 @record_rule("idle-worker", "unusable", "time")
 def find_idle_workers(facts: Facts) -> Iterator[str]:
-    """A worker's GPU, or its process on a CPU, was nearly idle while it trained by the record: it computed
-    elsewhere, or not at all.
+    """A worker's GPU, or its CPU process, was nearly idle, although the record says that it trained. The
+    worker computed elsewhere, or not at all.
     """
     phases = facts("time.breakdown_ms") or {}
     if facts.status != "ok" or is_cpu_overloaded(facts):
@@ -84,15 +86,16 @@ def find_idle_workers(facts: Facts) -> Iterator[str]:
     for worker in facts.workers:
         kind, one = facts.find_device_samples(worker)
         values = one and one.training_summaries.get(BUSY[kind])
-        if values and values.count >= SAMPLES:
+        if values and values.count >= MIN_SAMPLES:
             busy[worker["rank"]] = values.mean
-    # CPU processes share cores, and a GPU that waits for a slower one is busy in a kernel of NCCL.
+    # Workers are compared with each other only on GPUs without artificial delays. CPU processes share cores,
+    # and a GPU that waits for a delayed one is busy in an NCCL kernel.
     are_alike = kind == "gpu" and not facts("settings.slowdown")
     steps = {worker["rank"]: worker["steps"] or 1 for worker in facts.workers}
     usual = median(mean / steps[rank] for rank, mean in busy.items()) if busy and are_alike else 0.0
     for rank, mean in busy.items():
         its = usual * steps[rank]
-        if mean < max(100 * IDLE * share, UNLIKE_OTHERS * its):
+        if mean < max(100 * MIN_UTILISATION * share, MIN_RELATIVE_UTILISATION * its):
             others = f", others for as many steps in {its:.3g} %" if its else ""
             yield f"the {kind} of rank {rank} was busy in {mean:.3g} % of training{others}"
 
@@ -111,7 +114,7 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
                 facts.find_gpu_samples(worker),
                 get_by_path(worker["provenance"], "gpu.name"),
             )
-            if name and one and one.busy_clock_mhz and one.busy_clock_mhz.count >= SAMPLES:
+            if name and one and one.busy_clock_mhz and one.busy_clock_mhz.count >= MIN_SAMPLES:
                 by_gpu[name].append((key, record, worker, one))
     for members in by_gpu.values():
         usual: dict[Key, list[float]] = defaultdict(list)
@@ -122,21 +125,21 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
             clock = one.busy_clock_mhz.mean
             allowed = get_by_path(worker["provenance"], "gpu.application_sm_clock_mhz") or 0
             usual, whose = max((best, "others at"), (allowed, "its application clock is"))
-            if clock < (1 - SLOW_CLOCK) * usual and not is_at_power_limit(worker, one):
+            if clock < (1 - MAX_CLOCK_DIFFERENCE) * usual and not is_at_power_limit(worker, one):
                 figures = (
                     f"rank {worker['rank']} worked at {clock:.0f} MHz, {whose} {usual:.0f} MHz"
                 )
                 yield record["cell"], figures
 
 
-def is_at_power_limit(worker: dict[str, Any], one: SampleSeries) -> bool:
+def is_at_power_limit(worker: dict[str, Any], gpu_samples: SampleSeries) -> bool:
     """Return whether a GPU was at its power limit, which explains a low clock."""
     limit_w, power = (
         get_by_path(worker["provenance"], "gpu.power_limit_w"),
-        one.training_summaries.get("power_w"),
+        gpu_samples.training_summaries.get("power_w"),
     )
     share = power.mean / limit_w if limit_w and power else None
-    if one.power_capped_share >= CAPPED_SAMPLES:
+    if gpu_samples.power_capped_share >= CAPPED_SAMPLES:
         return share is None or share >= UNCAPPED_POWER
     return share is not None and share >= CAPPED_POWER
 
@@ -165,10 +168,12 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
         one = facts.find_samples(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
-        # All processes of a user's command have one entry together.
+        # The record of a user's command has one entry for all of its processes.
         if facts("strategy.kind") == "own":
             processes = min(facts.workers_per_node, facts.gpus)
-        maximum = max((len(own_cores) or cores) + 2 * threads * processes, FULL * cores)
+        maximum = max(
+            (len(own_cores) or cores) + 2 * threads * processes, HARMLESS_LOAD_PER_CORE * cores
+        )
         load = estimate_load_while_running(facts("time.total_s"), before, max(ends), one)
         if load > maximum:
             yield (
@@ -176,12 +181,12 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
                 f"{len(own_cores) or cores} of {cores} cores"
             )
         others = estimate_cores_of_others(facts, host, one, cores)
-        if others > OTHERS + OTHERS_SHARE * cores:
+        if others > MAX_OTHER_CORES + MAX_OTHER_CORES_SHARE * cores:
             yield f"other processes used {others:.2g} of the {cores} cores of {host} during training"
 
 
 def estimate_load_while_running(
-    total_s: float, before: float | None, after: float, one: SampleSeries | None
+    cell_s: float, load_before: float | None, load_after: float, samples: SampleSeries | None
 ) -> float:
     """Estimate the mean load during a cell from `load_1m`.
 
@@ -189,26 +194,25 @@ def estimate_load_while_running(
     subtracted. The result is 0 if that part is too large.
 
     Args:
-        total_s: Time of the cell.
-        before: Load at the cell's start, if known.
-        after: Load at the cell's end.
-        one: Samples of the load.
+        cell_s: Time of the cell in seconds.
+        load_before: Load at the cell's start, if known.
+        load_after: Load at the cell's end.
+        samples: Samples of the load, if any.
     """
-    spans = [(before, after, total_s)]
-    if one is not None and "load_1m" in one.first_values:
-        spans.append(
-            (one.first_values["load_1m"], one.last_values["load_1m"], one.last_s - one.first_s)
-        )
+    spans = [(load_before, load_after, cell_s)]
+    if samples is not None and "load_1m" in samples.first_values:
+        first, last = samples.first_values["load_1m"], samples.last_values["load_1m"]
+        spans.append((first, last, samples.last_s - samples.first_s))
     loads = [0.0]
     for begun, load, span_s in spans:
-        retained = math.exp(-span_s / LOAD_S)
-        if retained < KEPT:
+        retained = math.exp(-span_s / LOAD_TIME_CONSTANT_S)
+        if retained < MAX_EARLIER_LOAD_SHARE:
             loads.append((load - retained * (load if begun is None else begun)) / (1 - retained))
     return max(loads)
 
 
 def estimate_cores_of_others(
-    facts: Facts, host: str, one: SampleSeries | None, cores: int
+    facts: Facts, host: str, host_samples: SampleSeries | None, num_cores: int
 ) -> float:
     """Estimate how many cores of a host other processes used during training.
 
@@ -217,15 +221,15 @@ def estimate_cores_of_others(
     Args:
         facts: A record.
         host: Name of the host.
-        one: Samples of the host.
-        cores: Number of the host's cores.
+        host_samples: Samples of the host, if any.
+        num_cores: Number of the host's cores.
     """
-    used = one and one.training_summaries.get("cpu_pct")
-    if not used or used.count < SAMPLES:
+    used = host_samples and host_samples.training_summaries.get("cpu_pct")
+    if not used or used.count < MIN_SAMPLES:
         return 0.0
     own = [
         series.training_summaries["cpu_pct"].mean
         for (node, _), series in facts.timeline.select_kind("process").items()
         if node == host and "cpu_pct" in series.training_summaries
     ]
-    return (cores * used.mean - sum(own)) / 100
+    return (num_cores * used.mean - sum(own)) / 100

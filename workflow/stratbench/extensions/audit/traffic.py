@@ -15,19 +15,19 @@ from stratbench.telemetry.machine.hardware import find_datasheet
 #: Largest possible bytes per second, by kind of strategy. For collectives it is what one GPU sends over
 #: NVLink 5, for servers the traffic of one server node.
 MAX_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
-#: Smallest share of its datasheet's rate that a used NVLink carries. NVLink 3 has 300 GB/s in one direction,
-#: PCIe 4.0 with 16 lanes 32 GB/s, and 100 Gbit/s Ethernet 12.5 GB/s.
-USED_LINK = 0.1
-#: Bytes above which the latency of a few all-reduces is short compared with their time over NVLinks.
-LONG_BYTES = 32 * 2**20
+#: Smallest share of its datasheet's rate at which a used NVLink sends. PCIe and Ethernet reach about this
+#: share of NVLink's rate, or less.
+MIN_USED_LINK_SHARE = 0.1
+#: Bytes sent per step above which the latency of all-reduces over NVLinks is negligible.
+MIN_SENT_BYTES = 32 * 2**20
 #: Smallest share of a step that is exposed communication, so that the links are the bottleneck.
-EXPOSED = 0.1
+MIN_EXPOSED_SHARE = 0.1
 
 
 @rule("bandwidth-impossible", "unusable", "all")
 def find_impossible_bandwidth(evidence: AuditData) -> Iterator[Case]:
-    """The strategy would have to move its parameters faster than any hardware can, so that it did not move
-    them in every step.
+    """The training was faster than any hardware can move the strategy's traffic. So the strategy cannot have
+    communicated in every step.
     """
     for row in evidence.finished_rows:
         implied = compute_implied_bytes_per_s(row)
@@ -54,7 +54,7 @@ def compute_implied_bytes_per_s(row: Any) -> float | None:
 
 
 def compute_least_bytes_per_s(row: Any) -> float | None:
-    """Return the least possible bytes per second of a cell's training.
+    """Return the minimum bytes per second that a cell's training must move.
 
     For collectives it is what one rank sends: (W-1)/W of the trained parameters, times the copies that the
     strategy sends. For servers it is an equal share of all workers' traffic: gradients in and parameters out
@@ -92,7 +92,11 @@ def find_unused_nvlink(facts: Facts) -> Iterator[str]:
     if not links or any(sheet is None or not sheet.link.startswith("NVLink") for sheet in sheets):
         return
     most, gb_per_s = min(sheet.link_gb_per_s for sheet in sheets), sent / total_ms / 1e6
-    if sent > LONG_BYTES and exposed_ms > EXPOSED * step_ms and gb_per_s < USED_LINK * most:
+    if (
+        sent > MIN_SENT_BYTES
+        and exposed_ms > MIN_EXPOSED_SHARE * step_ms
+        and gb_per_s < MIN_USED_LINK_SHARE * most
+    ):
         yield (
             f"{gb_per_s:.3g} GB/s sent over {links} active links, which carry {most:.3g} GB/s; "
             f"{exposed_ms:.3g} ms of a step of {step_ms:.3g} ms waited for it"

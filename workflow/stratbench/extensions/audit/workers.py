@@ -12,13 +12,13 @@ from stratbench.strategies import REGISTRY, get_mesh, get_traits
 
 #: Largest tolerated share of its training time for which a worker waits for a core. Three processes on two
 #: idle cores wait for 14 %, and two workers beside a busy foreign process for at least 26 %.
-WAITED = 0.2
+MAX_CORE_WAIT_SHARE = 0.2
 
 
 @record_rule("traits-unlike-strategy", "warning", "all")
 def find_traits_unlike_strategy(facts: Facts) -> Iterator[str]:
-    """The record has other traits of its strategy than this version of the strategy declares. The audit and
-    the decision use the traits in the record. Train the cell again.
+    """The traits of the strategy in the record differ from those that this version of stratbench declares.
+    The audit and the decision use the traits in the record. Train the cell again.
     """
     name = facts("strategy.name")
     if name not in REGISTRY:
@@ -63,14 +63,14 @@ def find_waits_for_cores(facts: Facts) -> Iterator[str]:
     """
     cores = count_usable_cpu_cores({"workers": facts.workers})
     if facts.status != "ok" or (cores and cores < len(facts.workers) + len(facts.servers)):
-        return  # processes of one cell wait for each other: the rule processes-share-cores finds that
+        return  # the cell's own processes wait for each other, which the rule processes-share-cores reports
     shares = [
         (w["core_wait_s"] / w["train_time_s"], w)
         for w in facts.workers
         if w.get("core_wait_s") and w.get("train_time_s")
     ]
     share, worker = max(shares, key=lambda pair: pair[0], default=(0.0, {}))
-    if share > WAITED:
+    if share > MAX_CORE_WAIT_SHARE:
         yield (
             f"rank {worker['rank']} waited for a core in {min(1.0, share):.0%} of "
             f"{worker['train_time_s']:.3g} s of training"

@@ -9,27 +9,29 @@ from stratbench.cell.settings import Keys, setting
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(Keys):
-    """Search of `stratbench tune` for the fastest configuration of one network (docs/tune.md)."""
+    """Keys of `stratbench tune`, which finds the fastest configuration of one model (docs/tune.md)."""
 
     # fmt: off
     experiment: str | None = setting(None,
-        help="Experiment whose data, batch and settings are used. null: the study's first experiment.")
+        help="Experiment whose data, batch and settings all combinations have. null: the study's first "
+        "experiment.")
     model: str | None = setting(None, help="Name of the model to tune. null: the experiment's first model.")
     gpus: int | None = setting(None, minimum=1,
-        help="Number of workers. null: the largest number of the experiment.")
+        help="Number of workers to tune for. null: the experiment's largest number.")
     baseline: str = setting("ddp",
-        help="Strategy that you use today. It is measured even if the plan predicts that it is slow.")
+        help="Strategy that you train with today. It is always measured, and the answer compares the fastest "
+        "combination with it.")
     include: list[str] = setting([], items={"type": "string"},
         help="Strategies to try. Empty: all strategies whose updates equal those of DDP.")
-    exclude: list[str] = setting([], items={"type": "string"}, help="Strategies that are not tried.")
+    exclude: list[str] = setting([], items={"type": "string"}, help="Strategies not to try.")
     compile: bool = setting(False,
         help="Whether each combination is tried both with and without torch.compile.")
     keep_within: float | None = setting(None, exclusiveMinimum=1,
         help="Largest ratio of a combination's planned time to that of the fastest; slower ones are dropped. "
-        "null: on GPUs the ratio comes from public sweeps, by the settings in which two combinations "
-        "differ; on CPUs none is dropped.")
+        "null: on GPUs the ratio comes from published measurements, and depends on the settings in which two "
+        "combinations differ. On CPUs no combination is dropped.")
     budget_gpu_hours: float | None = setting(None, exclusiveMinimum=0,
-        help="Limit of GPU-hours (worker-hours on CPUs) for all blocks and trainings together. If it is too "
-        "small, the combinations with the longest planned times are not measured. A larger budget "
-        "measures them later and keeps earlier results. null: no limit.")
+        help="Limit of GPU-hours (worker-hours on CPUs) for all measurements together. If the limit is too "
+        "small, the combinations with the longest planned times are not measured. If you then raise it, "
+        "`tune` measures these too, and keeps earlier results. null: no limit.")
     # fmt: on

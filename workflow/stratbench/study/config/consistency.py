@@ -80,15 +80,15 @@ def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) ->
         "strategy": max(block["strategies"], key=len),
         "model": max(block["models"], key=len),
     }
-    repeat = 999  # a verdict may train more repeats than the config has
+    repeat = 999  # `stratbench verdict` may train more repeats than the config has
     length = len("_".join([*longest.values(), str(max(block["gpus"])), str(repeat)]))
     if length <= MAX_NAME_BYTES:
         return
-    what, name = max(longest.items(), key=lambda entry: len(entry[1]))
+    coordinate, name = max(longest.items(), key=lambda entry: len(entry[1]))
     raise ConfigError(
-        f"config: studies.{study}.experiments.{experiment}: a cell's joined names have {length} letters, and "
-        f"the name of its folder of SLURM logs has room for {MAX_NAME_BYTES}; choose a shorter name for the "
-        f"{what} {name!r}"
+        f"config: studies.{study}.experiments.{experiment}: a cell's joined names have {length} letters, but "
+        f"its folder of SLURM logs can have at most {MAX_NAME_BYTES}; choose a shorter name for the "
+        f"{coordinate} {name!r}"
     )
 
 
@@ -106,9 +106,9 @@ def check_models(config: Mapping[str, Any]) -> None:
             spec = config["models"][name] = libraries.convert_entry_to_call(spec, known)
         except ValueError as e:
             raise ConfigError(f"config: models.{name}{e}") from e
-        if fault := users_code.invalid_call_reason(spec["call"]):
+        if reason := users_code.invalid_call_reason(spec["call"]):
             raise ConfigError(
-                f"config: models.{name}.call = {format_wrong_value(spec['call'])}: {fault}"
+                f"config: models.{name}.call = {format_wrong_value(spec['call'])}: {reason}"
             )
         for key in spec["kwargs"]:
             if not key.isidentifier():
@@ -123,23 +123,23 @@ def check_models(config: Mapping[str, Any]) -> None:
             )
     folders = [Path(folder).expanduser() for folder in config["code"]]
     for name, spec in config["models"].items():
-        if fault := users_code.shadowed_module_reason(spec["call"], folders):
+        if reason := users_code.shadowed_module_reason(spec["call"], folders):
             raise ConfigError(
-                f"config: models.{name}.call = {format_wrong_value(spec['call'])}: {fault}"
+                f"config: models.{name}.call = {format_wrong_value(spec['call'])}: {reason}"
             )
 
 
-def check_decided_model(wanted: str | None, known: Iterable[str]) -> None:
+def check_decided_model(model: str | None, study_models: Iterable[str]) -> None:
     """Raise ConfigError if `decide.model` is not a model of the study.
 
     Args:
-        wanted: Value of `decide.model`; None stands for all models.
-        known: Models of the study.
+        model: Value of `decide.model`; None stands for all models.
+        study_models: Models of the study.
     """
-    known = list(dict.fromkeys(known))
-    if wanted is not None and wanted not in known:
-        what = "is not a model of the study"
-        raise ConfigError(format_wrong_value_message("decide.model", wanted, what, known))
+    allowed = list(dict.fromkeys(study_models))
+    if model is not None and model not in allowed:
+        problem = "is not a model of the study"
+        raise ConfigError(format_wrong_value_message("decide.model", model, problem, allowed))
 
 
 def iter_name_faults(
@@ -175,7 +175,7 @@ def check_experiment(
     block: Mapping[str, Any],
     study: Mapping[str, Any],
     config: Mapping[str, Any],
-    facts: Callable[[str], Dataset],
+    describe_data_set: Callable[[str], Dataset],
 ) -> None:
     """Raise ConfigError for the first value of an experiment that contradicts another.
 
@@ -186,14 +186,15 @@ def check_experiment(
         block: The experiment's block.
         study: The study's block.
         config: The whole config.
-        facts: Returns the known metadata of a data set. Anything unknown is checked once it is prepared.
+        describe_data_set: Returns the known metadata of a data set, by its name. Anything unknown is checked
+            once the data set is prepared.
     """
     try:
-        dataset = facts(block["dataset"])
+        dataset = describe_data_set(block["dataset"])
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
     for changed, each in _iter_settings_groups(block, study):
-        # The chain is lazy: a check may rely on the earlier checks having found nothing.
+        # Each check runs only if the checks before it have found nothing.
         faults = chain(
             _iter_task_faults(each, dataset),
             _iter_optimizer_faults(each),
@@ -219,7 +220,7 @@ def check_experiment(
 def _iter_settings_groups(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield each set of settings that variants change, and the experiment with only these variants."""
+    """Yield each set of variant settings, and the experiment with only its strategies."""
     names: dict[str, list[str]] = {}
     for name in block["strategies"]:
         changed = study["variants"].get(name, {}).get("settings", {})
@@ -246,7 +247,7 @@ def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[st
     if block["steps"] is not None:
         yield f".target_score = {target}: nothing is evaluated with steps; remove it, or give epochs"
     if name is None and dataset.shape is None:
-        return  # a user's own data set, not read yet
+        return  # the task of a user's own data set is unknown until the data are prepared
     task = tasks.TASKS.get(name or natural)
     if task is not None and (target <= 0 or (task.unit == "share" and target > 1)):
         within = "a share such as 0.9" if task.unit == "share" else f"more than 0 {task.unit}"
@@ -254,11 +255,11 @@ def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[st
 
 
 def check_tolerances(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `decide.score_tolerance` names a score that no task of the config has."""
+    """Raise ConfigError if `decide.score_tolerance` names an unknown score."""
     tolerances = config["decide"]["score_tolerance"]
     blocks = [e for s in config["studies"].values() for e in s["experiments"].values()]
     if any(block["task"] not in (None, *tasks.TASKS) for block in blocks):
-        return  # a user's own task names its score when it is imported
+        return  # the score of a user's own task is unknown until the task is imported
     names = [task.score_name for task in tasks.TASKS.values()]
     for name in tolerances:
         if name not in names:
@@ -268,7 +269,7 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
 
 
 def _join_independent_faults(where: str, faults: Iterator[str]) -> Iterator[str]:
-    """Yield independent messages joined into one, so that all unsupported strategies are reported."""
+    """Yield all messages joined into one, so that the user sees all of them."""
     if each := list(dict.fromkeys(faults)):
         yield f"\nconfig: {where}".join(each)
 
@@ -315,7 +316,7 @@ def _iter_optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
-    """Return the set keys among `keys` as `key = value`, or `neither` without any."""
+    """Return those of `keys` that have a value as `key = value`, or `neither` if none has."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
 
@@ -323,22 +324,22 @@ def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
 def iter_strategy_options(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield name, strategy and all options of each strategy and variant of an experiment."""
+    """Yield the name, base strategy and all options of each strategy or variant of an experiment."""
     for name in block["strategies"]:
         variant = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
         base, _ = variant.pop("strategy"), variant.pop("settings", None)
         yield name, base, asdict(get_strategy_class(base).Options(**variant))
 
 
-def _list_meshes(block: Mapping[str, Any], study: Mapping[str, Any], n: int) -> set[Mesh]:
-    """Return the meshes of the experiment's strategies with `n` workers.
+def _list_meshes(block: Mapping[str, Any], study: Mapping[str, Any], workers: int) -> set[Mesh]:
+    """Return the meshes of the experiment's strategies on a number of workers.
 
-    Strategies that cannot use `n` workers are left out.
+    Strategies that cannot use this number are left out.
     """
     meshes = set()
     for _, base, options in iter_strategy_options(block, study):
-        with suppress(ValueError):  # reported by `_iter_strategy_faults`
-            meshes.add(get_mesh(base, options, n))
+        with suppress(ValueError):  # `_iter_strategy_faults` reports the error
+            meshes.add(get_mesh(base, options, workers))
     return meshes
 
 
@@ -480,7 +481,7 @@ def _iter_model_faults(
 
 
 def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
-    """Return a message if the head of a transformers class is for another task.
+    """Return a message if a model class of transformers has the head of another task.
 
     Otherwise, the result is None.
 

@@ -46,7 +46,7 @@ def build_config_schema() -> dict[str, Any]:
         "properties"
     ]
     variant["settings"]["properties"] = {
-        # No default is filled in: a setting that a variant leaves out has the experiment's value.
+        # Variants have no defaults: a setting that a variant lacks has the experiment's value.
         key: {
             name: value for name, value in settings["properties"][key].items() if name != "default"
         }
@@ -113,7 +113,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 def _make_validator():
     import jsonschema
 
-    # The standard takes 2.0 for an integer and infinity for a number.
+    # JSON Schema counts 2.0 as an integer. Here an integer must have the type int.
     base = jsonschema.Draft202012Validator
     checker = base.TYPE_CHECKER.redefine("integer", lambda _, v: type(v) is int)
     return jsonschema.validators.extend(base, type_checker=checker)(build_config_schema())
@@ -164,7 +164,7 @@ def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
 def collect_extension_values(
     place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the values of extensions' keys in a block that are not defaults, by extension.
+    """Return the extensions' values in a config block that differ from defaults, by extension.
 
     Args:
         place: Where the block is: `experiment`, or the name of a block of the top level.
@@ -188,7 +188,7 @@ def collect_constraints(config: Mapping[str, Any]) -> dict[str, Any]:
     decide = config["decide"]
     added = {field.name for _, keys in iter_extension_keys("decide") for field in fields(keys)}
     constraints = {key: value for key, value in decide.items() if key not in added}
-    # A peak fits with the same reserve as in the plan.
+    # Decisions add the plan's safety margin to a measured peak, too.
     constraints["memory_margin"] = config["cluster"]["memory_margin"]
     return constraints | {"more": collect_extension_values("decide", decide, config)}
 
@@ -293,7 +293,8 @@ def _explain_schema_error(fault: Any, key: str | None) -> str:
             message = f"{setting}: must have {bound} {rule} entries. {about}"
         case "minItems" | "minProperties" | "minLength":
             message = f"{at}: must not be empty. {about}"
-        case "pattern" if fault.schema["type"] != "string":  # the pattern lists words, not names
+        # This pattern has the allowed words of a key. The pattern of a name has the type string.
+        case "pattern" if fault.schema["type"] != "string":
             message = f"{setting}: is not allowed. {about}"
         case "pattern":
             message = (

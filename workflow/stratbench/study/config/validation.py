@@ -80,12 +80,12 @@ def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             )
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
-            # The data files of studies that do not run now are not read.
-            facts = (
+            # Data files are read only for the study that runs.
+            describe = (
                 known.describe_data_set if study == config["study"] else known.describe_by_config
             )
             try:
-                check_experiment(where, block, values, config, facts)
+                check_experiment(where, block, values, config, describe)
                 check_name_lengths(study, experiment, block)
             except ConfigError as e:
                 wrong.append(str(e))
@@ -108,20 +108,29 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _normalise_folder(key: str, path: str) -> str:
-    """Return a folder's path as all rules write it: without `~`, `./`, `//`, final slash.
+    """Return a folder's path without `~`, `./`, `//` and final slash, as rules need it.
 
     Raises:
         ConfigError: For a path that Snakemake or a command line would misread.
     """
     folder = os.path.normpath(os.path.expanduser(path))
     folder = "/" + folder.lstrip("/") if folder.startswith("/") else folder
-    what = None
+    problem_and_remedy = None
     if folder in (".", "/"):
-        what = "must be a folder for results alone, since each study becomes a folder in it; write results"
+        problem_and_remedy = (
+            "must be a folder for results alone, because each study becomes a folder in it; "
+            "write results"
+        )
     elif folder.startswith(("-", "~")):
-        what = f"begins with {folder[0]!r}, which commands read as an option or a home folder; rename it"
+        problem_and_remedy = (
+            f"begins with {folder[0]!r}, which commands read as an option or as a home folder; "
+            "rename it"
+        )
     elif bad := next((c for c in folder if c in "{}" or not c.isprintable()), None):
-        what = f"has the character {bad!r}, which Snakemake or a shell does not allow in paths; rename it"
-    if what:
-        raise ConfigError(f"config: {key} = {format_wrong_value(path)}: {what}")
+        problem_and_remedy = (
+            f"has the character {bad!r}, which Snakemake or a shell does not allow in paths; "
+            "rename it"
+        )
+    if problem_and_remedy:
+        raise ConfigError(f"config: {key} = {format_wrong_value(path)}: {problem_and_remedy}")
     return folder

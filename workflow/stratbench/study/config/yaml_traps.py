@@ -41,15 +41,15 @@ def check_duplicate_keys(path: str | Path) -> None:
         if isinstance(node, yaml.MappingNode):
             seen: dict[str, int] = {}
             for key, value in node.value:
-                place = f"{where}.{key.value}".lstrip(".")
+                key_path = f"{where}.{key.value}".lstrip(".")
                 line = key.start_mark.line + 1
-                if str(key.value) in seen and key.value != "<<":
+                first_line = seen.get(str(key.value))
+                if first_line is not None and key.value != "<<":
                     raise ConfigError(
-                        f"{path}: {place} is given twice, in lines {seen[str(key.value)]} and "
-                        f"{line}; keep one"
+                        f"{path}: {key_path} is given twice, in lines {first_line} and {line}; keep one"
                     )
                 seen[str(key.value)] = line
-                walk(value, place)
+                walk(value, key_path)
         elif isinstance(node, yaml.SequenceNode):
             for item in node.value:
                 walk(item, where)
@@ -83,9 +83,9 @@ def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:
     elif isinstance(value, str):
         _check_characters(value, path)
     elif not isinstance(value, int | float | None):
-        kind = type(value).__name__
+        type_name = type(value).__name__
         raise ConfigError(
-            f"config: {format_config_path(path)} = {value}: is a {kind}; write it in quotes"
+            f"config: {format_config_path(path)} = {value}: is a {type_name}; write it in quotes"
         )
 
 

@@ -13,7 +13,7 @@ _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 
 
 def run_slurm_command(
-    command: list[str], text: str | None = None
+    command: list[str], stdin_text: str | None = None
 ) -> subprocess.CompletedProcess[str] | None:
     """Run one of SLURM's commands, without SLURM's own environment variables.
 
@@ -22,7 +22,7 @@ def run_slurm_command(
 
     Args:
         command: The command and its arguments.
-        text: Standard input of the command, if any.
+        stdin_text: Standard input of the command, if any.
 
     Returns:
         The result, with the exit code NOT_THERE if the command is missing, or None if SLURM does not answer.
@@ -31,7 +31,7 @@ def run_slurm_command(
     environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
     conf = os.environ.get("SLURM_CONF") or os.environ.get("STRATBENCH_SLURM_CONF")
     env = environment | ({"SLURM_CONF": conf} if conf else {})
-    stdin = {"input": text} if text is not None else {"stdin": subprocess.DEVNULL}
+    stdin = {"input": stdin_text} if stdin_text is not None else {"stdin": subprocess.DEVNULL}
     try:
         return subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, **stdin

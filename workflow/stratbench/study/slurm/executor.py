@@ -40,11 +40,9 @@ OMITTED_S = 30.0
 
 
 class JobFollower(RemoteExecutor):
-    """A first base class (mixin) that overrides methods of the SLURM plugin's executor."""
+    """Mixin class that overrides methods of the SLURM plugin's executor."""
 
     followed: FollowedRun
-
-    # ------------------------------------------------------------ submission
 
     def run_job(self, job: Any) -> None:
         """Submit a job, or postpone it after SLURM rejected another job for a temporary reason."""
@@ -94,7 +92,7 @@ class JobFollower(RemoteExecutor):
                 else f"SLURM refuses it: {reason}. {f.request_texts.get(first, first)} "
                 f"{format_help_address('SLURM refuses it')}."
             )
-            # Snakemake's own report would print a page of command line.
+            # Snakemake's own report would print the job's long command line.
             fail_job_silently(self.workflow, job_info.job)
             return
         self._note_end(job_info)
@@ -106,7 +104,8 @@ class JobFollower(RemoteExecutor):
         with f.lock:
             f.last_message_s = time.monotonic()
             f.waiting_jobs.output_by_job.pop(job_info.external_jobid, None)
-            f.postponed.next_submission_s = 0.0  # a limit on the number of jobs now allows one more
+            # If SLURM limits the number of jobs, it accepts another job now.
+            f.postponed.next_submission_s = 0.0
 
     def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
         """Postpone a job that SLURM has rejected for `reason`, if the reason is temporary.
@@ -151,7 +150,7 @@ class JobFollower(RemoteExecutor):
                     given_up, f.postponed = f.postponed.jobs, submission.Postponed()
                     break
                 job = f.postponed.jobs.pop(0)
-            # sbatch may have reported a failure although SLURM has taken the job.
+            # SLURM may have accepted the job although sbatch reported a failure.
             states = job_states.read_job_states(self.run_uuid, self._list_clusters([job]))
             if states is None:
                 with f.lock:
@@ -191,8 +190,6 @@ class JobFollower(RemoteExecutor):
                 self.report_job_submission(SubmittedJobInfo(job, external_jobid=id_, aux=aux))
                 return True
         return False
-
-    # ------------------------------------------------------------ until it ends
 
     async def check_active_jobs(self, active_jobs: list[Any]) -> AsyncIterator[Any]:
         """Report jobs that have ended, and yield all others. Yield all while SLURM does not answer."""
@@ -279,14 +276,14 @@ class JobFollower(RemoteExecutor):
         now = read_signatures(job.output)
         return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
 
-    def _warn_of_no_answer(self, now: float, jobs: int) -> None:
+    def _warn_of_no_answer(self, now: float, num_jobs: int) -> None:
         f = self.followed
         f.silent_since_s = f.silent_since_s or now
         if now - f.silent_since_s >= UNANSWERED_S and not f.has_reported_silence:
             f.has_reported_silence = True
             f.print_message(
                 f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; this run waits for its "
-                f"{format_count(jobs, 'job')}, which may still train "
+                f"{format_count(num_jobs, 'job')}, which may still train "
                 f"{format_help_address('SLURM has not answered')}"
             )
 
@@ -318,8 +315,6 @@ class JobFollower(RemoteExecutor):
         while self.wait and time.monotonic() < until:
             await asyncio.sleep(WAKE_S)
 
-    # ------------------------------------------------------------ the end
-
     def cancel_jobs(self, active_jobs: list[Any]) -> None:
         """Cancel all jobs of the run, including those of which Snakemake does not know yet."""
         self.followed.is_ending.set()
@@ -327,7 +322,7 @@ class JobFollower(RemoteExecutor):
 
     def shutdown(self) -> None:
         super().shutdown()
-        # A submission may have been in progress when all jobs were cancelled.
+        # A job may have been submitted while all jobs were cancelled, so they are cancelled once more.
         if self.followed.is_ending.is_set() and not self._cancel_run():
             print_to_stderr(
                 "SLURM did not answer, so this run's jobs may still train; cancel them later by scancel "
@@ -335,12 +330,11 @@ class JobFollower(RemoteExecutor):
             )
 
     def _cancel_run(self) -> bool:
+        """Cancel all SLURM jobs of this run, and return whether SLURM has confirmed this."""
         names = ",".join(sorted(self._list_clusters(self.followed.old_signatures)))
         where = [f"--clusters={names}"] if names else []
         done = run_slurm_command(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
         return done is not None and done.returncode == 0
-
-    # ------------------------------------------------------------ Snakemake's jobs
 
     @staticmethod
     def _make_comment(job: Any) -> str:

@@ -15,7 +15,7 @@ from stratbench.study.slurm import submission
 from stratbench.study.slurm.live_jobs import print_to_stderr
 from stratbench.study.slurm.waiting import WaitingJobs
 
-#: Explanation and remedy by SLURM's state of a failed job.
+#: Why a job failed, and the remedy, by the state of the job in SLURM.
 ENDS = {
     "CANCELLED": "it was cancelled",
     "DEADLINE": "its deadline passed",
@@ -80,15 +80,16 @@ def get_first_output(job: Any) -> str:
     return str(next(iter(job.output), ""))
 
 
-def read_signatures(paths: Iterable[Any]) -> dict[str, tuple[int, int, int] | None]:
-    """Return a signature of each file by its path, or None for a missing file.
+#: Modification time in nanoseconds, inode and size of a file. They differ if the file was replaced.
+FileSignature = tuple[int, int, int]
 
-    The signature differs if the file was replaced.
-    """
-    signatures: dict[str, tuple[int, int, int] | None] = {}
+
+def read_signatures(paths: Iterable[Any]) -> dict[str, FileSignature | None]:
+    """Return the signature of each file by its path, or None for a missing file."""
+    signatures: dict[str, FileSignature | None] = {}
     for path in map(str, paths):
         try:
-            # A network file system may cache that the file was missing.
+            # Listing the folder updates a network file system's cache, in which the file may be missing.
             os.listdir(Path(path).parent)
             s = Path(path).stat()
             signatures[path] = s.st_mtime_ns, s.st_ino, s.st_size

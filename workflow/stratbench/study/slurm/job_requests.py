@@ -55,13 +55,15 @@ def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission
         workflow: Snakemake's workflow, which is about to submit to SLURM.
         submissions: All jobs to submit.
     """
-    # The plugin then chooses among the partitions of a file, which this function does not read.
-    anywhere = getattr(workflow.executor_settings, "partition_config", None) is not None
-    offered = nodes.read_cluster_nodes()
-    if refused := find_refused_cells(submissions, offered, anywhere):
+    # With `partition_config`, the SLURM plugin chooses the partition, so the nodes of all partitions count.
+    in_any_partition = getattr(workflow.executor_settings, "partition_config", None) is not None
+    cluster_nodes = nodes.read_cluster_nodes()
+    if refused := find_refused_cells(submissions, cluster_nodes, in_any_partition):
         return nodes.format_refusals(refused)
-    partitions = {"*" if anywhere else s.job.resources.get("slurm_partition") for s in submissions}
-    of_partitions = [n for p in partitions for n in nodes.select_partition_nodes(offered, p)]
+    partitions = {
+        "*" if in_any_partition else s.job.resources.get("slurm_partition") for s in submissions
+    }
+    of_partitions = [n for p in partitions for n in nodes.select_partition_nodes(cluster_nodes, p)]
     requests = [read_submitted_request(s.job.resources) for s in submissions]
     if mixed := nodes.describe_mixed_gpu_types(of_partitions, requests):
         print_to_stderr(mixed)
@@ -75,30 +77,31 @@ def check_and_follow_submissions(workflow: Any, submissions: Sequence[Submission
 
 
 def find_refused_cells(
-    submissions: Iterable[Submission], offered: list[nodes.Node], anywhere: bool
+    submissions: Iterable[Submission], cluster_nodes: list[nodes.Node], in_any_partition: bool
 ) -> dict[Cell, str]:
     """Return a sentence for each cell whose job is too large for every node.
 
     Args:
         submissions: Jobs to submit.
-        offered: Nodes of the cluster.
-        anywhere: Whether a job may run in any partition.
+        cluster_nodes: Nodes of the cluster.
+        in_any_partition: Whether a job may run in any partition.
     """
     reasons = {}
     for s in submissions:
         resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.job_request
         request = read_submitted_request(resources)
-        partition = "*" if anywhere else resources.get("slurm_partition")
-        in_profile = _comparable_values(request) != _comparable_values(from_config)
+        partition = "*" if in_any_partition else resources.get("slurm_partition")
+        is_from_profile = _comparable_values(request) != _comparable_values(from_config)
         sentence = nodes.job_too_large_reason(
             cell,
             settings,
-            request if in_profile else from_config,
-            nodes.select_partition_nodes(offered, partition),
-            in_profile,
+            request if is_from_profile else from_config,
+            nodes.select_partition_nodes(cluster_nodes, partition),
+            is_from_profile,
         )
-        if sentence is None and from_config.worker:  # worker jobs may use another partition
-            sentence = nodes.job_too_large_reason(cell, settings, from_config.worker, offered)
+        # The worker jobs of an elastic cell may use another partition.
+        if sentence is None and from_config.worker:
+            sentence = nodes.job_too_large_reason(cell, settings, from_config.worker, cluster_nodes)
         if sentence:
             reasons[cell] = sentence
     return reasons

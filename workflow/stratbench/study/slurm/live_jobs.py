@@ -53,13 +53,13 @@ def wait_for_earlier_jobs(workflow: Any, planned: Sequence[Any]) -> None:
         restart_snakemake(workflow)
 
 
-def wait_for_live_jobs(cells: Mapping[str, str], directory: Path) -> bool:
-    """Wait until no earlier job that makes one of `cells` is queued or running.
+def wait_for_live_jobs(output_by_comment: Mapping[str, str], directory: Path) -> bool:
+    """Wait until no earlier job with one of these comments is queued or running.
 
     If SLURM does not answer at first, the user gets a message. During the wait SLURM is asked again.
 
     Args:
-        cells: Output file of each job, by the job's comment.
+        output_by_comment: Output file of each job, by the job's comment.
         directory: Working directory of the jobs.
 
     Returns:
@@ -71,7 +71,11 @@ def wait_for_live_jobs(cells: Mapping[str, str], directory: Path) -> bool:
         if jobs is None and not waited:
             print_to_stderr("squeue does not answer, so cells of an earlier run may still train")
             return False
-        live = {job: cells[name] for job, name in (jobs or {}).items() if name in cells}
+        live = {
+            job: output_by_comment[comment]
+            for job, comment in (jobs or {}).items()
+            if comment in output_by_comment
+        }
         if not live and jobs is not None:
             return waited
         if not waited:
@@ -84,19 +88,20 @@ def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def describe_live_jobs(live: Mapping[str, str]) -> str:
+def describe_live_jobs(output_by_job_id: Mapping[str, str]) -> str:
     """Return a message on the live jobs of an earlier run.
 
     The message also says which actions the user can take.
 
     Args:
-        live: Output file of each live job, by SLURM's job id.
+        output_by_job_id: Output file of each live job, by SLURM's job id.
     """
-    listed = "\n".join(f"  SLURM job {job}: {cell}" for job, cell in live.items())
+    listed = "\n".join(f"  SLURM job {job}: {cell}" for job, cell in output_by_job_id.items())
     return (
-        f"{len(live)} cells of an earlier snakemake still run or wait in SLURM's queue:\n{listed}\n"
+        f"{len(output_by_job_id)} cells of an earlier snakemake still run or wait in SLURM's queue:\n"
+        f"{listed}\n"
         "To submit these cells again would train them twice. This run waits until they have ended, and "
         "then trains the missing cells.\n"
         "Ctrl-C ends this run and leaves them running. To cancel them and train them again: "
-        f"scancel {' '.join(live)}"
+        f"scancel {' '.join(output_by_job_id)}"
     )

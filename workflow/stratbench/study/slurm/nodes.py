@@ -17,7 +17,7 @@ from stratbench.study.slurm.commands import read_command_output
 #: MiB, GPUs, time limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"
 #: Largest number of reasons that are printed; cells with further reasons are only counted.
-MAX_TOLD = 5
+MAX_PRINTED_REASONS = 5
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def read_cluster_nodes() -> list[Node]:
     )
 
 
-def parse_sinfo(text: str) -> list[Node]:
+def parse_sinfo(sinfo_output: str) -> list[Node]:
     """Return the nodes in sinfo's output. Empty if any node's line cannot be parsed.
 
     A node that cannot be parsed may be large enough for a cell. Lines without numbers (`n/a`) are left out.
     """
     nodes = []
-    for line in text.splitlines():
+    for line in sinfo_output.splitlines():
         fields = [field.strip() for field in line.split("|")]
         if len(fields) != 6 or fields[2:4] == ["n/a", "n/a"]:
             continue
@@ -111,7 +111,7 @@ def count_gpus_by_type(gres: str) -> dict[str, int]:
     return dict(counts)
 
 
-def describe_mixed_gpu_types(offered: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
+def describe_mixed_gpu_types(nodes: Iterable[Node], requests: Iterable[JobRequest]) -> str | None:
     """Return a warning if a request names no GPU type although the nodes have several.
 
     Otherwise, the result is None.
@@ -119,7 +119,7 @@ def describe_mixed_gpu_types(offered: Iterable[Node], requests: Iterable[JobRequ
     if all(r.gpu_type is not None or not r.gpus for r in requests):
         return None
     nodes_of: dict[str, set[str]] = defaultdict(set)
-    for node in offered:
+    for node in nodes:
         for name in node.gpu_types:
             nodes_of[name].add(node.name)
     if len(nodes_of) < 2:
@@ -133,12 +133,12 @@ def describe_mixed_gpu_types(offered: Iterable[Node], requests: Iterable[JobRequ
     )
 
 
-def _parse_minutes(limit: str) -> int | None:
+def _parse_minutes(time_limit: str) -> int | None:
     """Return the minutes of sinfo's time limit, such as `2-00:00:00` or `30:00`.
 
     The result is None for no limit.
     """
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", time_limit)
     if match is None:
         return None
     days, hours, minutes, _ = (int(part or 0) for part in match.groups())
@@ -161,9 +161,9 @@ def select_partition_nodes(nodes: Iterable[Node], partition: str | int | None) -
     return [node for node in nodes if node.is_default] or nodes
 
 
-def count_fitting_nodes(request: JobRequest, offered: Iterable[Node]) -> int:
+def count_fitting_nodes(request: JobRequest, nodes: Iterable[Node]) -> int:
     """Return the largest number of nodes in any partition that satisfy the request."""
-    able = Counter(node.partition for node in offered if not node.lacks(request))
+    able = Counter(node.partition for node in nodes if not node.lacks(request))
     return max(able.values(), default=0)
 
 
@@ -172,7 +172,7 @@ def job_too_large_reason(
     settings: Settings,
     request: JobRequest,
     nodes: Sequence[Node],
-    in_profile: bool = False,
+    is_from_profile: bool = False,
 ) -> str | None:
     """Return a sentence if no partition has nodes that are large enough for a cell.
 
@@ -185,7 +185,7 @@ def job_too_large_reason(
         settings: Settings of the cell.
         request: Request of the cell.
         nodes: Nodes of the cluster; without any, the function returns None.
-        in_profile: Whether the request comes from the profile, not from the config.
+        is_from_profile: Whether the request comes from the profile, not from the config.
     """
     by_partition: dict[str, list[Node]] = {}
     for node in nodes:
@@ -212,7 +212,7 @@ def job_too_large_reason(
     else:
         has = f"partition {largest.partition} has {len(able)} such nodes"
         lacks = ["nodes"]
-    if in_profile:
+    if is_from_profile:
         remedy = "lower it in the profile (set-resources, default-resources)"
     else:
         remedy = "; ".join(_iter_remedies(lacks, cell, settings, request, largest))
@@ -241,7 +241,7 @@ def _format_quantities(
 def _iter_remedies(
     lacks: Iterable[str], cell: Cell, settings: Settings, request: JobRequest, largest: Node
 ) -> Iterator[str]:
-    """Yield the key to change for each resource that is missing."""
+    """Yield, for each resource that nodes lack, the key of config.yaml to change."""
     block = f"studies.{cell.study}.experiments.{cell.experiment}"
     served = "servers" in settings.options
     spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
@@ -270,7 +270,7 @@ def _iter_remedies(
 
 
 def format_refusals(refusals: Mapping[Cell, str]) -> list[str]:
-    """Return a line per reason for which cells fit no node.
+    """Return a line per reason why cells are too large for every node.
 
     A line has the first cell, and the number of other cells.
     """
@@ -280,9 +280,9 @@ def format_refusals(refusals: Mapping[Cell, str]) -> list[str]:
     lines = [
         f"{cells[0]}{reason}"
         + (f" (and {format_count(len(cells) - 1, 'more cell')})" if len(cells) > 1 else "")
-        for reason, cells in list(by_reason.items())[:MAX_TOLD]
+        for reason, cells in list(by_reason.items())[:MAX_PRINTED_REASONS]
     ]
-    rest = sum(len(cells) for cells in list(by_reason.values())[MAX_TOLD:])
+    rest = sum(len(cells) for cells in list(by_reason.values())[MAX_PRINTED_REASONS:])
     return lines + (
         [f"{format_count(rest, 'more cell')} are too large for every node, for other reasons"]
         if rest

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 #: Seconds for which submissions are tried again while SLURM does not answer.
 SILENCE_S = 600.0
-#: Shortest and longest pause between two tries, in seconds. The pause doubles after each try.
+#: Shortest and longest pause between two attempts to submit, in seconds. The pause doubles after each
+#: attempt.
 SHORTEST_PAUSE_S, MAX_PAUSE_S = 5.0, 60.0
 #: Messages of sbatch when a user has reached a limit on the number of jobs.
 _LIMITS = re.compile(
@@ -40,14 +41,14 @@ def parse_sbatch_refusal(message: str) -> str | None:
     return join_error_lines(match[1]) if match else None
 
 
-def join_error_lines(printed: str) -> str:
+def join_error_lines(sbatch_output: str) -> str:
     """Return the error lines that sbatch has printed, joined into one line."""
-    lines = [line.removeprefix("sbatch: ").strip() for line in printed.splitlines()]
+    lines = [line.removeprefix("sbatch: ").strip() for line in sbatch_output.splitlines()]
     return "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line)
 
 
 def classify_refusal(reason: str) -> Kind | None:
-    """Return `limit` or `silence` for a temporary reason of sbatch.
+    """Return the kind of a temporary reason for which sbatch rejected a job.
 
     The result is None for a permanent reason.
     """

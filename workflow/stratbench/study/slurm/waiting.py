@@ -102,15 +102,19 @@ class WaitingJobs:
 
 
 def describe_progress(
-    planned: int, done: int, failed: int, to_submit: int, states: Mapping[str, JobState]
+    num_planned: int,
+    num_succeeded: int,
+    num_failed: int,
+    num_to_submit: int,
+    states: Mapping[str, JobState],
 ) -> str:
     """Return a line on the progress of the run's jobs.
 
     Args:
-        planned: Number of jobs that the run has on SLURM.
-        done: Number of jobs that have succeeded.
-        failed: Number of jobs that have failed, some of which may be tried again.
-        to_submit: Number of jobs that SLURM has not accepted yet.
+        num_planned: Number of jobs that the run has on SLURM.
+        num_succeeded: Number of jobs that have succeeded.
+        num_failed: Number of jobs that have failed, some of which may be tried again.
+        num_to_submit: Number of jobs that SLURM has not accepted yet.
         states: States of the jobs that wait or run.
     """
     reasons = Counter(
@@ -119,8 +123,9 @@ def describe_progress(
         if s.state in QUEUED
     )
     waiting = reasons.total()
-    text = f"{done} of {format_count(planned, 'job')} done, {len(states) - waiting} running"
+    running = len(states) - waiting
+    text = f"{num_succeeded} of {format_count(num_planned, 'job')} done, {running} running"
     named = ", ".join(f"{n} {reason}" for reason, n in reasons.most_common())
     text += f", {waiting} queued ({named})" if waiting else ""
-    text += f", {to_submit} to be submitted" if to_submit else ""
-    return text + (f", {failed} failed" if failed else "")
+    text += f", {num_to_submit} to be submitted" if num_to_submit else ""
+    return text + (f", {num_failed} failed" if num_failed else "")

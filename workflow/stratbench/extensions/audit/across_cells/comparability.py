@@ -11,8 +11,8 @@ from stratbench.analysis.records.groups import group_rows
 from stratbench.cell.coordinates import STATUSES
 from stratbench.extensions.audit.rule import AuditData, Case, iter_rows, rule
 
-#: Largest tolerated ratio between the numbers of samples that compared cells saw.
-SAMPLES = 1.005
+#: Largest tolerated ratio of the numbers of samples that two compared cells saw.
+MAX_SAMPLES_RATIO = 1.005
 
 
 def iter_comparable_cells(
@@ -28,9 +28,9 @@ def find_unequal_samples(evidence: AuditData) -> Iterator[Case]:
     """The strategies saw different numbers of samples, so that their times and scores are not comparable."""
     for (experiment, model), rows in iter_comparable_cells(evidence, "samples_seen"):
         low, high = rows["samples_seen"].min(), rows["samples_seen"].max()
-        # An epoch drops its last incomplete batch, and with weak scaling batch sizes differ.
-        left_out = (rows["global_batch"] * rows["epochs"]).max()
-        if high > SAMPLES * low and not high - low < left_out:
+        # Each epoch drops its last incomplete batch, whose size differs with weak scaling.
+        max_dropped = (rows["global_batch"] * rows["epochs"]).max()
+        if high > MAX_SAMPLES_RATIO * low and not high - low < max_dropped:
             where = {"experiment": experiment, "model": model}
             yield where, f"{low:.0f} to {high:.0f} samples"
 
@@ -51,7 +51,7 @@ def find_unequal_start(evidence: AuditData) -> Iterator[Case]:
                 )
 
 
-# This is only a warning, because each value is usable; only a ranking of the two kinds is not.
+# Each value is usable, so the finding is only a warning: a ranking of both kinds is impossible.
 @rule("no-common-cell", "warning", "all")
 def find_missing_common_cell(evidence: AuditData) -> Iterator[Case]:
     """Collective strategies and parameter servers never trained the same model on the same data, so that the
@@ -91,7 +91,7 @@ def find_losses_unlike_mean_of_parts(evidence: AuditData) -> Iterator[Case]:
 
 @rule("mixed-limits", "note", "time")
 def find_mixed_limits(evidence: AuditData) -> Iterator[Case]:
-    """A cell was stopped at a shorter time limit than the cells that it is compared with had."""
+    """A cell was stopped at its time limit, but other cells of its comparison had a longer limit."""
     for _, rows in evidence.cells.groupby(["experiment", "model"], sort=False):
         longest_s = rows["time_limit_s"].max()
         for row in iter_rows(rows[rows["status"] == "timeout"]):

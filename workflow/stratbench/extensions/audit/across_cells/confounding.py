@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,15 +17,16 @@ from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, rule
 
-#: Largest ratio of times that another time of day or another node of the same kind may explain. Nodes with a
-#: slow GPU and hot machines differ by 10 to 20 %.
-EXPLAINED = 1.25
-#: Probability of a false finding per experiment, and the smallest relative change that matters.
-CHANCE, CHANGE = 0.001, 0.03
-#: Fewest runs on a host without other strategies that are unlikely to be chance.
-ALONE = 3
-#: Smallest correlation of successive runs that counts, in standard deviations of a correlation by chance.
-NEIGHBOURS = 3.3
+#: Largest ratio of two training times that the time of day or the node may explain. Nodes with a slow GPU or
+#: a hot room differ by 10 to 20 %.
+MAX_EXPLAINED_RATIO = 1.25
+#: Probability of a false finding per experiment, and the smallest relative change of times that is reported.
+FALSE_FINDING_PROBABILITY, MIN_CHANGE = 0.001, 0.03
+#: Fewest runs of a strategy on a host of its own that are unlikely to be chance; two runs often are.
+MIN_RUNS_ON_OWN_HOST = 3
+#: Smallest correlation between the times of successive runs that is reported, in standard errors of
+#: independent runs.
+MIN_CORRELATION = 3.3
 
 
 class TimedRun(NamedTuple):
@@ -42,9 +43,21 @@ class TimedRun(NamedTuple):
     device: str
 
 
+class UnalternatedGroup(NamedTuple):
+    """A group of repeats that did not alternate in time with most groups that are about as fast.
+
+    `run_order` is a text on the order of the runs. `order_may_matter` says whether the order may explain
+    differences between the training times.
+    """
+
+    group: Group
+    run_order: str
+    order_may_matter: bool
+
+
 @lru_cache(maxsize=1)
 def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
-    """Return the repeats that ended well, by group.
+    """Return the repeats that ended well, by their group.
 
     Groups with fewer than two such repeats are left out.
     """
@@ -53,18 +66,18 @@ def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
         cell, time_s = record["cell"], get_by_path(record, "time.train_time_s")
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
-            ends = (parse_recorded_time_s(record, name) for name in ("started", "finished"))
+            ends = (parse_recorded_time_s(record, end) for end in ("started", "finished"))
             place = join_host_names(record), math.log(time_s), format_device_names(record) or ""
             by_group[group].append(TimedRun(cell["repeat"], *ends, *place))
     return {group: runs for group, runs in by_group.items() if len(runs) > 1}
 
 
-def parse_recorded_time_s(record: Record, name: str) -> float | None:
+def parse_recorded_time_s(record: Record, date_field: str) -> float | None:
     """Return a date in a record's provenance as seconds since 1970.
 
     The result is None if the date is missing.
     """
-    text = get_by_path(record, f"provenance.{name}")
+    text = get_by_path(record, f"provenance.{date_field}")
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
@@ -78,11 +91,11 @@ def join_host_names(record: Record) -> str:
 
 
 def iter_groups_of_similar_time(
-    evidence: AuditData, on_equal_counts: bool
+    evidence: AuditData, on_equal_worker_counts: bool
 ) -> Iterator[tuple[Group, list[Group]]]:
-    """Yield each group of repeats with the groups whose mean training time is similar.
+    """Yield each group of repeats with its rivals: the groups whose mean training time is similar.
 
-    Times are similar if their logarithms differ by at most EXPLAINED.
+    Times are similar if their ratio is below MAX_EXPLAINED_RATIO.
     """
     runs = list_timed_runs(evidence)
     means = {
@@ -90,7 +103,7 @@ def iter_groups_of_similar_time(
     }
     compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)
     for group in runs:
-        compared[(*group.comparison_key, group.gpus if on_equal_counts else 0)].append(group)
+        compared[(*group.comparison_key, group.gpus if on_equal_worker_counts else 0)].append(group)
     for members in compared.values():
         for group in members:
             yield (
@@ -98,19 +111,22 @@ def iter_groups_of_similar_time(
                 [
                     other
                     for other in members
-                    if other != group and abs(means[other] - means[group]) < math.log(EXPLAINED)
+                    if other != group
+                    and abs(means[other] - means[group]) < math.log(MAX_EXPLAINED_RATIO)
                 ],
             )
 
 
 @rule("confounded-order", "warning", "time")
 def find_confounded_order(evidence: AuditData) -> Iterator[Case]:
-    """The strategy was trained at another time than most strategies that are about as fast: entirely before
-    or after them, or in a study whose times depend on the order. A machine that changed meanwhile would cause
-    the same difference. Train all of these strategies again as one study.
+    """The strategy was trained at another time than most strategies that are about as fast. It ran entirely
+    before or after them, or times in this study depend on the order of the runs. A machine that changed
+    meanwhile would cause the same difference. Train all of these strategies again as one study.
     """
     yield from (
-        (group, how) for group, how, doubtful in list_groups_not_alternated(evidence) if doubtful
+        (found.group, found.run_order)
+        for found in list_groups_not_alternated(evidence)
+        if found.order_may_matter
     )
 
 
@@ -120,35 +136,34 @@ def find_strategies_not_alternated(evidence: AuditData) -> Iterator[Case]:
     scheduler fills gaps with small jobs. There is no sign that the machine changed meanwhile.
     """
     yield from (
-        (group, how)
-        for group, how, doubtful in list_groups_not_alternated(evidence)
-        if not doubtful
+        (found.group, found.run_order)
+        for found in list_groups_not_alternated(evidence)
+        if not found.order_may_matter
     )
 
 
 @lru_cache(maxsize=1)
-def list_groups_not_alternated(evidence: AuditData) -> list[tuple[Group, str, bool]]:
-    """Return the groups whose runs did not alternate in time with those of most competitors.
-
-    Each group has a text on the order of the runs, and whether the order matters.
-    """
+def list_groups_not_alternated(evidence: AuditData) -> list[UnalternatedGroup]:
+    """Return the groups whose runs did not alternate in time with those of most rivals."""
     groups, drifting = [], describe_trends_by_experiment(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.began_unix_s, run.ended_unix_s)}
         for group, runs in list_timed_runs(evidence).items()
     }
-    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_counts=False):
+    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_worker_counts=False):
         named: defaultdict[str, list[str]] = defaultdict(list)
         wholly = 0
         for other in rivals:
             if how := describe_run_order(timed[group], timed[other]):
                 named[how].append(f"{other.strategy} on {other.gpus}")
                 wholly += have_disjoint_times(timed[group].values(), timed[other].values())
-        # A strategy that was added later is out of turn with all others, but each of these only with it.
+        # The order must be clear for most rivals. If one strategy was added to a study later, only this
+        # strategy is reported, and not each of its rivals.
         if 2 * sum(map(len, named.values())) > len(rivals):
             text = " and ".join(f"{how} {', '.join(names)}" for how, names in named.items())
-            is_doubtful = 2 * wholly > len(rivals) or group.experiment in drifting
-            groups.append((group, f"trained {text}, not alternately", is_doubtful))
+            order_may_matter = 2 * wholly > len(rivals) or group.experiment in drifting
+            run_order = f"trained {text}, not alternately"
+            groups.append(UnalternatedGroup(group, run_order, order_may_matter))
     return groups
 
 
@@ -174,7 +189,9 @@ def describe_run_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) ->
     return "" if abs(ahead) <= 0.5 else "before" if ahead > 0 else "after"
 
 
-def compare_run_order(one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]) -> int:
+def compare_run_order(
+    one: TimedRun, other: TimedRun, runs: Sequence[TimedRun]
+) -> Literal[-1, 0, 1]:
     """Return 1 if `one` clearly ran before `other`, -1 if after, else 0.
 
     The order is clear only if another run came between both runs.
@@ -201,15 +218,14 @@ def find_confounded_host(evidence: AuditData) -> Iterator[Case]:
     homes = defaultdict(lambda: defaultdict(list))
     for group, runs in list_timed_runs(evidence).items():
         homes[group.experiment, group.gpus][group.strategy] += [run.hosts for run in runs]
-    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_counts=True):
+    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_worker_counts=True):
         hosts = homes[group.experiment, group.gpus]
         own = hosts[group.strategy]
         elsewhere = [r.strategy for r in rivals if own[0] not in hosts[r.strategy]]
         if len(set(own)) > 1 or not own[0] or not elsewhere:
             continue
-        # Two runs often share a host by chance, but three seldom do.
         others = [theirs for name, theirs in hosts.items() if name != group.strategy]
-        if len(own) >= ALONE and not any(own[0] in theirs for theirs in others):
+        if len(own) >= MIN_RUNS_ON_OWN_HOST and not any(own[0] in theirs for theirs in others):
             reason = "where no other strategy ran"
         elif all(len(set(theirs)) == 1 for theirs in others):
             reason = "as each strategy on one host"
@@ -220,8 +236,9 @@ def find_confounded_host(evidence: AuditData) -> Iterator[Case]:
 
 @rule("times-follow-time", "warning", "time")
 def find_training_times_with_trend(evidence: AuditData) -> Iterator[Case]:
-    """Training times depend on when a cell ran: the machine became slower or faster during the study.
-    Strategies that alternated are compared fairly; single times and comparisons with other studies are not.
+    """Training times depend on when a cell ran: the machine became slower or faster during the study. A
+    comparison of strategies that alternated is fair. Single times, and comparisons with other studies, are
+    not reliable.
     """
     for experiment, trend in describe_trends_by_experiment(evidence).items():
         yield {"experiment": experiment}, trend
@@ -229,7 +246,7 @@ def find_training_times_with_trend(evidence: AuditData) -> Iterator[Case]:
 
 @lru_cache(maxsize=1)
 def describe_trends_by_experiment(evidence: AuditData) -> dict[str, str]:
-    """Return a text on each experiment whose training times depend on the order of execution."""
+    """Return a text on each experiment whose training times depend on the order in which its cells ran."""
     experiments: defaultdict[str, list[list[TimedRun]]] = defaultdict(list)
     for group, runs in list_timed_runs(evidence).items():
         timed = [run for run in runs if run.began_unix_s is not None]
@@ -243,7 +260,7 @@ def describe_trends_by_experiment(evidence: AuditData) -> dict[str, str]:
 
 
 def describe_time_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
-    """Describe how times depend on the order of execution.
+    """Describe how training times depend on the order in which cells ran.
 
     The text is empty if the dependence may be chance. Log times less their group's mean are regressed on the
     position in the order. A correlation of successive runs also counts, which detects a slow hour. Positions
@@ -256,12 +273,12 @@ def describe_time_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
     group = np.array([i for _, i, _ in runs])
     x = subtract_group_means(np.arange(total) / (total - 1), group)
     y = subtract_group_means(np.array([run.log_train_time for *_, run in runs]), group)
-    if slope := compute_slope_beyond_chance(x, y, dof, CHANCE):
+    if slope := compute_slope_beyond_chance(x, y, dof, FALSE_FINDING_PROBABILITY):
         return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
     squares, products = float(y @ y), sum(a * b for a, b in pairwise(y))
-    if squares > 0 and products / squares * math.sqrt(total) > NEIGHBOURS:
+    if squares > 0 and products / squares * math.sqrt(total) > MIN_CORRELATION:
         common = math.sqrt(products / dof)
-        if common > math.log1p(CHANGE) / 2:
+        if common > math.log1p(MIN_CHANGE) / 2:
             return f"in {total} runs, successive runs share a deviation of {common:.1%}"
     return ""
 
@@ -271,25 +288,29 @@ def subtract_group_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     return values - (np.bincount(group, values) / np.bincount(group))[group]
 
 
-def compute_slope_beyond_chance(x: np.ndarray, y: np.ndarray, dof: int, chance: float) -> float:
-    """Return the slope of a regression of `y` on `x`.
+def compute_slope_beyond_chance(
+    x: np.ndarray, y: np.ndarray, dof: int, significance_level: float
+) -> float:
+    """Return the slope of a regression of `y` on `x`, or 0 if it is not significant.
 
-    The result is 0 if the slope is small or may be chance. A slope is small below CHANGE.
+    The result is also 0 if the slope is smaller than MIN_CHANGE.
 
     Args:
         x: Positions, with mean 0 in each group.
         y: Values, with mean 0 in each group.
         dof: Degrees of freedom.
-        chance: Largest probability of such a slope by chance.
+        significance_level: Largest probability of such a slope by chance.
     """
     width = float(x @ x)
     slope = float(x @ y) / width if width else 0.0
-    if abs(slope) <= math.log1p(CHANGE):
+    if abs(slope) <= math.log1p(MIN_CHANGE):
         return 0.0
-    from scipy.special import stdtr  # takes 0.2 s, and few studies need it
+    # Few studies need SciPy, which is slow to import.
+    from scipy.special import stdtr
 
     error = math.sqrt(max(0.0, float(y @ y) - slope * slope * width) / dof / width)
-    return slope if not error or 2 * stdtr(dof, -abs(slope) / error) < chance else 0.0
+    is_significant = not error or 2 * stdtr(dof, -abs(slope) / error) < significance_level
+    return slope if is_significant else 0.0
 
 
 @rule("slow-host", "warning", "time")
@@ -311,7 +332,7 @@ def find_slow_hosts(evidence: AuditData) -> Iterator[Case]:
         for host in hosts:
             on_host = np.array([float(host in run.hosts.split(", ")) for _, run in entries])
             slope = compute_slope_beyond_chance(
-                subtract_group_means(on_host, group), y, dof, CHANCE / len(hosts)
+                subtract_group_means(on_host, group), y, dof, FALSE_FINDING_PROBABILITY / len(hosts)
             )
             if slope > 0:
                 figures = f"{math.expm1(slope):+.1%} in {on_host.sum():.0f} of {len(entries)} runs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -25,21 +26,35 @@ from stratbench.extensions.audit.rule import (
 from stratbench.telemetry.machine.foreign_processes import OTHERS_BYTES
 
 #: Largest tolerated share of samples in which a GPU is throttled.
-THROTTLED = 0.01
+MAX_THROTTLED_SHARE = 0.01
 #: Cores that other processes may use when a cell starts: a number, or a share of the node's cores if larger.
-OTHERS, OTHERS_SHARE = 0.25, 0.05
+MAX_OTHER_CORES, MAX_OTHER_CORES_SHARE = 0.25, 0.05
 #: Upper bound on the GPU memory of a process's CUDA context, which takes 300 to 600 MiB.
-CONTEXT_BYTES = GIB * 3 // 4
+MAX_CONTEXT_BYTES = GIB * 3 // 4
 #: Upper bound on GPU memory that a process has outside of the allocator: context, NCCL and cuDNN.
-LIBRARIES_BYTES = 4 * GIB
-#: Shortest overlap of two cells that counts, since start and end are recorded in whole seconds.
-TOGETHER_S = 2.5
+MAX_LIBRARY_BYTES = 4 * GIB
+#: Shortest overlap of two cells in seconds that is reported, because start and end are recorded in whole
+#: seconds.
+MIN_OVERLAP_S = 2.5
+
+
+#: Number of a node, and NVML's index of a GPU on this node.
+NodeGpu = tuple[int, int]
+
+
+class ConcurrentCells(NamedTuple):
+    """Records of two cells that used one host or GPU at the same time, for `overlap_s` seconds."""
+
+    place: str
+    overlap_s: float
+    earlier: Record
+    later: Record
 
 
 @rule("throttled", "warning", "time")
 def find_throttled_gpus(evidence: AuditData) -> Iterator[Case]:
     """A GPU was throttled by heat or by its power supply in a part of the samples."""
-    for row in iter_rows(evidence.ok[evidence.ok["throttled_share"] > THROTTLED]):
+    for row in iter_rows(evidence.ok[evidence.ok["throttled_share"] > MAX_THROTTLED_SHARE]):
         yield row, f"throttled in {row.throttled_share:.0%} of the samples"
 
 
@@ -55,7 +70,11 @@ def flag_busy_cells(cells: pd.DataFrame) -> pd.Series:
 
     The use is that at the cell's start.
     """
-    allowed = (OTHERS_SHARE * cells["node_cores"]).clip(lower=OTHERS).fillna(OTHERS)
+    allowed = (
+        (MAX_OTHER_CORES_SHARE * cells["node_cores"])
+        .clip(lower=MAX_OTHER_CORES)
+        .fillna(MAX_OTHER_CORES)
+    )
     return cells["other_cpu_cores"] > allowed
 
 
@@ -139,7 +158,9 @@ def find_foreign_processes_on_gpu(facts: Facts) -> Iterator[str]:
 
 @record_rule("memory-held-by-others", "unusable", "all", of="both")
 def find_memory_held_by_others(facts: Facts) -> Iterator[str]:
-    """The cell ran out of memory while another process held a part of its GPU: alone it might fit."""
+    """The cell ran out of memory while another process held a part of its GPU's memory. Without that process
+    the cell might fit.
+    """
     if facts.status == "oom":
         yield from iter_foreign_processes(facts)
 
@@ -171,7 +192,7 @@ def iter_foreign_memory(facts: Facts) -> Iterator[str]:
         is_first = worker["rank"] % facts.workers_per_node == 0
         workers = min(facts.workers_per_node, facts.gpus - worker["rank"])
         siblings = workers - 1 + len(facts.servers) if is_first else 0
-        spare = OTHERS_BYTES + siblings * CONTEXT_BYTES
+        spare = OTHERS_BYTES + siblings * MAX_CONTEXT_BYTES
         own, one = worker["memory"] or {}, facts.find_gpu_samples(worker)
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
         reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
@@ -179,7 +200,7 @@ def iter_foreign_memory(facts: Facts) -> Iterator[str]:
             yield f"{format_bytes(used - mine)} of {what} belong to other processes"
         sampled = one.training_summaries.get(HELD["gpu"]) if one else None
         most = max(used or 0, sampled.maximum if sampled else 0)
-        if reserved is not None and most > max(mine or 0, reserved) + LIBRARIES_BYTES + spare:
+        if reserved is not None and most > max(mine or 0, reserved) + MAX_LIBRARY_BYTES + spare:
             held = f"{format_bytes(most)} of {what} are in use"
             yield f"{held}, but the worker reserved only {format_bytes(reserved)}"
         before = one.first_values.get(HELD["gpu"], 0) if one and not one.first_phase else 0
@@ -187,8 +208,8 @@ def iter_foreign_memory(facts: Facts) -> Iterator[str]:
             yield f"{format_bytes(before)} of {what} were in use before the cell began"
 
 
-def list_gpus_of_cell(facts: Facts) -> set[tuple[int, int]]:
-    """Return the cell's GPUs as pairs of node number and NVML's index on that node."""
+def list_gpus_of_cell(facts: Facts) -> set[NodeGpu]:
+    """Return the cell's GPUs, each with its node number and NVML's index on that node."""
     gpus = {
         (gpu["node"], gpu["index"])
         for gpu in (facts("provenance.gpus") or {}).values()
@@ -269,25 +290,28 @@ def list_cores_and_count_threads(host: str, record: Record) -> tuple[set[int], i
 
 
 def iter_concurrent_cells(
-    evidence: AuditData, places_of: Callable[[Record], Iterable[str]]
-) -> Iterator[tuple[str, float, Record, Record]]:
-    """Yield each host or GPU with two concurrent cells.
+    evidence: AuditData, list_places: Callable[[Record], Iterable[str]]
+) -> Iterator[ConcurrentCells]:
+    """Yield pairs of cells that used one host or GPU at the same time.
 
-    Each comes with the seconds of their overlap and both records. Elastic cells and cells that were restarted
-    are left out.
+    Elastic cells and cells that were restarted are left out.
+
+    Args:
+        evidence: Data of the audit.
+        list_places: Returns the hosts or GPUs of a record.
     """
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
     for record in evidence.records:
         begun, ended = (get_by_path(record, f"provenance.{end}") for end in ("started", "finished"))
         stayed = not record.get("elastic") and not get_by_path(record, "restarts.between_s")
-        for place in places_of(record) if begun and ended and stayed else ():
+        for place in list_places(record) if begun and ended and stayed else ():
             stay = (datetime.fromisoformat(begun), datetime.fromisoformat(ended), record)
             stays[place].append(stay)
     for place, listed in stays.items():
         (_, until, one), *rest = sorted(listed, key=lambda stay: stay[:2])
         for begun, ended, later in rest:
             together_s = (min(until, ended) - begun).total_seconds()
-            if together_s > TOGETHER_S:
-                yield place, together_s, one, later
-            if ended > until:  # the next cells are compared with the cell that ends last
+            if together_s > MIN_OVERLAP_S:
+                yield ConcurrentCells(place, together_s, one, later)
+            if ended > until:  # the next cell may overlap with the cell that ends last
                 until, one = ended, later

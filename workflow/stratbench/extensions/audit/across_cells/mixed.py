@@ -15,27 +15,33 @@ from stratbench.cell.text.words import shorten_for_table
 from stratbench.extensions.audit.rule import Affects, AuditData, Case, Rule, Severity, rule
 
 #: Fields of a worker's provenance that depend on the time or the rank, and not on the machine.
-OWN = (
+WORKER_SPECIFIC_FIELDS = (
     *("device", "load_1m", "host.affinity", "gpu.uuid", "gpu.index", "gpu.pci_bus_id", "slurm"),
     *("topology", "environment.CUDA_VISIBLE_DEVICES", "environment.NVIDIA_VISIBLE_DEVICES"),
     *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
-    "environment.TORCHINDUCTOR_CACHE_DIR",  # a folder of the job, which the worker sets
+    "environment.TORCHINDUCTOR_CACHE_DIR",  # each job has another folder for this cache
 )
-#: Prefixes of the paths of record fields that either all or none of the compared cells have.
-STATED = ("settings.", "worker.", "provenance.git.")
-#: Prefixes of the paths of record fields that are defaults if no worker has reported anything.
-OF_WORKERS = ("strategy.wrap_groups", "strategy.traits.")
-#: Value of a field that one cell or worker lacks and others have.
+#: Prefixes of the paths of record fields whose absence in some of the compared cells is a difference.
+FIELDS_WITH_ABSENCE = ("settings.", "worker.", "provenance.git.")
+#: Prefixes of the paths of record fields that have only default values if no worker has reported.
+FIELDS_OF_WORKERS = ("strategy.wrap_groups", "strategy.traits.")
+#: Text that stands for the value of a field that other cells or workers have.
 NOT_STATED = "not stated"
 #: Settings that may differ between compared cells, because a study varies them.
-VARIED = ("strategy", "options", "gpus", "per_worker_batch", "seed")
+VARIED_SETTINGS = ("strategy", "options", "gpus", "per_worker_batch", "seed")
+
+
+#: Values of record fields as texts, by the path of the field. A field has one value per worker, or one.
+FieldTexts = dict[str, set[str]]
+RecordWithTexts = tuple[Record, FieldTexts]
 
 
 @dataclass(frozen=True)
 class ComparedFields:
-    """Row of TABLE: record fields that compared cells must have in common, as path prefixes.
+    """Record fields that must be equal in compared cells, and the rule that checks them: a row of TABLE.
 
-    Cells are compared if they share experiment, model and the coordinates in `shared_coordinates`.
+    Cells are compared if they share experiment, model and the coordinates in `shared_coordinates`. A field
+    belongs to a row if its path begins with one of `field_paths`.
     """
 
     rule_id: str
@@ -47,7 +53,7 @@ class ComparedFields:
 
 
 # fmt: off
-#: Table of fields and rules. A field belongs to the first row that names it; the last row has the rest.
+#: Rules and the record fields that they compare. A field belongs to the first row that names its path.
 TABLE = (
     ComparedFields("mixed-precision", "unusable", "all",
         "Cells of a comparison compute in different precisions.",
@@ -116,12 +122,12 @@ def iter_values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from iter_values_by_path(inner, f"{path}.{key}")
 
 
-def collect_texts_by_path(record: Record) -> dict[str, set[str]]:
-    """Return the values of a record that comparisons check, as texts by path.
+def collect_texts_by_path(record: Record) -> FieldTexts:
+    """Return a record's values that the rules compare, as texts by the field's path.
 
     A path has the values of all workers.
     """
-    texts: dict[str, set[str]] = defaultdict(set)
+    texts: FieldTexts = defaultdict(set)
     parts = (
         "settings", "strategy", "model", "task", "data", "batch", "memory", "provenance", "score",
     )  # fmt: skip
@@ -141,9 +147,9 @@ def collect_texts_by_path(record: Record) -> dict[str, set[str]]:
             ("cores", len(get_by_path(worker["provenance"], "host.affinity") or ()) or None)
         )
     for path, value in leaves:
-        if not record["workers"] and path.startswith(OF_WORKERS):
+        if not record["workers"] and path.startswith(FIELDS_OF_WORKERS):
             continue
-        # Only the format counts, and not how the strategy reaches it, as in `float16 (autocast)`.
+        # Of a value such as `float16 (autocast)`, only the number format is compared.
         word = path == "strategy.details.compute_dtype" and isinstance(value, str)
         if value is not None:
             texts[path].add(str(value.split()[0] if word else value))
@@ -157,11 +163,15 @@ def find_table_row(path: str) -> int | None:
     Return None if the field may differ.
     """
     name = path.removeprefix("worker.")
-    if name != path and any(name == own or name.startswith(f"{own}.") for own in OWN):
+    if name != path and any(
+        name == own or name.startswith(f"{own}.") for own in WORKER_SPECIFIC_FIELDS
+    ):
         return None
-    if any(path == f"settings.{key}" or path.startswith(f"settings.{key}.") for key in VARIED):
+    if any(
+        path == f"settings.{key}" or path.startswith(f"settings.{key}.") for key in VARIED_SETTINGS
+    ):
         return None
-    # The global batch differs with weak scaling; the rule mixed-batches compares it.
+    # With weak scaling the global batch differs on purpose; the rule mixed-batches compares it.
     if path == "settings.global_batch":
         return None
     for i, entry in enumerate(TABLE):
@@ -171,32 +181,30 @@ def find_table_row(path: str) -> int | None:
 
 
 @lru_cache(maxsize=1)
-def collect_records_by_table_row(
-    evidence: AuditData,
-) -> list[list[tuple[Record, dict[str, set[str]]]]]:
-    """Return for each row of TABLE all records with their values of the row's fields."""
-    by_row: list[list[tuple[Record, dict[str, set[str]]]]] = [[] for _ in TABLE]
+def collect_records_by_table_row(evidence: AuditData) -> list[list[RecordWithTexts]]:
+    """Return all records per row of TABLE, each with its values of the row's fields."""
+    by_row: list[list[RecordWithTexts]] = [[] for _ in TABLE]
     for record in evidence.records:
-        parts: list[dict[str, set[str]]] = [{} for _ in TABLE]
+        parts: list[FieldTexts] = [{} for _ in TABLE]
         for path, values in collect_texts_by_path(record).items():
-            if (entry := find_table_row(path)) is not None:
-                parts[entry][path] = values
-        for entry, part in enumerate(parts):
-            by_row[entry].append((record, part))
+            if (row_index := find_table_row(path)) is not None:
+                parts[row_index][path] = values
+        for row_index, part in enumerate(parts):
+            by_row[row_index].append((record, part))
     return by_row
 
 
-def iter_field_differences(evidence: AuditData, entry: int) -> Iterator[Case]:
-    """Yield the record fields in which compared cells differ, for row number `entry` of TABLE."""
-    names = ("experiment", "model", *TABLE[entry].shared_coordinates)
-    groups: dict[tuple[Any, ...], list[tuple[Record, dict[str, set[str]]]]] = defaultdict(list)
-    for record, facts in collect_records_by_table_row(evidence)[entry]:
+def iter_field_differences(evidence: AuditData, row_index: int) -> Iterator[Case]:
+    """Yield the fields of one row of TABLE in which compared cells differ."""
+    names = ("experiment", "model", *TABLE[row_index].shared_coordinates)
+    groups: dict[tuple[Any, ...], list[RecordWithTexts]] = defaultdict(list)
+    for record, facts in collect_records_by_table_row(evidence)[row_index]:
         groups[tuple(record["cell"][name] for name in names)].append((record, facts))
     for key, members in groups.items():
         where = dict(zip(names, key, strict=True))
         for path in dict.fromkeys(path for _, facts in members for path in facts):
-            silent = {NOT_STATED} if path.startswith(STATED) else set()
-            if path.startswith("worker."):  # cells without results of workers are skipped
+            silent = {NOT_STATED} if path.startswith(FIELDS_WITH_ABSENCE) else set()
+            if path.startswith("worker."):  # cells without workers' results have no such fields
                 members = [(record, facts) for record, facts in members if record["workers"]]
             by_record = [(record, facts.get(path, silent)) for record, facts in members]
             by_record = [(record, values) for record, values in by_record if values]
@@ -204,27 +212,27 @@ def iter_field_differences(evidence: AuditData, entry: int) -> Iterator[Case]:
                 yield where, describe_values(path, by_record)
 
 
-def describe_values(path: str, by_record: Sequence[tuple[Record, set[str]]]) -> str:
+def describe_values(path: str, values_by_record: Sequence[tuple[Record, set[str]]]) -> str:
     """Describe the values of a field, the most frequent one first.
 
     Up to three others follow with their cells.
     """
-    counts = Counter(value for _, values in by_record for value in values)
+    counts = Counter(value for _, values in values_by_record for value in values)
     usual, *others = (value for value, _ in counts.most_common())
     parts = [f"{path}: {shorten_for_table(usual)}"]
     for value in others[:3]:
-        cells = [record["cell"] for record, values in by_record if value in values]
+        cells = [record["cell"] for record, values in values_by_record if value in values]
         named = ", ".join(dict.fromkeys(f"{c['strategy']} on {c['gpus']}" for c in cells))
         parts.append(f"{shorten_for_table(value)} ({shorten_for_table(named)})")
     return ", ".join(parts)
 
 
-def make_rule_of_row(entry: int) -> Rule:
-    """Make the rule that compares the fields of row `entry` of TABLE."""
-    compared = TABLE[entry]
+def make_rule_of_row(row_index: int) -> Rule:
+    """Make the audit rule that compares the fields of one row of TABLE."""
+    compared = TABLE[row_index]
 
     def find_differences(evidence: AuditData) -> Iterator[Case]:
-        yield from iter_field_differences(evidence, entry)
+        yield from iter_field_differences(evidence, row_index)
 
     find_differences.__doc__ = compared.explanation
     return rule(compared.rule_id, compared.severity, compared.affects)(find_differences)
