@@ -644,7 +644,7 @@ def test_where_all_reached_their_limit_a_longer_one_is_told_as_the_way_on():
     found = decided([failed("ddp", "timeout")])
     assert found.reason.startswith("Every strategy is excluded: ddp: too slow (")
     assert found.changes == (
-        "A longer time_limit_s: ddp reached the present limit. Raise it and train again with --forcerun "
+        "A longer time_limit_s: ddp reached the present limit. Raise the limit, and train again with --forcerun "
         "(docs/configuration.md).",
     )
 
@@ -852,7 +852,7 @@ def test_intervals_pay_for_looking_again_unless_every_record_planned_as_many(pla
         )
     ]
     found = decided(rows)
-    assert ("to correct for repeated looks" in " ".join(found.sure)) is pays
+    assert ("corrects for repeated looks" in " ".join(found.sure)) is pays
     assert found.matrix_rows[1]["high"] > 1.52
     other = decided([row | {"planned_repeats": 3} for row in rows])
     assert (found.matrix_rows[1]["high"] > other.matrix_rows[1]["high"]) is pays

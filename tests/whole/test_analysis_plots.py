@@ -570,7 +570,7 @@ def test_the_card_is_drawn_where_peaks_come_near_it_and_else_told(tmp_path, draw
 
 
 def test_numbers_of_updates_and_epochs_have_whole_ticks():
-    assert all(t == int(t) for t in axes.compute_round_ticks((1, 3), False, whole=True))
+    assert all(t == int(t) for t in axes.compute_round_ticks((1, 3), False, integers_only=True))
 
 
 def test_a_new_strategy_needs_nothing_to_be_drawn(tmp_path, draw):

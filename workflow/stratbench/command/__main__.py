@@ -32,7 +32,7 @@ options to Snakemake: `stratbench plan --config 'cluster={gpu: A100 40GB}'`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit code. It is 2 after an error message."""
+    """Run a subcommand, and return its exit code, which is 2 after an error message."""
     args, others = build_parser().parse_known_args(argv)
     try:
         return args.run(args, others)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all subcommands, those of the core before those of extensions."""
+    """Return the parser of the command line, with the subcommands of the core and of extensions."""
     whole = argparse.ArgumentParser(
         prog="stratbench",
         description=DESCRIPTION,
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "create a new study: config.yaml, Snakefile, profiles"
     init = add("init", run_init, text, study=False)
     init.add_argument(
-        "folder", type=Path, help="the folder to create, which must not exist or be empty"
+        "folder", type=Path, help="the folder to create; if it exists, it must be empty"
     )
     add_training_subcommand(add, "run", "train a study, and write its report")
     text = "write a report from the existing records of a study, and list the missing ones"
@@ -66,9 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     return whole
 
 
-def run_init(args: argparse.Namespace, others: list[str]) -> int:
+def run_init(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
     """Run `stratbench init FOLDER`, and return its exit code."""
-    check_no_unknown_arguments(others)
+    check_no_unknown_arguments(unknown_arguments)
     for path in create_study(args.folder):
         print(path)
     print(f"\nNext: cd {args.folder} && stratbench run")

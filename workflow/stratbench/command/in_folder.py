@@ -11,14 +11,14 @@ from pathlib import Path
 from stratbench.cell.installation import ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
-#: Arguments of `pip install` for packages that rules need besides those of the analysis.
+#: Arguments of `pip install` for optional packages that some rules need.
 NEEDED = {"snakemake": "snakemake", "torch": "torch torchvision"}
 #: The module that runs Snakemake and, even with `--quiet`, reports errors before the first rule.
 QUIET = "stratbench.command.quietly"
 
 
 def check_packages_installed(*modules: str) -> None:
-    """Raise CommandError with installation instructions if a package is missing."""
+    """Raise CommandError with installation instructions if any of the modules is not installed."""
     for module in modules:
         if is_module_missing(module):
             raise CommandError(
@@ -27,10 +27,10 @@ def check_packages_installed(*modules: str) -> None:
 
 
 def is_module_missing(name: str) -> bool:
-    """Return whether a module is missing, without importing it."""
+    """Return whether a module is not installed, without importing the module."""
     try:
         return find_spec(name) is None
-    except ImportError:  # a parent package cannot be imported
+    except ImportError:  # `find_spec` imports parent packages, which may fail
         return True
 
 
@@ -53,9 +53,9 @@ def exec_snakemake(*arguments: str, config: Sequence[str] = (), program: str = "
 def build_snakemake_command(
     *arguments: str, config: Sequence[str] = (), program: str = "snakemake"
 ) -> list[str]:
-    """Return the Snakemake command for the current folder, with its own Snakefile if any.
+    """Return the Snakemake command for the study in the current folder.
 
-    The parameters are those of `exec_snakemake`.
+    The folder's own Snakefile is used, if there is one. The parameters are those of `exec_snakemake`.
 
     Raises:
         CommandError: The current folder has no study, or Snakemake is not installed.

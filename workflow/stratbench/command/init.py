@@ -10,7 +10,7 @@ from stratbench.cell.installation import INSTALLED, ROOT, SNAKEFILE
 from stratbench.command import CommandError
 
 TEMPLATES = Path(__file__).parent / "templates" / "study"
-#: For a wheel the Snakefile imports the path from the package, since the path depends on the environment.
+#: If stratbench is an installed package, the Snakefile of a study gets this import and this path.
 FROM_WHEEL = ("from stratbench.cell.installation import SNAKEFILE", "str(SNAKEFILE)")
 
 

@@ -15,7 +15,7 @@ from stratbench.study.snakemake_internals import run_snakemake_with_handler
 
 
 class BeforeRules(logging.Handler):
-    """A log handler that prints errors until the first job begins."""
+    """A log handler that prints errors until Snakemake begins its first job."""
 
     begun = False
 

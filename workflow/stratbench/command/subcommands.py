@@ -15,7 +15,7 @@ from stratbench.command.in_folder import (
     find_profile_folder,
 )
 
-#: A function that runs a subcommand with its arguments and those for Snakemake, and returns the exit code.
+#: A function that runs a subcommand, given its arguments and those for Snakemake, and returns the exit code.
 Run = Callable[[argparse.Namespace, list[str]], int]
 FOR_SNAKEMAKE = """\
 In a study's folder all other options go to Snakemake, with their values by `=`: -n, --jobs=4.
@@ -23,7 +23,7 @@ In a study's folder all other options go to Snakemake, with their values by `=`:
 
 
 class SubcommandAdder:
-    """Adds subcommands to a parser, and finds added subcommands."""
+    """Adds subcommands to a parser, and finds the parsers of those that were added."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parsers: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -48,7 +48,9 @@ class SubcommandAdder:
         )
         added.set_defaults(run=run)
         if study:
-            added.add_argument("--study", help="name of the study, if not the config's")
+            added.add_argument(
+                "--study", help="name of the study; by default `study` in config.yaml"
+            )
             added.add_argument(
                 "--config",
                 nargs="+",
@@ -63,68 +65,74 @@ class SubcommandAdder:
         return self._parsers.choices[name]
 
 
-def add_training_subcommand(add: SubcommandAdder, name: str, text: str) -> None:
-    """Add a subcommand that trains, which has the option `--profile`.
+def add_training_subcommand(add: SubcommandAdder, name: str, help_text: str) -> None:
+    """Add a subcommand that trains cells, with the option `--profile`.
 
     Args:
         add: Adds a subcommand.
         name: Name of the subcommand.
-        text: Help of the subcommand.
+        help_text: Help of the subcommand.
     """
-    add(name, run_training_rule, text).add_argument(
+    add(name, run_training_rule, help_text).add_argument(
         "--profile",
         default="local",
         help="Snakemake profile: local (default), slurm, or a folder with a config.yaml",
     )
 
 
-def run_training_rule(args: argparse.Namespace, others: list[str]) -> int:
-    """Run the default Snakemake target for `stratbench run`, else the rule with the subcommand's name."""
+def run_training_rule(args: argparse.Namespace, snakemake_arguments: list[str]) -> int:
+    """Run the Snakemake rule with the subcommand's name, or the default target for `stratbench run`."""
     check_packages_installed("torch")
     target = [] if args.command == "run" else [args.command]
     profile = find_profile_folder(args.profile)
-    return exec_snakemake(*target, "--profile", profile, *others, config=list_config_pairs(args))
+    config = list_config_pairs(args)
+    return exec_snakemake(*target, "--profile", profile, *snakemake_arguments, config=config)
 
 
 def print_rule_answer(
-    args: argparse.Namespace, others: list[str], config: Sequence[str] = ()
+    args: argparse.Namespace, snakemake_arguments: list[str], config: Sequence[str] = ()
 ) -> int:
-    """Run the Snakemake rule with the subcommand's name, and print only the rule's text.
+    """Run the Snakemake rule with the subcommand's name, and print only the rule's answer.
 
     Args:
         args: Parsed arguments.
-        others: Further arguments for Snakemake.
+        snakemake_arguments: Further arguments for Snakemake.
         config: Further pairs KEY=VALUE for the config.
     """
     quiet = ("--cores", "1", "--quiet", "all")
     return exec_snakemake(
-        args.command, *quiet, *others, config=[*list_config_pairs(args), *config], program=QUIET
+        args.command,
+        *quiet,
+        *snakemake_arguments,
+        config=[*list_config_pairs(args), *config],
+        program=QUIET,
     )
 
 
-def print_rule_answer_with_torch(args: argparse.Namespace, others: list[str]) -> int:
+def print_rule_answer_with_torch(args: argparse.Namespace, snakemake_arguments: list[str]) -> int:
     """Run the Snakemake rule with the subcommand's name, after checking that PyTorch is installed."""
     check_packages_installed("torch")
-    return print_rule_answer(args, others)
+    return print_rule_answer(args, snakemake_arguments)
 
 
 def list_config_pairs(args: argparse.Namespace) -> list[str]:
-    """Return the changes to the config that the arguments give, as KEY=VALUE."""
+    """Return the changes of the config that a subcommand's arguments request, as KEY=VALUE."""
     return [*([f"study={args.study}"] if args.study else []), *args.config]
 
 
-def check_no_unknown_arguments(others: Sequence[str]) -> None:
-    """Raise CommandError if there are unknown arguments."""
-    if others:
-        raise CommandError(f"unknown arguments: {' '.join(others)}; see stratbench --help")
+def check_no_unknown_arguments(unknown_arguments: Sequence[str]) -> None:
+    """Raise CommandError if a command line has unknown arguments."""
+    if unknown_arguments:
+        arguments = " ".join(unknown_arguments)
+        raise CommandError(f"unknown arguments: {arguments}; see stratbench --help")
 
 
-def apply_config_pairs(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the config after changes by pairs KEY=VALUE, which merge mappings as `--config` does."""
+def apply_config_pairs(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Return a changed copy of a config. Changes are KEY=VALUE, and merge mappings as `--config` does."""
     import yaml
 
     result = json.loads(json.dumps(config))
-    for pair in pairs:
+    for pair in changes:
         key, equals, text = pair.partition("=")
         if not equals or not key.isidentifier():
             raise CommandError(f"--config {pair}: is not KEY=VALUE")
@@ -136,9 +144,9 @@ def apply_config_pairs(config: Mapping[str, Any], pairs: Sequence[str]) -> dict[
     return result
 
 
-def merge_config(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Merge `values` into `config` in place, with mappings merged key by key."""
-    for key, value in values.items():
+def merge_config(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Merge changes into a config in place. Mappings are merged key by key."""
+    for key, value in changes.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
             merge_config(config[key], value)
         else:

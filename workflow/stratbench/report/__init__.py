@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-#: The environment variable with the path of the file, which a cell of stratbench sets.
+#: The environment variable that a cell of stratbench sets to the path of the report's file.
 VARIABLE = "STRATBENCH_REPORT"
 
 
@@ -68,11 +68,11 @@ class Report:
         self._write_event("pause", losses=self._read_losses())
 
     def resume(self) -> None:
-        """Continue the clock after a `pause` without a `score`."""
+        """Continue the clock after a `pause`, if no `score` is reported."""
         self._write_event("resume")
 
     def score(self, value: Any = None, test_loss: Any = None, error: Any = None) -> None:
-        """Report the score of an evaluation in the task's unit, and continue the clock.
+        """Report the score of an evaluation, in the unit of the task, and continue the clock.
 
         Args:
             value: The score.

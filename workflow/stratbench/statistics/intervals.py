@@ -18,42 +18,44 @@ from stratbench.statistics.moderated import (
     moderate_variances,
 )
 
-#: The minimum number of repeats for which quartiles are shown instead of the range.
+#: Minimum number of repeats for which tables show quartiles instead of the range.
 QUARTILES_FROM = 5
 
 
 class IntervalEstimate(NamedTuple):
-    """A value with the ends of its interval, which are None without an interval."""
+    """A value and the ends of its confidence interval, which are None without an interval."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def excludes(self, value: float) -> bool:
-        """Return whether there is an interval that does not contain `value`."""
+        """Return whether there is an interval, and it does not contain `value`."""
         return self.low is not None and not self.low <= value <= self.high
 
     def map_values(self, change: Callable[[float], float]) -> IntervalEstimate:
-        """Return the estimate with an increasing function, such as exp, applied to value and ends."""
+        """Return the estimate after applying an increasing function, such as exp, to value and ends."""
         return IntervalEstimate(*(None if x is None else change(x) for x in self))
 
     def format_text(
-        self, shown: Callable[[float], str], end: Callable[[float], str] | None = None
+        self,
+        format_value: Callable[[float], str],
+        format_end: Callable[[float], str] | None = None,
     ) -> str:
         """Return the estimate as text: `1.23 [1.10, 1.31]`, or `1.23` without an interval.
 
         Args:
-            shown: Formats the value.
-            end: Formats the ends of the interval; `shown` if None.
+            format_value: Formats the value.
+            format_end: Formats the ends of the interval; `format_value` if None.
         """
         if self.low is None:
-            return shown(self.value)
-        low, high = map(end or shown, self[1:])
-        return f"{shown(self.value)} [{low}, {high}]"
+            return format_value(self.value)
+        low, high = map(format_end or format_value, self[1:])
+        return f"{format_value(self.value)} [{low}, {high}]"
 
 
 def compute_median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
-    """Return the median of values, the ends of their spread, and the kind of spread.
+    """Return the median of values, the low and high end of their spread, and its kind.
 
     The kind is `quartiles` (first and third, with linear interpolation), or `range` (minimum and maximum)
     for fewer than QUARTILES_FROM values.
@@ -65,7 +67,7 @@ def compute_median_and_spread(values: Sequence[float]) -> tuple[float, float, fl
 
 
 def compute_mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the geometric mean of paired ratios; all values must be above 0."""
+    """Return the geometric mean of the ratios of paired values, which must be above 0."""
     ratios = np.asarray(numerators, dtype=float) / np.asarray(denominators, dtype=float)
     return float(np.exp(np.mean(np.log(ratios))))
 
@@ -73,7 +75,7 @@ def compute_mean_ratio(numerators: Sequence[float], denominators: Sequence[float
 def compute_paired_ratios(
     pairs: Sequence[np.ndarray], served: Sequence[bool], together: int = 1
 ) -> list[IntervalEstimate]:
-    """Return the geometric mean ratio of each pair, with its 95 % moderated t interval.
+    """Return each pair's geometric mean ratio over repeats, with its 95 % moderated t interval.
 
     Column k of both rows comes from repeat k, so that effects of the repeat's seed cancel. A single repeat
     has no interval. The variances of all `pairs` are pooled as in `moderate_variances`.

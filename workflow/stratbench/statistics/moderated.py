@@ -14,23 +14,27 @@ import numpy as np
 
 #: The allowed rate of false claims.
 ALPHA = 0.05
-#: The divisor of ALPHA for repeated looks at 2, 3, 4, 5, 6, 8 and 10 repeats. By simulation it must be 3.8 to
-#: 5.6.
+#: Divisor of ALPHA if results are analysed repeatedly, after 2, 3, 4, 5, 6, 8 and 10 repeats. By simulation
+#: it must be 3.8 to 5.6.
 REPEATED_LOOKS = 4.5
-#: The ratio of times from which a single common repeat suffices to call a candidate slower.
+#: Ratio of times from which a single common repeat is enough to call a candidate slower.
 SCREEN = 1.5
-#: The fraction by which an alternative may be faster before the confidence is low.
+#: If an alternative may be faster than the choice by more than this fraction, the confidence is low.
 ROUGH = 0.10
-#: Minimum number of variances for a prior, the number for an unlimited prior, and the maximum degrees of
-#: freedom of a prior from fewer.
-MIN_VARIANCES, ENOUGH_VARIANCES, FEW_DOF = 6, 10, 2.0
-#: Minimum number of variances for a prior from groups, and the maximum degrees of freedom of a prior from few
-#: groups.
-MIN_GROUPS, FEW_DOF_OF_GROUPS = 2, 4.0
+#: Minimum number of variances from which a prior (common variance) is estimated.
+MIN_VARIANCES = 6
+#: Number of variances from which a prior's degrees of freedom are not limited.
+ENOUGH_VARIANCES = 10
+#: Maximum degrees of freedom of a prior from fewer than ENOUGH_VARIANCES variances.
+FEW_DOF = 2.0
+#: Minimum number of groups of repeats from whose variances a prior is estimated.
+MIN_GROUPS = 2
+#: Maximum degrees of freedom of a prior from fewer than ENOUGH_VARIANCES groups.
+FEW_DOF_OF_GROUPS = 4.0
 
 
 class Differences(NamedTuple):
-    """Paired differences as arrays of equal shape: mean, variance (divisor n - 1) and number n."""
+    """Mean, variance (divisor n - 1) and number n of paired differences, as arrays of equal shape."""
 
     mean: np.ndarray
     variance: np.ndarray
@@ -43,10 +47,14 @@ class Differences(NamedTuple):
 
 
 def compute_paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
-    """Return paired differences of `logs` and `others`, both of shape [..., repeats] (broadcast).
+    """Return the differences between two arrays of logarithms, paired by repeat (the last axis).
 
     NaN in an input marks a missing repeat. The mean is NaN without a common repeat, and the variance is NaN
     with fewer than two.
+
+    Args:
+        logs: Logarithms, shape [..., repeats].
+        others: Logarithms to subtract, of a shape that broadcasts to that of `logs`.
     """
     d = np.asarray(logs, dtype=float) - np.asarray(others, dtype=float)
     is_present = np.isfinite(d)
@@ -59,7 +67,7 @@ def compute_paired_differences(logs: np.ndarray, others: np.ndarray) -> Differen
 
 
 class Prior(NamedTuple):
-    """A prior for variances: the common variance and its degrees of freedom."""
+    """A prior to which variances are shrunk: a common variance with its degrees of freedom."""
 
     dof: np.ndarray
     variance: np.ndarray
@@ -72,7 +80,7 @@ def estimate_variance_prior(
     fewest: int = MIN_VARIANCES,
     few_dof: float = FEW_DOF,
 ) -> Prior:
-    """Return the common prior of some variances, shape [...].
+    """Return the prior that variances have in common, as arrays of shape [...].
 
     Its `dof` is infinite if the variances differ no more than estimates of a common variance would. It is at
     most `few_dof` for fewer than ENOUGH_VARIANCES variances, and 0 for fewer than `fewest`.
@@ -89,7 +97,7 @@ def estimate_variance_prior(
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
     from scipy.special import digamma  # the import of scipy takes 0.2 s
 
-    # There are only a few distinct degrees of freedom, so the functions are computed once for each.
+    # Few degrees of freedom are distinct, so digamma and trigamma are computed once for each of them.
     several, place = np.unique(np.where(known, dof, 1.0), return_inverse=True)
     place, half = place.reshape(known.shape), several / 2
     logs = np.log(np.where(known, variances, 1.0))
@@ -108,16 +116,16 @@ def estimate_variance_prior(
 
 
 def trigamma(x: np.ndarray) -> np.ndarray:
-    """Return the second derivative of log gamma, faster than scipy's `polygamma`."""
+    """Return the trigamma function (second derivative of log gamma), faster than scipy does."""
     from scipy.special import zeta  # the import of scipy takes 0.2 s
 
     return zeta(2, x)
 
 
 def trigamma_inverse(y: np.ndarray) -> np.ndarray:
-    """Return the x > 0 for which trigamma(x) = y > 0.
+    """Return the inverse of the trigamma function for values above 0.
 
-    Newton's method computes x (Smyth 2004, appendix).
+    It is computed by Newton's method (Smyth 2004, appendix).
     """
     from scipy.special import zeta  # the import of scipy takes 0.2 s
 
@@ -134,7 +142,7 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 def moderate_variances(
     differences: Differences, kinds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return variances shrunk towards the prior of their kind, and their degrees of freedom.
+    """Return variances shrunk to a prior per kind of strategy, and their degrees of freedom.
 
     Both have the shape [..., G]. A kind with too few variances uses the prior of all kinds. Variances of 0
     are not used for the prior. Without a variance the result is NaN with 0 degrees of freedom.
@@ -152,9 +160,9 @@ def moderate_variances(
 def estimate_prior_by_kind(
     variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
 ) -> Prior:
-    """Return the prior of each variance, from its kind or, if too few, all kinds.
+    """Return a prior for each variance, from all variances of the same kind.
 
-    All arrays have the shape [..., G].
+    A kind with too few variances uses those of all kinds. All arrays have the shape [..., G].
 
     Args:
         variances: The variances.
@@ -187,21 +195,21 @@ def shrink_variances(prior: Prior, differences: Differences) -> tuple[np.ndarray
 
 
 class GroupScatter(NamedTuple):
-    """The variance of each group of repeats, and its degrees of freedom, which may be fractions."""
+    """The variance between the repeats of each group, with degrees of freedom (may be fractions)."""
 
     variance: np.ndarray
     dof: np.ndarray
 
     @property
     def pooled_variance(self) -> np.ndarray:
-        """The mean variance, weighted by degrees of freedom, shape [...]; NaN without any."""
+        """Mean variance of all groups, weighted by degrees of freedom. NaN without degrees of freedom."""
         with np.errstate(invalid="ignore", divide="ignore"):
             squares = np.where(self.dof > 0, self.variance * self.dof, 0.0).sum(-1)
             return squares / self.dof.sum(-1)
 
 
 def compute_group_variances(logs: np.ndarray) -> GroupScatter:
-    """Return the variance of each group of repeats around its mean, shape [..., groups].
+    """Return the variance between the repeats of each group, shape [..., groups].
 
     It does not depend on the group that it is compared with. Effects that all groups of a repeat share (an
     allocation, a drift) are subtracted first, as the median over groups, which is robust to a noisy group.
@@ -234,7 +242,7 @@ def nanmedian_or_zero(values: np.ndarray) -> np.ndarray:
 def moderate_variances_by_groups(
     differences: Differences, groups: GroupScatter, served: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return variances of differences, shrunk towards the groups' variances, with degrees of freedom.
+    """Return variances of differences between groups, shrunk to the variances within the groups.
 
     All arrays have the shape [..., G]. The prior of a difference is the sum of the priors of its two groups.
     The prior's degrees of freedom are limited by those of the other groups, and are few for two repeats.
@@ -244,6 +252,9 @@ def moderate_variances_by_groups(
         groups: Variances of the groups.
         served: Mask of the groups with parameter servers.
         first: Index of the group that is subtracted, on the last axis.
+
+    Returns:
+        The shrunk variances and their degrees of freedom.
     """
     known = (groups.dof > 0) & (np.nan_to_num(groups.variance) > 0)
     prior = estimate_prior_by_kind(
@@ -259,7 +270,7 @@ def moderate_variances_by_groups(
 def compute_half_widths(
     variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
 ) -> np.ndarray:
-    """Return the half-widths of t intervals; infinite with 0 degrees of freedom.
+    """Return the half-widths of t intervals of mean differences. Infinite with 0 degrees of freedom.
 
     Args:
         variance: Variances of the differences.
@@ -281,7 +292,7 @@ def compute_half_widths(
 
 
 def compute_alternatives_tail(rivals: int | np.ndarray) -> np.ndarray:
-    """Return the tail probability of an interval in a comparison with `rivals` alternatives.
+    """Return the tail probability of each interval when a leader is compared with its rivals.
 
     The allowed rate of false conclusions is divided among the alternatives and the interim analyses. A
     conclusion uses one end of each interval. At least two alternatives count, because the same repeats
@@ -291,7 +302,7 @@ def compute_alternatives_tail(rivals: int | np.ndarray) -> np.ndarray:
 
 
 def compute_decision_tail(candidates: int | np.ndarray, looks: float = 1.0) -> np.ndarray:
-    """Return the tail probability of an interval in a decision among candidates.
+    """Return the tail probability of each interval in a decision among candidates.
 
     Every pair of candidates counts with both ends, because the same repeats also selected the candidate to
     compare with.

@@ -15,12 +15,12 @@ from stratbench.statistics.moderated import ALPHA
 
 
 def compute_geometric_mean(times: Sequence[float]) -> float:
-    """Return the geometric mean, which for a single value is exactly that value."""
+    """Return the geometric mean of times. For a single time it is exactly that time."""
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
 def compute_time_ratio(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
-    """Return the ratio of geometric means with its 95 % interval (Welch, 1947).
+    """Return the ratio of the geometric means of times, with its 95 % interval (Welch 1947).
 
     All values must be above 0. There is no interval if either side has fewer than two repeats, or if both
     have no variance.
@@ -30,12 +30,12 @@ def compute_time_ratio(new: Sequence[float], old: Sequence[float]) -> IntervalEs
 
 
 def compute_score_difference(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
-    """Return the difference of means with its interval, computed as in `compute_time_ratio`."""
+    """Return the difference of mean scores with its 95 % interval (Welch 1947)."""
     return estimate_difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
 
 
 def compute_mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
-    """Return the geometric mean of values with these logarithms, with its 95 % t interval.
+    """Return the geometric mean of values, given their logarithms, with its 95 % t interval.
 
     There is no interval for a single value or for equal values. For one ratio per model, the interval shows
     how far models differ.
@@ -47,7 +47,7 @@ def compute_mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
 def compute_mean_slowdown(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
 ) -> IntervalEstimate:
-    """Return the mean slowdown over cells, as the relative increase in time.
+    """Return the mean slowdown over cells, as the relative increase in time, with its interval.
 
     The cells are fixed and the noise comes from the repeats: the variance is the sum of the cells' variances,
     with Satterthwaite's (1946) degrees of freedom.
@@ -70,7 +70,7 @@ def estimate_difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
 def estimate_interval(
     value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
 ) -> IntervalEstimate:
-    """Return an estimate with its t interval, from the variances of samples.
+    """Return an estimate with a t interval that follows from the variances of its samples.
 
     There is no interval if a side has fewer than two repeats, or if no side has a variance.
 
@@ -90,7 +90,7 @@ def estimate_interval(
 
 
 def compute_half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
-    """Return the half-width of the interval of a sum of independent means.
+    """Return the half-width of the t interval of a sum of independent means.
 
     The sum has Satterthwaite's (1946) degrees of freedom.
 
@@ -101,6 +101,6 @@ def compute_half_width(parts: Sequence[tuple[float, int]], alpha: float) -> floa
     from scipy.special import stdtrit  # the import of scipy takes 0.2 s
 
     total = sum(variance for variance, _ in parts)
-    # Dividing by the total first keeps squares of variances near 1e-160 from underflowing.
+    # Without the division by `total`, squares of variances near 1e-160 would underflow.
     dof = 1 / sum((variance / total) ** 2 / n for variance, n in parts)
     return -float(stdtrit(dof, alpha)) * math.sqrt(total)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def format_answer_line(answer: Mapping[str, Any]) -> str:
-    """Return a decision as one line: `vgg16 (main): ddp × 4, 214 s. Fastest, ...`."""
+    """Return an answer of answers.json as one line: `vgg16 (main): ddp × 4, 214 s. Fastest, ...`."""
     short = answer["short"]
     choice = []
     if short["strategy"]:

@@ -14,14 +14,14 @@ from stratbench.strategies.base import Traits
 if TYPE_CHECKING:
     from stratbench.analysis.decision.constraints import Constraints
 
-#: Kinds of exclusion by the status of a cell.
+#: Why a candidate is excluded, by the status of one of its cells.
 EXCLUDED = {
     "oom": "does not fit",
     "timeout": "too slow",
     "diverged": "worse score",
     "unsupported": "unsupported",
 }
-#: Reason for the exclusion of a candidate whose loss was not a number.
+#: Reason to exclude a candidate: the loss of one of its trainings was not a number.
 DIVERGED = "training diverged"
 
 
@@ -32,62 +32,66 @@ def format_three_digits(value: float) -> str:
 
 @dataclass(eq=False)
 class Candidate:
-    """A strategy on a number of workers. `kind` and `reason` say why an excluded candidate is excluded."""
+    """A candidate of a decision: a strategy on a number of workers, with its results."""
 
     strategy: str
     gpus: int
     traits: Traits = field(default_factory=Traits)
     basis: str = "measured"
-    # Training times by repeat, in s.
+    #: Training time of each repeat in s.
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     time_s: float | None = None
-    #: Noun for the unit of the times: `repeat`, or `block` of a verdict.
+    #: Noun for what one training time was measured in: `repeat`, or `block` (timed steps of a verdict).
     repetition_unit: str = "repeat"
-    #: Whether the time is projected, and if so its 80 % interval and the projected results as text.
+    #: Whether the training time is projected from other numbers of workers instead of measured.
     is_projected: bool = False
+    #: Ends of the projected time's 80 % interval in s; None if the time is measured.
     time_low_s: float | None = None
     time_high_s: float | None = None
+    #: Sentences with the projected results; empty if the time is measured.
     projected_figures: str = ""
     score: Score = field(default_factory=Score)
-    # Scores by repeat, in the shown unit.
+    #: Score of each repeat, in the unit in which scores are shown.
     scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
-    #: Standard error of one repeat's score from the finite test set, in the shown unit; None if not recorded.
+    #: Standard error of a repeat's score, since the test set is finite; None if not recorded.
     score_error: float | None = None
     #: Whether the cells trained for a number of steps and skipped evaluation.
     skips_evaluation: bool = False
     memory_bytes: float | None = None
-    #: The audit's rules with a finding on the memory, if no constraint limits the memory.
+    #: Names of audit rules that doubt the peak memory; only collected if no constraint limits the memory.
     memory_caveats: list[str] = field(default_factory=list)
     model_states_bytes: float | None = None
-    #: The memory of the GPU; None if unknown or without a GPU.
+    #: Memory of the smallest GPU in bytes; None if unknown or without a GPU.
     gpu_memory_bytes: float | None = None
-    #: Tokens per second of all workers, if the data are text, and the model FLOPs utilisation as a share.
+    #: Tokens per second of all workers together; None if the data are not text.
     tokens_per_s: float | None = None
+    #: Model FLOPs utilisation as a fraction of 1; None if unknown.
     mfu: float | None = None
     test_samples: float | None = None
     is_on_cpu: bool = False
     has_servers: bool = False  # whether the candidate has parameter servers
-    #: Whether the result depends on the number of workers: by BatchNorm, or by a loss that does not add up.
+    #: Whether the number of workers changes the score: if the model has BatchNorm, or if the loss of a batch
+    #: is not the mean of the losses of its parts.
     score_depends_on_workers: bool = True
     global_batch: float | None = None
-    hosts: frozenset[str] = frozenset()  # names of hosts; several hosts of one repeat are one text
-    #: Upper bound (95 %) on how much worse the score may be, in the shown unit; None if unknown.
+    hosts: frozenset[str] = frozenset()  # hosts that trained a repeat together are one text
+    #: Upper bound (95 %) on how much worse than the best the score is, in the shown unit; None if unknown.
     score_loss_upper: float | None = None
-    #: Why there is no projection to the requested number of workers; empty if there is one.
+    #: Why the time was not projected to the requested number of workers; empty if there is no such reason.
     no_projection_reason: str = ""
     #: Names of the candidates with the best score.
     best_scoring_names: str = ""
     price_per_gpu_hour: float | None = None
-    #: If workers joined and left: GPU-seconds allocated to all workers, and the mean number of workers.
-    #: None if all workers stay from start to end.
+    #: GPU-seconds that all workers' jobs held, if workers joined and left; None if all workers stayed.
     allocated_gpu_s: float | None = None
+    #: Mean number of workers present, if workers joined and left; None if all workers stayed.
     mean_num_workers: float | None = None
-    #: Whether the candidate's number of repeats is the one that its records state as planned before they ran.
+    #: Whether the number of repeats was planned before they ran, by the candidate's records.
     has_planned_repeats: bool = False
     exclusion_kind: str = ""
     exclusion_reason: str = ""
     caveats: list[str] = field(default_factory=list)
-    #: The claim of a verdict and its confidence, if the candidate leads the verdict's comparison.
+    #: Claim and confidence of a verdict (a sequential test), if the candidate leads the verdict's ranking.
     verdict_claim: tuple[str, str] | None = None
 
     @property
@@ -102,7 +106,7 @@ class Candidate:
 
     @property
     def rate_text(self) -> str:
-        """Tokens per second and MFU as text. Empty if the data set has no text.
+        """Tokens per second and model FLOPs utilisation (MFU) as text. Empty if the data are not text.
 
         For instance `41,300 tokens/s (5,160 per worker, MFU 38 %)`.
         """
@@ -118,7 +122,7 @@ class Candidate:
 
     @property
     def time_range_s(self) -> tuple[float, float]:
-        """Low and high end of the training time in s, from its projection or repeats."""
+        """Lowest and highest training time in s: of the repeats, or of the projection's interval."""
         if self.time_low_s is not None and self.time_high_s is not None:
             return self.time_low_s, self.time_high_s
         if len(self.times):
@@ -127,17 +131,17 @@ class Candidate:
 
     @property
     def run(self) -> str:
-        """Noun for one measurement of the training time: `run` or `block`."""
+        """Noun for one measured training time: `run`, or `block` (timed steps of a verdict)."""
         return "run" if self.repetition_unit == "repeat" else self.repetition_unit
 
     @property
     def is_ranked_by_cost(self) -> bool:
-        """Whether candidates are ranked by cost, which requires a price per GPU-hour."""
+        """Whether candidates are ranked by cost instead of training time, since a price is set."""
         return self.price_per_gpu_hour is not None
 
     @property
     def cost(self) -> float | None:
-        """GPU-hours of the workers times the price, or None without a time or a price."""
+        """Cost of the training: GPU-hours of the workers times the price. None without time or price."""
         if self.time_s is None or self.price_per_gpu_hour is None:
             return None
         held_s = self.time_s * self.gpus if self.allocated_gpu_s is None else self.allocated_gpu_s
@@ -145,27 +149,27 @@ class Candidate:
 
     @property
     def objective(self) -> float:
-        """The value to minimise: cost if there is a price, else training time. Infinite if unknown."""
+        """Cost of the training if a price is set, else training time in s. Infinite if unknown."""
         value = self.cost if self.is_ranked_by_cost else self.time_s
         return float("inf") if value is None else value
 
     @property
     def trusted_memory_bytes(self) -> float | None:
-        """Peak memory per worker in bytes. None if the audit has a finding on the measurement."""
+        """Peak memory per worker in bytes. None if the audit has a finding on this memory."""
         return None if self.memory_caveats else self.memory_bytes
 
     @property
     def mean_score(self) -> float | None:
-        """Mean score over the repeats, in the shown unit."""
+        """Mean score over the repeats, in the unit in which scores are shown."""
         return float(self.scores.mean()) if len(self.scores) else None
 
     def may_miss_score_tolerance(self, constraints: Constraints) -> bool:
-        """Return whether the candidate's score may be worse than tolerated. False if unmeasured."""
+        """Return whether the score may be worse than the tolerance allows. False if it is unknown."""
         if self.skips_evaluation or self.score_loss_upper is None:
             return False
         return bool(self.score_loss_upper > constraints.find_score_tolerance(self.score))
 
     def exclude(self, kind: str, reason: str) -> None:
-        """Exclude the candidate for a reason. A candidate that is already excluded keeps its reason."""
+        """Exclude the candidate from the decision, unless it is already excluded for another reason."""
         if not self.exclusion_kind:
             self.exclusion_kind, self.exclusion_reason = kind, reason

@@ -1,4 +1,4 @@
-"""Builds the candidates of a decision, one per strategy and number of workers, and excludes some of them."""
+"""Builds the candidates of a decision, one per strategy and number of workers, and excludes some."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from stratbench.analysis.records.score import read_score
 from stratbench.cell.text.words import GIB, choose_byte_unit
 from stratbench.strategies.base import Traits
 
-#: The audit's rule for scores which show that training did not work.
+#: Name of the audit rule for scores so bad that training did not work.
 FLOOR_RULE = "score-below-floor"
-#: Kinds of exclusion by the status of a cell that is not `ok`.
+#: Why a candidate is excluded, by any status of one of its cells other than `ok`.
 KIND_OF_STATUS = EXCLUDED | {
     "infeasible": "does not fit",
     "incomparable": "other work",
@@ -62,7 +62,7 @@ def build_candidates(
 
 
 def build_measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
-    """Return the candidate (strategy and number of workers) whose measurements are a group of repeats.
+    """Return the candidate for a strategy and number of workers, from its measured repeats.
 
     Args:
         groups: All repeats.
@@ -113,13 +113,13 @@ def build_measured_candidate(groups: Repeats, group: Group, constraints: Constra
     )
 
 
-def is_ever_false(flags: pd.Series) -> bool:
-    """Return whether a column of flags contains false; missing values are ignored."""
-    return bool((flags.dropna().astype(str) == "False").any())
+def is_ever_false(true_or_false: pd.Series) -> bool:
+    """Return whether a column of true and false contains false. Missing values are ignored."""
+    return bool((true_or_false.dropna().astype(str) == "False").any())
 
 
 def has_planned_repeats(frame: pd.DataFrame) -> bool:
-    """Return whether each record's planned number of repeats equals the group's actual number of records.
+    """Return whether all records of a candidate plan as many repeats as there are records.
 
     A record states the number in the config when its cell was trained. A repeat that was added later
     states another number than the earlier repeats. The numbers also differ while repeats are missing.
@@ -128,7 +128,7 @@ def has_planned_repeats(frame: pd.DataFrame) -> bool:
 
 
 def read_traits(frame: pd.DataFrame) -> Traits:
-    """Return the strategy's traits from the records of a group. Missing traits have cautious defaults."""
+    """Return the strategy's declared traits from its records. Missing traits have cautious defaults."""
     recorded = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})
 
@@ -139,7 +139,7 @@ def exclude_by_records(
     findings: Iterable[dict[str, Any]],
     constraints: Constraints,
 ) -> None:
-    """Exclude a candidate with failed or unusable runs, or add caveats to the candidate.
+    """Exclude a candidate because of failed runs or audit findings. Milder findings become caveats.
 
     Args:
         candidate: The candidate, changed in place.
@@ -204,7 +204,7 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
 
 
 def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
-    """Exclude a candidate whose peak memory plus reserve exceeds the limit.
+    """Exclude a candidate whose peak memory, plus a reserve, exceeds the memory limit.
 
     Add a caveat if the memory is unknown. A peak excludes the memory of the driver, the libraries and the
     allocator's fragmentation, for which the plan has a reserve, too.
@@ -228,14 +228,16 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
         candidate.caveats.append(f"whether it fits is not known: {reason}")
 
 
-def format_amount_and_limit(amount: float, limit: float, unit: str, addition: str = "") -> str:
-    """Return an amount and its exceeded limit as text, with enough digits to differ.
+def format_amount_and_limit(amount: float, limit: float, unit: str, reserve_text: str = "") -> str:
+    """Return an amount and its exceeded limit as text: `12 s, over the limit of 10 s`.
+
+    The texts have enough digits to differ.
 
     Args:
-        amount: An amount that exceeds the limit, perhaps by its addition alone.
+        amount: An amount that exceeds the limit, perhaps only with a reserve.
         limit: The limit.
         unit: Unit of both.
-        addition: Text after the amount.
+        reserve_text: Text after the amount, such as the reserve.
     """
     for digits in range(2 if max(amount, limit) < 10 else 0, 6):
         texts = [
@@ -244,4 +246,4 @@ def format_amount_and_limit(amount: float, limit: float, unit: str, addition: st
         ]
         if texts[0] != texts[1]:
             break
-    return f"{texts[0]} {unit}{addition}, over the limit of {texts[1]} {unit}"
+    return f"{texts[0]} {unit}{reserve_text}, over the limit of {texts[1]} {unit}"

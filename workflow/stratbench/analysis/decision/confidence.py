@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import format_percentage
@@ -14,10 +14,10 @@ from stratbench.cell.text.words import format_count, format_names
 from stratbench.statistics.moderated import ROUGH
 
 LEVELS = ("low", "medium", "high")
-#: Sentence if the intervals are corrected for repeated looks at the data.
+#: Sentence for a decision whose intervals are corrected for repeated looks at the results.
 LOOKED_AGAIN = (
-    "Some records state another planned number of repeats than there are, so the intervals are wider, to "
-    "correct for repeated looks."
+    "Some records plan another number of repeats than there are. The intervals are therefore wider, which "
+    "corrects for repeated looks at the results."
 )
 
 
@@ -34,9 +34,9 @@ class Confidence:
 def compute_confidence(
     ranking: Ranking,
     constraints: Constraints,
-    slowed: Sequence[str],
-    score_open: bool,
-    count_known: bool = True,
+    slowdown_texts: Sequence[str],
+    has_uncertain_score: bool,
+    has_requested_gpus: bool = True,
 ) -> Confidence:
     """Return the confidence in a decision, by the rules of docs/decision.md.
 
@@ -45,9 +45,9 @@ def compute_confidence(
     Args:
         ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
-        slowed: How workers were slowed down on purpose.
-        score_open: Whether the score may be worse than allowed.
-        count_known: Whether there are results for the requested number of workers.
+        slowdown_texts: How workers were slowed down on purpose.
+        has_uncertain_score: Whether the score of the choice may be worse than allowed.
+        has_requested_gpus: Whether there are results for the requested number of workers.
     """
     first, rivals = ranking.chosen_candidate, [c.alternative for c in ranking.comparisons]
     runs = format_count(ranking.repeats, first.run)
@@ -55,15 +55,15 @@ def compute_confidence(
     level, claim = compute_max_confidence_level(ranking)
     sentences.append(claim)
     limits = []
-    if not constraints.homogeneous and not slowed:
+    if not constraints.homogeneous and not slowdown_texts:
         limits.append((0, "unequal workers were not measured"))
-    if not count_known:
+    if not has_requested_gpus:
         limits.append((0, f"there are no results for {constraints.gpus} workers"))
     if first.verdict_claim is not None:
         sentences.append(
             f"The verdict on {format_count(first.gpus, 'worker')}: {first.verdict_claim[0]}"
         )
-        # The verdict's confidence already considers blocks, nodes, full runs and their dependence.
+        # A verdict's confidence already takes nodes, full runs and dependent blocks into account.
         by_verdict = LEVELS.index(first.verdict_claim[1])
         level = by_verdict if is_confirmed_by_verdict(ranking) else min(level, by_verdict)
     elif first.repetition_unit == "block":
@@ -74,36 +74,39 @@ def compute_confidence(
     elif ranking.corrects_for_interim_looks:
         sentences.append(LOOKED_AGAIN)
     limits.append((level, describe_repeats_limit(ranking, constraints, level)))
-    if score_open:
+    if has_uncertain_score:
         limits.append((1, f"{runs}: the score is not certain"))
     losable = (
         first.score_loss_upper is None
         or first.score_loss_upper > constraints.find_score_tolerance(first.score)
     )
-    if losable and not score_open:
+    if losable and not has_uncertain_score:
         limits.append(
             (1, "equal scores are assumed" if first.skips_evaluation else "the score is not known")
         )
     limits += [(1, words) for words in iter_short_caveats(ranking)]
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     if min(len(c.hosts) for c in (first, *rivals)) < 2:
-        on = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
-        but = "other hosts may rank the strategies differently"
+        these_hosts = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
+        other_hosts = "other hosts may rank the strategies differently"
         if is_robust_to_hosts(ranking, hosts):
             change = format_percentage(ROUGH)
-            but = f"only a host whose time ratios differ by over {change} may rank them differently"
+            other_hosts = (
+                f"only a host whose time ratios differ by over {change} may rank them differently"
+            )
         else:
             limits.append((1, f"{runs} on one host"))
-        sentences.append(f"All {first.repetition_unit}s ran on {on}; {but}." if hosts else "")
-    if presence := describe_unequal_worker_counts(ranking, constraints.equivalence_margin):
+        repeats = f"{first.repetition_unit}s"
+        sentences.append(f"All {repeats} ran on {these_hosts}; {other_hosts}." if hosts else "")
+    if unequal := describe_unequal_worker_counts(ranking, constraints.equivalence_margin):
         limits.append((0, "the mean number of workers differs between strategies"))
-        sentences.append(presence)
+        sentences.append(unequal)
     sentences += [*iter_score_caveats(first, constraints), *iter_caveat_sentences(ranking)]
     if first.is_on_cpu:
         sentences.append("The answer holds for CPU processes on this machine, not for GPUs.")
-    if slowed and constraints.homogeneous:
+    if slowdown_texts and constraints.homogeneous:
         sentences.append(
-            f"The measured workers were slowed down on purpose ({'; '.join(slowed)}), although "
+            f"The measured workers were slowed down on purpose ({'; '.join(slowdown_texts)}), although "
             "`decide` in config.yaml says that all workers are equally fast."
         )
     lowest = min(cap for cap, _ in limits)
@@ -117,7 +120,7 @@ def compute_confidence(
 
 
 def is_robust_to_hosts(ranking: Ranking, hosts: set[str]) -> bool:
-    """Return whether all repeats ran on one host, and all alternatives are clearly slower."""
+    """Return whether all repeats ran on one host, with each alternative at least 10 % slower."""
     lows = [c.ratio.low for c in ranking.comparisons]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
@@ -125,12 +128,12 @@ def is_robust_to_hosts(ranking: Ranking, hosts: set[str]) -> bool:
 
 
 def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: int) -> str:
-    """Return a short text on the uncertainty that the repeats leave, or an empty text.
+    """Return in a few words which doubt the repeats leave, or an empty text.
 
     Args:
         ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
-        level: Level of confidence.
+        level: The confidence that the repeats allow, as an index into LEVELS.
     """
     first = ranking.chosen_candidate
     runs = format_count(ranking.repeats, first.run)
@@ -153,61 +156,57 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
 
 
 def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
-    """Yield short caveats on the choice, and on the alternatives that the decision's reason names."""
+    """Yield in a few words each doubt about the choice or about a named alternative."""
     first = ranking.chosen_candidate
     if first.caveats:
         yield f"{get_caveat_prefix(first.caveats[0])}{format_names(first.caveats, 1)}"
-    for c, others in iter_alternative_caveats(ranking):
-        by = get_caveat_prefix(others[0])
-        yield f"{c.name} is {by}{others[0]}" if by else f"{c.name}: {others[0]}"
+    for alternative, caveats in iter_alternative_caveats(ranking):
+        doubted = get_caveat_prefix(caveats[0])
+        is_or_colon = f" is {doubted}" if doubted else ": "
+        yield f"{alternative.name}{is_or_colon}{caveats[0]}"
 
 
-def get_caveat_prefix(doubt: str) -> str:
-    """Return the words to put before a caveat.
-
-    These are `doubted by the audit: ` for the name of an audit rule, and empty for a sentence.
-    """
-    return "" if " " in doubt else "doubted by the audit: "
+def get_caveat_prefix(caveat: str) -> str:
+    """Return `doubted by the audit: ` for a caveat that is a rule's name, else an empty text."""
+    return "" if " " in caveat else "doubted by the audit: "
 
 
 def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
-    """Yield one sentence with the choice's caveats, and one sentence per alternative with caveats."""
+    """Yield a sentence with the caveats on the choice, and one per alternative with other caveats."""
     if ranking.chosen_candidate.caveats:
         yield f"Caveats on the choice: {', '.join(ranking.chosen_candidate.caveats)}."
-    for c, others in iter_alternative_caveats(ranking):
-        yield f"Caveats on {c.strategy} on {format_count(c.gpus, 'worker')}: {', '.join(others)}."
+    for alternative, caveats in iter_alternative_caveats(ranking):
+        workers = format_count(alternative.gpus, "worker")
+        yield f"Caveats on {alternative.strategy} on {workers}: {', '.join(caveats)}."
 
 
 def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
-    """Yield each alternative in the decision's reason, with the caveats that the choice lacks."""
-    for c in (candidates.alternative for candidates in ranking.nearest_alternatives):
-        if others := [
-            doubt for doubt in c.caveats if doubt not in ranking.chosen_candidate.caveats
-        ]:
-            yield c, others
+    """Yield the alternatives that the decision's reason names, with caveats that the choice lacks."""
+    on_choice = ranking.chosen_candidate.caveats
+    for alternative in (comparison.alternative for comparison in ranking.nearest_alternatives):
+        if caveats := [caveat for caveat in alternative.caveats if caveat not in on_choice]:
+            yield alternative, caveats
 
 
 def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
-    """Return a sentence on the mean numbers of workers. Empty unless they differ clearly.
+    """Return a sentence on the mean numbers of present workers. Empty unless they differ clearly.
 
     The numbers differ if workers are separate jobs, which start at different times.
     """
-    with_presence = [
+    elastic = [
         c
         for c in (ranking.chosen_candidate, *(c.alternative for c in ranking.nearest_alternatives))
         if c.mean_num_workers
     ]
-    shares = [c.mean_num_workers / c.gpus for c in with_presence if c.mean_num_workers]
+    shares = [c.mean_num_workers / c.gpus for c in elastic if c.mean_num_workers]
     if not shares or max(shares) <= (1 + margin) * min(shares):
         return ""
-    numbers = ", ".join(
-        f"{c.mean_num_workers:.2g} of {c.gpus} for {c.strategy}" for c in with_presence
-    )
-    return f"Workers joined and left, so the mean number of present workers differs: {numbers}."
+    means = ", ".join(f"{c.mean_num_workers:.2g} of {c.gpus} for {c.strategy}" for c in elastic)
+    return f"Workers joined and left, so the mean number of present workers differs: {means}."
 
 
 def is_confirmed_by_verdict(ranking: Ranking) -> bool:
-    """Return whether a sequential test (verdict) confirmed the choice and other worker counts are slower."""
+    """Return whether a verdict confirmed the choice, and all other numbers of workers are slower."""
     others = (c for c in ranking.comparisons if c.alternative.gpus != ranking.chosen_candidate.gpus)
     return ranking.chosen_candidate.verdict_claim is not None and all(
         c.status == "slower" for c in others
@@ -215,7 +214,7 @@ def is_confirmed_by_verdict(ranking: Ranking) -> bool:
 
 
 def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
-    """Return the maximum confidence level that the repeats allow, as an index, with its sentence."""
+    """Return the highest confidence that the repeats allow, as an index into LEVELS, with a sentence."""
     first, repeats = ranking.chosen_candidate, ranking.repeats
     if first.is_projected:
         return (
@@ -227,8 +226,12 @@ def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
         max_lead = max((0.0, *(1 / c.ratio.low - 1 for c in measured if c.ratio.low)))
         known = all(c.ratio.low is not None for c in measured)
         if len(measured) < len(ranking.comparisons):
-            ranking = replace(
-                ranking, comparisons=tuple(measured), max_lead=max_lead if known else None
+            ranking = Ranking(
+                first,
+                tuple(measured),
+                max_lead if known else None,
+                ranking.noise,
+                ranking.corrects_for_interim_looks,
             )
     elif ranking.comparisons:
         return 0, "All rivals of the choice are projected, with 80 % intervals."
@@ -240,39 +243,42 @@ def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
             0,
             f"The order may be due to chance: {ranking.chance_reason}, so there is no interval.",
         )
-    over = f"Over {format_count(repeats, first.repetition_unit)}"
+    over_repeats = f"Over {format_count(repeats, first.repetition_unit)}"
     rivals = format_count(len(ranking.comparisons), "rival")
     rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.comparisons), f"all {rivals}")
     faster = "cheaper" if first.is_ranked_by_cost else "faster"
     if ranking.is_clear:
-        text = f"{over} the choice is significantly {faster} than {rivals} (simultaneous 95 % intervals)."
+        text = (
+            f"{over_repeats} the choice is significantly {faster} than {rivals} "
+            "(simultaneous 95 % intervals)."
+        )
         return (2 if repeats >= 3 else 1), text
-    ties = format_count(len(ranking.tied_alternatives), "rival")
-    open_to = (
-        f"much {faster}"
+    tied_rivals = format_count(len(ranking.tied_alternatives), "rival")
+    how_much = (
+        "much"
         if ranking.max_lead > 1
-        else f"up to {format_percentage(max(ranking.max_lead, 0.001))} {faster}"
+        else f"up to {format_percentage(max(ranking.max_lead, 0.001))}"
     )
     text = (
-        f"{over} the choice is not significantly {faster} than {ties}; a rival may be {open_to} "
-        "(simultaneous 95 % intervals)."
+        f"{over_repeats} the choice is not significantly {faster} than {tied_rivals}; a rival may be "
+        f"{how_much} {faster} (simultaneous 95 % intervals)."
     )
     return (1 if ranking.max_lead <= ROUGH else 0), text
 
 
-def iter_score_caveats(first: Candidate, constraints: Constraints) -> Iterator[str]:
+def iter_score_caveats(choice: Candidate, constraints: Constraints) -> Iterator[str]:
     """Yield sentences on the uncertainty in the chosen candidate's score."""
-    if first.score_loss_upper is None:
-        if first.skips_evaluation:
+    if choice.score_loss_upper is None:
+        if choice.skips_evaluation:
             yield "No score was measured, since `steps` skips evaluation; equal scores are assumed."
         else:
-            yield f"The {first.score.name} of the choice could not be compared with the best one."
+            yield f"The {choice.score.name} of the choice could not be compared with the best one."
         return
-    score, tolerance = first.score, constraints.find_score_tolerance(first.score)
-    chance = compute_chance_difference(first, first)
+    score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
+    chance = compute_chance_difference(choice, choice)
     if chance > tolerance:
+        difference = score.format_difference(chance, score.decimals - 1)
         yield (
-            f"On {first.test_samples:.0f} test samples, two equally good models differ by up to "
-            f"{score.format_difference(chance, score.decimals - 1)} by chance, more than the "
-            f"{tolerance:g} allowed."
+            f"On {choice.test_samples:.0f} test samples, two equally good models differ by up to "
+            f"{difference} by chance, more than the {tolerance:g} allowed."
         )

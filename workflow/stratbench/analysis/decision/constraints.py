@@ -25,41 +25,41 @@ class Constraints:
     deadline_s: float | None = None
     #: The price of a GPU-hour; if set, candidates are ranked by cost instead of time.
     price_per_gpu_hour: float | None = None
-    #: By the name of a score, how much worse than the best score it may be, in the shown unit (points of
+    #: How much worse than the best a score may be, by the score's name, in the shown unit (points of
     #: accuracy). Scores that are not named here have the tolerance of their task.
     score_tolerance: Mapping[str, float] = field(default_factory=dict)
-    #: The share by which strategies may differ in time (or cost) and still count as equal.
+    #: The fraction by which two times (or costs) may differ and still count as equal.
     equivalence_margin: float = 0.03
-    #: The reserve on top of a peak, as a fraction of the peak (`cluster.memory_margin`).
+    #: The memory to reserve beyond a measured peak, as a fraction of the peak (`cluster.memory_margin`).
     memory_margin: float = 0.1
     #: Whether the workers are equally fast.
     homogeneous: bool = True
     #: Whether all workers start together and stay until the end.
     gang_scheduled: bool = True
-    #: The values of the extensions' keys of `decide`, by extension.
+    #: Values of the keys that extensions add to `decide`, by the extension's name.
     more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, text: str) -> Constraints:
+    def from_json(cls, constraints_json: str) -> Constraints:
         """Return the constraints in a JSON object, with defaults for missing keys."""
-        return cls(**json.loads(text))
+        return cls(**json.loads(constraints_json))
 
     def find_score_tolerance(self, score: Score) -> float:
-        """Return how much worse than the best score is tolerated, in the shown unit."""
+        """Return by how much a score may be worse than the best one, in the shown unit."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
     @property
     def ranking_criterion(self) -> str:
-        """The criterion by which candidates are ranked, as text, such as `ranked by training time`."""
+        """The criterion by which candidates are ranked, as text: `ranked by training time`."""
         if self.price_per_gpu_hour is None:
             return "ranked by training time"
         return f"ranked by cost at {self.price_per_gpu_hour:g} per GPU-hour"
 
-    def iter_sentences(self, ranking: str = "") -> Iterator[str]:
-        """Yield texts on the constraints, including important defaults.
+    def iter_sentences(self, other_criterion: str = "") -> Iterator[str]:
+        """Yield a text for each constraint, including important defaults.
 
         Args:
-            ranking: The criterion of the ranking; `ranking_criterion` if empty.
+            other_criterion: Text on the criterion of the ranking; `ranking_criterion` if empty.
         """
         if self.gpus is not None:
             yield f"at most {format_count(self.gpus, 'worker')}"
@@ -82,4 +82,4 @@ class Constraints:
             if self.gang_scheduled
             else "workers that may join and leave"
         )
-        yield ranking or self.ranking_criterion
+        yield other_criterion or self.ranking_criterion

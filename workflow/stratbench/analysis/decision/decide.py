@@ -56,6 +56,10 @@ MATRIX_COLUMNS = (
 )  # fmt: skip
 
 
+#: Rows of cells.csv of one experiment and model, and the candidates that they give.
+RowsAndCandidates = tuple[pd.DataFrame, list[Candidate]]
+
+
 @dataclass(frozen=True)
 class Decision:
     """The decision for one model in one experiment: chosen candidate, reason and confidence."""
@@ -65,14 +69,17 @@ class Decision:
     model: str
     choice: Candidate | None
     reason: str
-    #: The level (`high`, `medium`, `low` or `none`), and the reasons for it as sentences.
+    #: Level of the confidence: `high`, `medium`, `low` or `none`.
     confidence: str
+    #: Reasons for the confidence, as sentences.
     sure: tuple[str, ...]
+    #: Sentences on what would change the choice.
     changes: tuple[str, ...]
-    #: (strategy, reason) for each strategy that is excluded at every number of workers.
+    #: Each strategy that is excluded on every number of workers, with the reason.
     excluded: tuple[tuple[str, str], ...]
+    #: Rows of decision.csv, one per candidate.
     matrix_rows: tuple[dict[str, Any], ...]
-    #: The answer in a few words.
+    #: Short texts of the answer, for the first screen of the report.
     short_answer: ShortAnswer
 
     @property
@@ -112,23 +119,23 @@ def make_decisions(
 
 
 def decide_with_pooled_variance(
-    studied: Sequence[tuple[pd.DataFrame, list[Candidate]]],
+    models: Sequence[RowsAndCandidates],
     constraints: Constraints,
     evidence: Sequence[Evidence] = (),
 ) -> list[Decision]:
     """Return a decision for each model, with variances pooled over all models.
 
     Args:
-        studied: Rows and candidates of each model.
+        models: Rows and candidates of each experiment and model.
         constraints: Constraints of the decision.
         evidence: Evidence of extensions.
     """
     rankings = rank_comparisons(
-        [candidates for _, candidates in studied], constraints.equivalence_margin
+        [candidates for _, candidates in models], constraints.equivalence_margin
     )
     return [
         decide_model(rows, candidates, ranking, constraints, evidence)
-        for (rows, candidates), ranking in zip(studied, rankings, strict=True)
+        for (rows, candidates), ranking in zip(models, rankings, strict=True)
     ]
 
 
@@ -155,8 +162,8 @@ def decide_model(
         else [ranking.chosen_candidate, *(c.alternative for c in ranking.comparisons)]
     )
     common = {"experiment": experiment, "dataset": dataset, "model": model}
-    common["matrix_rows"] = build_matrix_rows((experiment, dataset, model), candidates, ranking)
     common["excluded"] = tuple(iter_excluded_strategies(candidates, {c.strategy for c in ranked}))
+    csv_rows = build_matrix_rows((experiment, dataset, model), candidates, ranking)
     if ranking is None:
         nothing = build_empty_answer(candidates, constraints.memory_margin)
         reasons = describe_exclusions(candidates)
@@ -167,6 +174,7 @@ def decide_model(
             confidence="none",
             sure=("No candidate is left to rank.",),
             changes=tuple(iter_constraint_changes(candidates, None)),
+            matrix_rows=csv_rows,
             short_answer=nothing,
         )
     noun = choose_noun_for_workers(rows["device_kind"])
@@ -196,17 +204,20 @@ def decide_model(
         confidence=sure.level,
         sure=sure.sentences,
         changes=(*iter_answer_changes(candidates, ranking, constraints), *further),
+        matrix_rows=csv_rows,
         short_answer=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
 
 
 def build_matrix_rows(
-    where: tuple[str, str, str], candidates: list[Candidate], ranking: Ranking | None
+    experiment_dataset_model: tuple[str, str, str],
+    candidates: list[Candidate],
+    ranking: Ranking | None,
 ) -> tuple[dict[str, Any], ...]:
     """Return a row of decision.csv for each candidate.
 
     Args:
-        where: Experiment, data set and model.
+        experiment_dataset_model: Experiment, data set and model.
         candidates: Candidates.
         ranking: Ranking of the candidates, or None if all are excluded.
     """
@@ -227,7 +238,7 @@ def build_matrix_rows(
             if place == 1
             else (None, None, None)
         )
-        rows.append(dict(zip(MATRIX_COLUMNS, where, strict=False)) | {
+        rows.append(dict(zip(MATRIX_COLUMNS, experiment_dataset_model, strict=False)) | {
             "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place,
             "reason": c.exclusion_reason,
             "basis": c.basis, "repeats": len(c.times), "time_s": c.time_s, "time_low_s": c.time_low_s,
@@ -251,20 +262,21 @@ def describe_study_findings(findings: pd.DataFrame) -> list[str]:
 def describe_decisions(
     decisions: Sequence[Decision],
     notes: Sequence[str],
-    limits: Constraints,
-    constraints: Sequence[str] = (),
-    further: Iterable[Mapping[str, Any]] = (),
+    constraints: Constraints,
+    constraint_texts: Sequence[str] = (),
+    extension_answers: Iterable[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the decisions as text for a terminal, ending with a line per answer.
+    """Return the decisions as text for a terminal, ending with a line per decision.
 
     Args:
         decisions: Decisions.
         notes: Findings on the whole study.
-        limits: Constraints of the decisions.
-        constraints: Texts on the constraints; if empty, `limits` gives them.
-        further: Answers of extensions.
+        constraints: Constraints of the decisions.
+        constraint_texts: Texts on the constraints; if empty, `constraints` gives them.
+        extension_answers: Answers of extensions.
     """
-    lines = [f"Constraints: {'; '.join(constraints or limits.iter_sentences())}.", *notes, ""]
+    texts = constraint_texts or constraints.iter_sentences()
+    lines = [f"Constraints: {'; '.join(texts)}.", *notes, ""]
     common = find_common_sentences(decisions)
     for d in decisions:
         lines.append(format_title(d))
@@ -276,7 +288,7 @@ def describe_decisions(
         lines.append("")
     if common:
         lines += [*(f"For all answers: {sentence}" for sentence in common), ""]
-    for answer in further:
+    for answer in extension_answers:
         lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
     lead = format_summary_line(name_answers(decisions))
     return wrap_lines([*lines, lead, *(format_answer_line(build_answer(d)) for d in decisions)])
@@ -297,7 +309,7 @@ def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]
 
 
 def find_common_sentences(decisions: Sequence[Decision]) -> list[str]:
-    """Return the sentences on confidence that all decisions share, so that they are shown once."""
+    """Return the reasons for the confidence that all decisions share, which are shown only once."""
     if len(decisions) < 2:
         return []
     return [s for s in decisions[0].sure if all(s in other.sure for other in decisions)]
@@ -307,15 +319,15 @@ def build_answers_json(
     decisions: Sequence[Decision],
     notes: Sequence[str],
     constraints: Constraints,
-    further: Mapping[str, Mapping[str, Any]] | None = None,
+    extension_answers: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of answers.json: the decisions as texts, their constraints, and further answers.
+    """Return the content of answers.json: decisions as texts, constraints, and answers of extensions.
 
     Args:
         decisions: Decisions.
         notes: Findings on the whole study.
         constraints: Constraints of the decisions.
-        further: Answers of extensions by their names.
+        extension_answers: Answers of extensions, by extension.
     """
     return {
         "common": find_common_sentences(decisions),
@@ -325,7 +337,7 @@ def build_answers_json(
         "across": list(notes),
         "lead": format_summary_line(name_answers(decisions)),
         "answers": [build_answer(decision) for decision in decisions],
-        "further": further or {},
+        "further": extension_answers or {},
     }
 
 
@@ -346,7 +358,7 @@ def write_decisions(
     answers_out: Path,
     evidence: Mapping[str, Evidence],
 ) -> str:
-    """Write candidates and answers of decisions to files; return the answers as text.
+    """Write decision.csv and answers.json, and return the decisions as text for a terminal.
 
     Args:
         decisions: Decisions.
@@ -366,17 +378,17 @@ def write_decisions(
         answers_out,
         json.dumps(build_answers_json(decisions, notes, constraints, further), indent=1) + "\n",
     )
-    return describe_decisions(decisions, notes, constraints, further=further.values())
+    return describe_decisions(decisions, notes, constraints, extension_answers=further.values())
 
 
-def read_evidence(pairs: Iterable[str], constraints: Constraints) -> dict[str, Evidence]:
-    """Return the evidence, such as projected times, that extensions add to decisions, by extension.
+def read_evidence(extension_files: Iterable[str], constraints: Constraints) -> dict[str, Evidence]:
+    """Return the evidence that each extension adds to decisions, such as projected times.
 
     Args:
-        pairs: Files of extensions, as EXTENSION=FILE.
+        extension_files: Files of extensions, as EXTENSION=FILE.
         constraints: Constraints of the decision.
     """
-    paths = dict(pair.split("=", 1) for pair in pairs)
+    paths = dict(pair.split("=", 1) for pair in extension_files)
     return {
         name: reading.read_evidence(paths.get(name, ""), constraints)
         for name, reading in list_readings().items()
@@ -389,8 +401,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.decision.decide", description=__doc__
     )
-    parser.add_argument("--cells", type=Path, required=True, help="the file cells.csv")
-    parser.add_argument("--audit", type=Path, help="the file audit.csv, if there is one")
+    parser.add_argument("--cells", type=Path, required=True, help="the file cells.csv to read")
+    parser.add_argument("--audit", type=Path, help="the file audit.csv to read, if there is one")
     parser.add_argument(
         "--evidence",
         action="extend",
@@ -399,18 +411,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="EXTENSION=FILE",
         help="a file that an extension reads in addition to the records, such as verdict=verdict.json",
     )
-    parser.add_argument("--constraints", default="{}", help="`decide` of config.yaml, as JSON")
+    parser.add_argument(
+        "--constraints", default="{}", help="the block `decide` of config.yaml, as JSON"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
-        help="CSV file to write, a row per strategy and worker count",
+        help="the file decision.csv to write, with a row per strategy and number of workers",
     )
     parser.add_argument(
         "--answers-out",
         type=Path,
         required=True,
-        help="JSON file to write, with the decisions as texts",
+        help="the file answers.json to write, with the decisions as texts",
     )
     args = parser.parse_args(argv)
     constraints = Constraints.from_json(args.constraints)

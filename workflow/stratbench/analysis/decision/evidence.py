@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from stratbench.analysis.decision.constraints import Constraints
     from stratbench.analysis.records.groups import Group, Repeats
 
-#: Experiment and model, for which one decision is made.
+#: The experiment and the model for which a decision is made.
 Question = tuple[str, str]
 
 
 class Evidence:
-    """Base class of an extension's evidence for decisions. All methods are optional and called in order."""
+    """Base class of an extension's evidence. All methods are optional, and called in this order."""
 
     def replace_measured_times(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Replace the times of a measured candidate, or exclude the candidate.
+        """Replace the training times of a measured candidate by other ones, or exclude the candidate.
 
         Args:
             candidate: The candidate, changed in place.
@@ -39,7 +39,7 @@ class Evidence:
         return ()
 
     def exclude_candidates(self, question: Question, candidates: Sequence[Candidate]) -> None:
-        """Exclude further candidates, once constraints and the score tolerance are applied."""
+        """Exclude further candidates, after those that violate constraints or the score tolerance."""
 
     def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on what would change the choice."""

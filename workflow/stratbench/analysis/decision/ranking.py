@@ -21,7 +21,7 @@ from stratbench.statistics.intervals import IntervalEstimate
 
 #: Maximum number of repeats that a study is advised to have.
 MAX_REPEATS = 40
-#: The share of studies that may miss a difference: one minus the power of the test.
+#: Fraction of studies that may fail to detect a real difference: one minus the power of the test.
 MISSED = 0.2
 
 
@@ -36,8 +36,8 @@ class Standings(NamedTuple):
     low: np.ndarray
     high: np.ndarray
     repeats: np.ndarray
-    slower: np.ndarray  # whether the interval excludes equality and the ratio exceeds the margin
-    # Log ratio by which a candidate may be faster than the chosen one, shape [...].
+    slower: np.ndarray  # whether the interval excludes equal times and the ratio exceeds the margin
+    # Logarithm of the ratio by which a candidate may be faster than the chosen one, shape [...].
     max_lead: np.ndarray
 
 
@@ -77,7 +77,7 @@ def compare_with_choice(
     tail: float | np.ndarray,
     margin: float,
 ) -> Standings:
-    """Return comparisons with the chosen candidate, from paired differences and moderated variances.
+    """Return how all candidates compare with the chosen one, with simultaneous intervals.
 
     Args:
         differences: Differences from the chosen candidate.
@@ -102,28 +102,28 @@ def compare_with_choice(
     return Standings(chosen, mean, low, high, differences.repeats, slower, max_lead)
 
 
-# ---------------------------------------------------------------- of candidates
+# ---------------------------------------------------------------- ranking of Candidate objects
 
 
 @dataclass(frozen=True)
 class ComparisonWithChoice:
-    """The ratio of an alternative's objective to the choice's, over a number of repeats."""
+    """How an alternative compares with the choice: ratio of times (or costs), and its significance."""
 
     alternative: Candidate
     ratio: IntervalEstimate
     repeats: int
-    #: `slower`, `tied` (a near tie, or no clear difference), or `unknown`.
+    #: `slower`, `tied` (within the margin, or not significantly different), or `unknown`.
     status: str
 
 
 @dataclass(frozen=True)
 class RankingNoise:
-    """The noise between repeats in a comparison of candidates: standard deviation and degrees of freedom."""
+    """How much the repeats of a candidate differ, to compute how many a study needs."""
 
-    #: Standard deviation of the logarithm of a time (or cost) between paired repeats.
+    #: Standard deviation of the logarithm of a time (or cost) between repeats.
     log_time_sd: float
     n_candidates: int
-    #: Degrees of freedom of the prior of a difference, per repeat beyond the first.
+    #: Degrees of freedom that the other candidates add to a variance, per repeat beyond the first.
     prior_dof_per_repeat: float
 
     def compute_needed_repeats(self, difference: float) -> int | None:
@@ -135,10 +135,10 @@ class RankingNoise:
         Returns:
             The number if it is fixed in advance; None if it exceeds MAX_REPEATS.
         """
-        from scipy.special import nctdtr, stdtrit  # this import takes 0.2 s
+        from scipy.special import nctdtr, stdtrit  # the import of scipy takes 0.2 s
 
         n = np.arange(3, MAX_REPEATS + 1)
-        # The estimated weight of the prior is often less than the maximum, so half of it is assumed.
+        # Other candidates often add fewer degrees of freedom than the maximum, so half of it is assumed.
         dof = (
             n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.prior_dof_per_repeat * (n - 1)) / 2
         )
@@ -150,7 +150,7 @@ class RankingNoise:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The chosen candidate, and comparisons with all others in the order of their objectives."""
+    """The chosen candidate, and its comparison with each alternative, best alternative first."""
 
     chosen_candidate: Candidate
     comparisons: tuple[ComparisonWithChoice, ...]
@@ -158,7 +158,7 @@ class Ranking:
     max_lead: float | None
     #: Noise of the repeats; None if unknown.
     noise: RankingNoise | None
-    #: Whether intervals are corrected for repeated looks, since the number of repeats was not planned.
+    #: Whether intervals are corrected for repeated looks at results, since no number of repeats was planned.
     corrects_for_interim_looks: bool
 
     @property
@@ -168,7 +168,7 @@ class Ranking:
 
     @property
     def nearest_alternatives(self) -> list[ComparisonWithChoice]:
-        """The best alternative, and the best with another strategy than the choice."""
+        """Comparisons with the best alternative, and with the best one of another strategy."""
         others = (
             c for c in self.comparisons if c.alternative.strategy != self.chosen_candidate.strategy
         )
@@ -182,7 +182,7 @@ class Ranking:
 
     @property
     def repeats(self) -> int:
-        """The smallest number of repeats behind an interval, else the choice's number of repeats."""
+        """Smallest number of repeats behind an interval. Without intervals, the choice's repeats."""
         with_interval = [
             c.repeats
             for c in self.comparisons
@@ -192,7 +192,7 @@ class Ranking:
 
     @property
     def chance_reason(self) -> str | None:
-        """Why the ranking may be due to chance. None if repeats decide it or nothing is compared."""
+        """Why the ranking may be due to chance. None with enough repeats, or nothing to compare."""
         if not self.comparisons or self.chosen_candidate.is_projected:
             return None
         if len(self.chosen_candidate.times) < 2:
@@ -202,7 +202,9 @@ class Ranking:
         return None
 
 
-def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> list[Ranking | None]:
+def rank_comparisons(
+    candidates_by_model: Sequence[Sequence[Candidate]], margin: float
+) -> list[Ranking | None]:
     """Return, for each model, a ranking of the candidates that are not excluded.
 
     The variances of all groups of a study are pooled, so all models are ranked together.
@@ -210,7 +212,7 @@ def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> l
     Returns:
         A ranking per model, or None for a model whose candidates are all excluded.
     """
-    comparisons = [RankedGroup.from_candidates(differences, margin) for differences in studied]
+    comparisons = [RankedGroup.from_candidates(same, margin) for same in candidates_by_model]
     if not any(comparison.remaining_indices for comparison in comparisons):
         return [None] * len(comparisons)
     groups = moderated.GroupScatter(
@@ -236,7 +238,7 @@ def rank_comparisons(studied: Sequence[Sequence[Candidate]], margin: float) -> l
 
 @dataclass(frozen=True)
 class RankedGroup:
-    """The candidates of one model as arrays, with their differences from the chosen candidate."""
+    """The candidates of one model, with their differences from the chosen candidate as arrays."""
 
     candidates: Sequence[Candidate]
     #: Indices of the candidates that are not excluded.
@@ -249,7 +251,7 @@ class RankedGroup:
 
     @classmethod
     def from_candidates(cls, candidates: Sequence[Candidate], margin: float) -> RankedGroup:
-        """Return the group of candidates of one model as arrays.
+        """Return the candidates of one model with the chosen one and their differences from it.
 
         Unusable records do not contribute to the noise.
         """
@@ -303,7 +305,7 @@ class RankedGroup:
         groups = moderated.GroupScatter(
             *(part[self.remaining_indices] for part in self.repeat_variances)
         )
-        if not groups.pooled_variance > 0:  # the variance is nan without repeats
+        if not groups.pooled_variance > 0:  # also true for NaN, the variance without repeats
             return None
         others = float(groups.dof.sum()) / (max(len(c.times) for c in self.candidates) - 1) - 1
         return RankingNoise(
@@ -312,14 +314,14 @@ class RankedGroup:
 
 
 def compute_log_objectives(comparison: Sequence[Candidate]) -> np.ndarray:
-    """Return the logarithm of each candidate's objective, which is its cost or its training time."""
+    """Return the logarithm of each candidate's cost, or of its training time without a price."""
     return np.log([c.objective for c in comparison])
 
 
 def compute_log_objectives_by_repeat(
     comparison: Sequence[Candidate], times: Sequence[pd.Series]
 ) -> np.ndarray:
-    """Return the logarithms of the candidates' cost or time per repeat, shape [candidates, repeats].
+    """Return the logarithm of each candidate's cost or time in each repeat, shape [candidates, repeats].
 
     Args:
         comparison: Candidates.
@@ -333,9 +335,8 @@ def compute_log_objectives_by_repeat(
 
 
 def rank_by_preference(comparison: Sequence[Candidate]) -> np.ndarray:
-    """Return each candidate's preference as a number, lowest first: fewer GPUs, then less memory."""
-    # Peaks are compared in steps of 3 %, so that a difference of one percent counts as equal. A peak with a
-    # finding of the audit does not count.
+    """Return each candidate's place in the order of preference: fewest GPUs, then least memory."""
+    # Peaks are compared in steps of 3 %, so that a difference of one percent counts as equal.
     held = [c.trusted_memory_bytes for c in comparison]
     steps = [round(np.log(n_bytes) / 0.03) if n_bytes else np.inf for n_bytes in held]
     keys = [(c.gpus, step) for c, step in zip(comparison, steps, strict=True)]
@@ -374,24 +375,24 @@ def iter_comparisons(
 
 
 def compare_projected(
-    rival: Candidate, first: Candidate, mean: float, margin: float
+    alternative: Candidate, choice: Candidate, log_ratio: float, margin: float
 ) -> ComparisonWithChoice:
-    """Return the comparison of an alternative with the choice if a time is projected.
+    """Return the comparison of an alternative with the choice, of which one time is projected.
 
     The two intervals are regarded as independent: the times differ if the intervals do not overlap.
 
     Args:
-        rival: The alternative.
-        first: The chosen one.
-        mean: Logarithm of the ratio of the alternative's objective to the choice's.
+        alternative: The alternative.
+        choice: The chosen candidate.
+        log_ratio: Logarithm of the ratio of their times, or of their costs if a price is set.
         margin: Fraction within which candidates are equal.
     """
-    ratio = float(np.exp(mean))
-    # With a price, this is the ratio of the costs per second.
-    per_s = ratio * (first.time_s or 1.0) / (rival.time_s or 1.0)
-    (low_s, high_s), (first_low_s, first_high_s) = rival.time_range_s, first.time_range_s
-    low, high = per_s * low_s / first_high_s, per_s * high_s / first_low_s
-    apart = low > 1 and ratio > 1 + margin
+    ratio = float(np.exp(log_ratio))
+    # This factor converts a ratio of times to one of costs; it is 1 without a price.
+    cost_factor = ratio * (choice.time_s or 1.0) / (alternative.time_s or 1.0)
+    (low_s, high_s), (own_low_s, own_high_s) = alternative.time_range_s, choice.time_range_s
+    low, high = cost_factor * low_s / own_high_s, cost_factor * high_s / own_low_s
+    is_slower = low > 1 and ratio > 1 + margin
     return ComparisonWithChoice(
-        rival, IntervalEstimate(ratio, low, high), 0, "slower" if apart else "tied"
+        alternative, IntervalEstimate(ratio, low, high), 0, "slower" if is_slower else "tied"
     )

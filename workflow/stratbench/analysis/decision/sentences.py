@@ -1,4 +1,4 @@
-"""Texts of a decision: the reason with its numbers, and what would change the choice."""
+"""Sentences of a decision: the reason with its numbers, and what would change the choice."""
 
 from __future__ import annotations
 
@@ -23,76 +23,82 @@ from stratbench.statistics.moderated import ROUGH
 MAX_OF_A_REASON = 120
 
 
-def format_name(c: Candidate, noun: str) -> str:
-    """Return a candidate's name with the kind of its workers: `ddp on 4 GPUs`."""
-    return f"{c.strategy} on {format_count(c.gpus, noun)}"
+def format_name(candidate: Candidate, worker_noun: str) -> str:
+    """Return a candidate as text, with a given noun for its workers: `ddp on 4 GPUs`."""
+    return f"{candidate.strategy} on {format_count(candidate.gpus, worker_noun)}"
 
 
-def format_full_name(c: Candidate) -> str:
-    """Return a candidate's name with its number of workers: `ddp on 4 workers`."""
-    return format_name(c, "worker")
+def format_full_name(candidate: Candidate) -> str:
+    """Return a candidate as text, with its number of workers: `ddp on 4 workers`."""
+    return format_name(candidate, "worker")
 
 
-def describe_score_loss(first: Candidate, noun: str, constraints: Constraints) -> str:
-    """Return a sentence on how much worse the choice's score may be.
+def describe_score_loss(choice: Candidate, worker_noun: str, constraints: Constraints) -> str:
+    """Return a sentence on how much worse than the best the choice's score may be.
+
+    The text is empty if the score is certainly within the tolerance.
 
     Args:
-        first: The choice.
-        noun: Noun for workers.
+        choice: The chosen candidate.
+        worker_noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    if not first.may_miss_score_tolerance(constraints):
+    if not choice.may_miss_score_tolerance(constraints):
         return ""
-    score = first.score
+    score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
+    max_loss = score.format_difference(choice.score_loss_upper, score.decimals - 1)
     return (
-        f"The {score.name} of {format_name(first, noun)} may be up to "
-        f"{score.format_difference(first.score_loss_upper, score.decimals - 1)} worse than that of "
-        f"{first.best_scoring_names} ({constraints.find_score_tolerance(score):g} allowed)."
+        f"The {score.name} of {format_name(choice, worker_noun)} may be up to {max_loss} worse than that "
+        f"of {choice.best_scoring_names} ({tolerance:g} allowed)."
     )
 
 
-def describe_exclusions(candidates: Sequence[Candidate]) -> str:
-    """Return a text with the excluded strategies and the reason, for each kind of exclusion."""
+def describe_exclusions(excluded: Sequence[Candidate]) -> str:
+    """Return the excluded strategies as text, with the reason for each kind of exclusion."""
     by_kind: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
+    for candidate in excluded:
         by_kind.setdefault(candidate.exclusion_kind, []).append(candidate)
     return "; ".join(
-        f"{', '.join(dict.fromkeys(c.strategy for c in held))}: {kind} ({describe_nearest_exclusion(held)})"
-        for kind, held in by_kind.items()
+        f"{', '.join(dict.fromkeys(c.strategy for c in same))}: {kind} ({describe_nearest_exclusion(same)})"
+        for kind, same in by_kind.items()
     )
 
 
-def describe_nearest_exclusion(held: Sequence[Candidate]) -> str:
-    """Return the reason of the excluded candidate that is nearest to the limit.
+def describe_nearest_exclusion(excluded: Sequence[Candidate]) -> str:
+    """Return why the excluded candidate that is nearest to the limit is excluded.
 
     The candidate's name precedes the reason if the candidates have different reasons.
     """
     nearest = min(
-        held, key=lambda c: math.inf if (lack := get_required_amount(c)) is None else lack
+        excluded,
+        key=lambda c: math.inf if (amount := get_required_amount(c)) is None else amount,
     )
-    named = "" if len({c.exclusion_reason for c in held}) == 1 else f"the nearest, {nearest.name}: "
+    has_one_reason = len({c.exclusion_reason for c in excluded}) == 1
+    named = "" if has_one_reason else f"the nearest, {nearest.name}: "
     return textwrap.shorten(
         f"{named}{nearest.exclusion_reason}", MAX_OF_A_REASON, placeholder=" ..."
     )
 
 
-def get_required_amount(c: Candidate) -> float | None:
-    """Return the memory, time or workers that an excluded candidate needs, or None if unknown."""
+def get_required_amount(excluded: Candidate) -> float | None:
+    """Return the memory, time or number of workers that exceeds a limit. None for other reasons."""
     by_kind = {
-        "does not fit": c.model_states_bytes if c.is_on_cpu else c.memory_bytes,
-        "too slow": c.time_s,
-        "needs more workers": c.gpus,
+        "does not fit": excluded.model_states_bytes
+        if excluded.is_on_cpu
+        else excluded.memory_bytes,
+        "too slow": excluded.time_s,
+        "needs more workers": excluded.gpus,
     }
-    return by_kind.get(c.exclusion_kind)
+    return by_kind.get(excluded.exclusion_kind)
 
 
-# ---------------------------------------------------------------- the reason
+# ---------------------------------------------------------------- sentences on the choice
 
 
 def describe_choice(
     candidates: Sequence[Candidate], ranking: Ranking, noun: str, constraints: Constraints
 ) -> str:
-    """Return sentences with the results of the choice and of its nearest alternatives.
+    """Return sentences with the results of the choice and of the best alternatives.
 
     Args:
         candidates: Candidates.
@@ -124,23 +130,22 @@ def describe_choice(
     return " ".join(sentences)
 
 
-def describe_results(first: Candidate, noun: str) -> str:
-    """Return a sentence with the measured results of the chosen candidate."""
-    if first.is_projected:
-        return first.projected_figures
-    parts = [
-        f"{format_name(first, noun)} trains in {describe_amount(first)}{describe_price(first)}"
-    ]
-    if first.rate_text:
-        parts[0] += f" at {first.rate_text}"
-    if first.mean_score is not None:
-        parts.append(f"reaches {first.score.name} {first.score.format_score(first.mean_score)}")
-    if first.memory_bytes is not None:
-        above = " above its base" if first.is_on_cpu else ""
-        doubted = f" (doubted by the audit: {', '.join(first.memory_caveats)})"
+def describe_results(choice: Candidate, worker_noun: str) -> str:
+    """Return a sentence with the results of the chosen candidate: time, score and memory."""
+    if choice.is_projected:
+        return choice.projected_figures
+    name = format_name(choice, worker_noun)
+    parts = [f"{name} trains in {describe_amount(choice)}{describe_price(choice)}"]
+    if choice.rate_text:
+        parts[0] += f" at {choice.rate_text}"
+    if choice.mean_score is not None:
+        parts.append(f"reaches {choice.score.name} {choice.score.format_score(choice.mean_score)}")
+    if choice.memory_bytes is not None:
+        above = " above its base" if choice.is_on_cpu else ""
+        doubted = f" (doubted by the audit: {', '.join(choice.memory_caveats)})"
         parts.append(
-            f"has a peak of {format_bytes(first.memory_bytes)} per worker{above}"
-            f"{doubted if first.memory_caveats else ''}"
+            f"has a peak of {format_bytes(choice.memory_bytes)} per worker{above}"
+            f"{doubted if choice.memory_caveats else ''}"
         )
     return f"{join_with_and(parts)}."
 
@@ -148,26 +153,27 @@ def describe_results(first: Candidate, noun: str) -> str:
 def describe_missing_projections(
     candidates: Sequence[Candidate], noun: str, constraints: Constraints
 ) -> str:
-    """Return a sentence on strategies without a projection to the requested number of workers.
+    """Return a sentence that names strategies whose times could not be projected, with reasons.
 
-    Empty if there are none.
+    The text is empty if there are no such strategies, or if no strategy has a projection.
 
     Args:
         candidates: Candidates.
         noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    refused: dict[str, dict[str, None]] = {}
+    names_by_reason: dict[str, dict[str, None]] = {}
     for c in candidates:
         if c.no_projection_reason:
-            refused.setdefault(c.no_projection_reason, {})[c.strategy] = None
-    # If nothing is projected, the headline already says so.
-    if not refused or not any(c.is_projected for c in candidates):
+            names_by_reason.setdefault(c.no_projection_reason, {})[c.strategy] = None
+    # If no strategy has a projection, the claim of the answer already gives the reason.
+    if not names_by_reason or not any(c.is_projected for c in candidates):
         return ""
-    reasons = "; ".join(
-        f"{join_with_and(list(names))} ({reason})" for reason, names in refused.items()
+    strategies_and_reasons = "; ".join(
+        f"{join_with_and(list(names))} ({reason})" for reason, names in names_by_reason.items()
     )
-    return f"There is no projection to {format_count(constraints.gpus, noun)} for {reasons}."
+    requested_workers = format_count(constraints.gpus, noun)
+    return f"There is no projection to {requested_workers} for {strategies_and_reasons}."
 
 
 def describe_alternative(
@@ -180,50 +186,52 @@ def describe_alternative(
         noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    name, paid = format_name(comparison.alternative, noun), describe_amount(comparison.alternative)
+    alternative = format_name(comparison.alternative, noun)
+    time = describe_amount(comparison.alternative)
     ratio, by_cost = comparison.ratio.value, comparison.alternative.is_ranked_by_cost
     if ratio == 1:
-        exactly = "costs exactly as much" if by_cost else "takes exactly as long"
-        return f"{name} {exactly} as the choice ({paid})."
+        takes_exactly_as_long = "costs exactly as much" if by_cost else "takes exactly as long"
+        return f"{alternative} {takes_exactly_as_long} as the choice ({time})."
     if ratio < 1:
+        takes = "costs" if by_cost else "takes"
+        percentage = format_percentage(1 - ratio)
+        margin = format_percentage(constraints.equivalence_margin)
         return (
-            f"{name} {'costs' if by_cost else 'takes'} {format_percentage(1 - ratio)} less than the choice "
-            f"({paid}), which counts as equal (margin: "
-            f"{format_percentage(constraints.equivalence_margin)}). Among equals, fewer {pluralize(noun)} "
-            "and then less memory decide."
+            f"{alternative} {takes} {percentage} less than the choice ({time}), which counts as equal "
+            f"(margin: {margin}). Among equals, fewer {pluralize(noun)} and then less memory decide."
         )
     shown = "{:.4f}" if f"{ratio:.2f}" == "1.00" else "{:.2f}"
-    many = comparison.ratio.format_text(shown.format, "{:.2f}".format)
+    ratio_text = comparison.ratio.format_text(shown.format, "{:.2f}".format)
     if by_cost:
-        return f"{name} costs {many} times as much as the choice ({paid})."
-    return f"{name} takes {many} times as long as the choice ({paid})."
+        return f"{alternative} costs {ratio_text} times as much as the choice ({time})."
+    return f"{alternative} takes {ratio_text} times as long as the choice ({time})."
 
 
-def describe_amount(c: Candidate) -> str:
-    """Return a candidate's training time as text, with the cost if a price is configured."""
-    seconds = f"{format_number(c.time_s or 0.0, None)} s"
-    if c.is_projected:
-        low, high = (format_number(value, None) for value in c.time_range_s)
+def describe_amount(candidate: Candidate) -> str:
+    """Return a candidate's training time as text, with the cost if a price is set."""
+    seconds = f"{format_number(candidate.time_s or 0.0, None)} s"
+    if candidate.is_projected:
+        low, high = (format_number(value, None) for value in candidate.time_range_s)
         seconds += f" (projected, 80 %: {low} to {high} s)"
-    return seconds if c.cost is None else f"{seconds} at a cost of {c.cost:.3g}"
+    return seconds if candidate.cost is None else f"{seconds} at a cost of {candidate.cost:.3g}"
 
 
-def describe_price(c: Candidate) -> str:
-    """Return the GPU-hours and the price behind a cost as text, empty without a price."""
-    if c.cost is None or not c.price_per_gpu_hour:
+def describe_price(candidate: Candidate) -> str:
+    """Return how a cost was computed: ` (2.5 GPU-hours at 3 each)`. Empty without a price."""
+    if candidate.cost is None or not candidate.price_per_gpu_hour:
         return ""
-    unit = "process-hours" if c.is_on_cpu else "GPU-hours"
-    hours = c.cost / c.price_per_gpu_hour
-    return f" ({hours:.3g} {unit} at {c.price_per_gpu_hour:g} each)"
+    unit = "process-hours" if candidate.is_on_cpu else "GPU-hours"
+    hours = candidate.cost / candidate.price_per_gpu_hour
+    return f" ({hours:.3g} {unit} at {candidate.price_per_gpu_hour:g} each)"
 
 
-# ---------------------------------------------------------------- what would change it
+# ---------------------------------------------------------------- sentences on what would change the choice
 
 
 def iter_answer_changes(
     candidates: Sequence[Candidate], ranking: Ranking, constraints: Constraints
 ) -> Iterator[str]:
-    """Yield sentences on what would change the answer, starting from the nearest alternatives.
+    """Yield sentences on what would change the choice: more repeats, other constraints, or other workers.
 
     Args:
         candidates: Candidates.
@@ -244,15 +252,19 @@ def iter_answer_changes(
             c for c in ranked if c.score_loss_upper is not None and c.score_loss_upper <= tolerance
         ]
         if sure:
+            candidate, time = format_full_name(sure[0]), describe_amount(sure[0])
             yield (
-                f"A score that is surely within the tolerance: then {format_full_name(sure[0])} would be "
-                f"chosen ({describe_amount(sure[0])})."
+                f"A score that is surely within the tolerance: then {candidate} would be chosen ({time})."
             )
     smaller = [c for c in ranked if needs_less_memory(c, first)]
     if smaller and first.memory_bytes:
+        candidate, its_memory = (
+            format_full_name(smaller[0]),
+            format_bytes(smaller[0].memory_bytes or 0),
+        )
         yield (
-            f"GPUs with less memory than {format_bytes(first.memory_bytes)}: then "
-            f"{format_full_name(smaller[0])} would be chosen ({format_bytes(smaller[0].memory_bytes or 0)})."
+            f"GPUs with less memory than {format_bytes(first.memory_bytes)}: then {candidate} would be "
+            f"chosen ({its_memory})."
         )
     if constraints.homogeneous:
         yield from iter_slow_worker_changes(ranking)
@@ -267,50 +279,52 @@ def advise_repeats(ranking: Ranking) -> str:
         return ""
     if ranking.noise is None:
         return " A single repeat does not show the noise; five repeats are a good start."
-    noise, enough = ranking.noise, ranking.noise.compute_needed_repeats(ROUGH)
+    enough = ranking.noise.compute_needed_repeats(ROUGH)
     needed = f"more than {MAX_REPEATS}" if enough is None else str(enough)
+    noise, difference = format_percentage(ranking.noise.log_time_sd), format_percentage(ROUGH)
     return (
-        f" At the measured noise of {format_percentage(noise.log_time_sd)}, {needed} repeats are needed to "
-        f"detect a difference of {format_percentage(ROUGH)}."
+        f" At the measured noise of {noise}, {needed} repeats are needed to detect a difference of "
+        f"{difference}."
     )
 
 
-def needs_less_memory(candidate: Candidate, first: Candidate) -> bool:
-    """Return whether a candidate needs clearly less memory than the choice; False if unknown."""
-    its, own = candidate.trusted_memory_bytes, first.trusted_memory_bytes
-    return None not in (its, own) and not first.is_on_cpu and its < 0.95 * own
+def needs_less_memory(candidate: Candidate, choice: Candidate) -> bool:
+    """Return whether a candidate needs clearly less memory than the choice. False if unknown."""
+    its, own = candidate.trusted_memory_bytes, choice.trusted_memory_bytes
+    return None not in (its, own) and not choice.is_on_cpu and its < 0.95 * own
 
 
 def iter_constraint_changes(
-    candidates: Sequence[Candidate], first: Candidate | None
+    candidates: Sequence[Candidate], choice: Candidate | None
 ) -> Iterator[str]:
-    """Yield a sentence for each constraint that excludes a candidate better than the choice."""
-    lift = {
+    """Yield a sentence for each constraint without which another candidate would be chosen."""
+    changes = {
         "does not fit": "More memory",
         "too slow": "A later deadline",
         "worse score": "A worse score allowed",
         "needs all workers": "Workers that stay until the end",
         "needs more workers": "More workers",
     }
-    for kind, best in find_better_excluded(candidates, first, lift).items():
-        # The reason of a candidate that is too slow already states its time.
-        amount = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
+    for kind, best in find_better_excluded(candidates, choice, changes).items():
+        # The exclusion reason of a candidate that is too slow already states its time.
+        time = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
         yield (
-            f"{lift[kind]}: then {format_full_name(best)} would be chosen "
-            f"({amount}{best.exclusion_reason})."
+            f"{changes[kind]}: then {format_full_name(best)} would be chosen "
+            f"({time}{best.exclusion_reason})."
         )
     stopped = dict.fromkeys(
         c.strategy for c in candidates if c.exclusion_kind == "too slow" and c.time_s is None
     )
-    if first is None and stopped:
+    if choice is None and stopped:
+        strategies = ", ".join(stopped)
         yield (
-            f"A longer time_limit_s: {', '.join(stopped)} reached the present limit. Raise it and train "
+            f"A longer time_limit_s: {strategies} reached the present limit. Raise the limit, and train "
             "again with --forcerun (docs/configuration.md)."
         )
 
 
 def iter_slow_worker_changes(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence on the slowdown of a worker beyond which an asynchronous strategy wins.
+    """Yield a sentence on how slow one worker must be for an asynchronous strategy to win.
 
     If one of N workers is f times slower, a strategy that waits takes f times as long. A strategy that does
     not wait takes N / (N - 1 + 1/f) times as long. Both are equal at f = (N r - 1) / (N - 1), where r is the
@@ -324,18 +338,19 @@ def iter_slow_worker_changes(ranking: Ranking) -> Iterator[str]:
     if n > 1 and free and first.time_s and free[0].time_s:
         factor = (n * free[0].time_s / first.time_s - 1) / (n - 1)
         if factor > 1:
+            asynchronous = free[0].strategy
             yield (
                 f"Workers of unequal speed: if one of {n} is more than {factor:.2f} times slower than the "
-                f"others, {free[0].strategy} should be faster, since it does not wait for the slowest."
+                f"others, {asynchronous} should be faster, since it does not wait for the slowest."
             )
 
 
 def iter_excluded_strategies(
-    candidates: Sequence[Candidate], usable: set[str]
+    candidates: Sequence[Candidate], ranked_strategies: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each strategy that is excluded at every worker count, with the reasons as text."""
+    """Yield each strategy that is excluded on every number of workers, with the reasons as text."""
     for name in dict.fromkeys(c.strategy for c in candidates):
-        if name not in usable:
+        if name not in ranked_strategies:
             line = sorted((c for c in candidates if c.strategy == name), key=lambda c: c.gpus)
             counts_by_reason: dict[str, list[str]] = {}
             for c in line:

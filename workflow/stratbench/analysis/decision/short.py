@@ -22,13 +22,13 @@ from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import GIB, format_bytes, format_count, join_with_and
 from stratbench.statistics.unpaired import compute_mean_of_logs
 
-#: Number of runs from which a time is shown with a confidence interval instead of the range of the runs.
+#: Minimum number of runs for which a time has a confidence interval; with fewer it has the runs' range.
 INTERVAL_FROM = 5
-#: Number of seconds from which times are shown in hours.
+#: Times of at least this many seconds are shown in hours.
 HOURS_FROM_S = 7200
-#: Fraction from which less memory is worth mentioning.
+#: Fraction of the memory that an alternative must save to be mentioned.
 CLEARLY_LESS = 0.1
-#: Claim and verb if all candidates are excluded, by the kind of exclusion.
+#: By kind of exclusion, if all candidates are excluded: the claim, and what the candidates have in common.
 NONE_LEFT = {
     "does not fit": ("No candidate fits into memory.", "do not fit"),
     "too slow": ("No candidate finishes in time.", "are too slow"),
@@ -47,12 +47,12 @@ NONE_LEFT = {
         "need more workers",
     ),
 }
-#: Remedies if every training diverged.
+#: What to try next if every training diverged.
 STEADIER = (
     "To keep the training from diverging, lower lr or set lr_warmup_steps or max_grad_norm; then train "
     "again."
 )
-#: Verb phrases on uncertain answers by kind, in the singular and the plural.
+#: What uncertain answers of a kind have in common, as a verb phrase in the singular and the plural.
 KINDS = {
     "condition": ("holds with a condition", "hold with a condition"),
     "one run": ("rests on one run of each cell", "rest on one run of each cell"),
@@ -60,35 +60,36 @@ KINDS = {
     "low": ("has a low confidence", "have a low confidence"),
     "none": ("has no strategy to recommend", "have no strategy to recommend"),
 }
-#: The kind of an answer whose confidence is high or medium.
+#: The kind of an answer by its confidence, if this is high or medium.
 KIND_OF_LEVEL = {"high": "sure", "medium": "condition"}
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 @dataclass(frozen=True)
 class ShortAnswer:
-    """The short answer for one model, whose texts are empty where nothing is known."""
+    """The answer for one model in short texts, which are empty if unknown."""
 
     #: The chosen strategy; None if nothing can be recommended.
     strategy: str | None
     gpus: int | None
     #: The conclusion as a sentence, after sentences on constraints that no record can answer.
     claim: str
-    #: `sure`, or a key of KINDS.
+    #: Kind of the answer: `sure`, or a key of KINDS.
     kind: str
-    #: The training time (or the cost if there is a price) as text, and its spread.
+    #: Training time of the choice as text, or its cost if a price is set.
     value: str = ""
+    #: Spread of this time over the runs, as text.
     value_note: str = ""
-    #: The alternatives: strategy, gpus, and the ratio to the choice with its interval (low, high).
+    #: The alternatives, best first: strategy, gpus, ratio to the choice, and its interval (low, high).
     others: tuple[dict[str, Any], ...] = ()
     score: str = ""
     score_name: str = ""
     score_note: str = ""
-    #: Whether the score may be worse than allowed.
+    #: Whether the score of the choice may be worse than allowed.
     score_open: bool = False
     memory: str = ""
     memory_note: str = ""
-    #: The peak as a fraction of the GPU's memory; None if the GPU is unknown.
+    #: Peak memory as a fraction of the GPU's memory; None if the GPU is unknown.
     memory_share: float | None = None
     #: The best alternative of a sure answer: `fsdp × 2 takes 40 % longer, with 30 % less memory`.
     runner_up: str = ""
@@ -104,7 +105,7 @@ class ShortAnswer:
 
 
 def build_empty_answer(candidates: Sequence[Candidate], margin: float) -> ShortAnswer:
-    """Return the answer if all candidates are excluded.
+    """Return the short answer for a model whose candidates are all excluded.
 
     Args:
         candidates: Candidates.
@@ -127,21 +128,23 @@ def describe_least_memory(candidates: Sequence[Candidate], margin: float) -> str
     """Return sentences on the lowest known memory need, and on options that reduce memory."""
     known = [(c.memory_bytes, c.name) for c in candidates if c.memory_bytes is not None]
     least = min(known, default=None)
-    text = least and (
+    lowest_need = least and (
         f"The lowest need is {format_bytes(least[0] * (1 + margin))} per worker "
         f"({least[1]}{', including the reserve' if margin else ''}). "
     )
-    tries = "More workers, activation checkpointing or a smaller batch need less memory"
-    return f"{text or ''}{tries}; `plan` says which cells would fit."
+    return (
+        f"{lowest_need or ''}More workers, activation checkpointing or a smaller batch need less memory; "
+        "`plan` says which cells would fit."
+    )
 
 
 def build_short_answer(
     candidates: Sequence[Candidate],
     ranking: Ranking,
     constraints: Constraints,
-    sure: Confidence,
-    unknown: Sequence[str],
-    slowed: Sequence[str] = (),
+    confidence: Confidence,
+    unanswered_sentences: Sequence[str],
+    slowdown_texts: Sequence[str] = (),
 ) -> ShortAnswer:
     """Return the short answer for one model, for the report or a terminal.
 
@@ -149,9 +152,9 @@ def build_short_answer(
         candidates: Candidates.
         ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
-        sure: Confidence of the decision.
-        unknown: Sentences on constraints that no record can answer.
-        slowed: How workers were slowed down on purpose.
+        confidence: Confidence of the decision.
+        unanswered_sentences: Sentences on constraints for which there are no results.
+        slowdown_texts: How workers were slowed down on purpose.
     """
     first = ranking.chosen_candidate
     score_open = first.may_miss_score_tolerance(constraints)
@@ -159,7 +162,7 @@ def build_short_answer(
     known = "Apart from that:" if first.is_projected else "Among the measured cells:"
     score, score_note = format_score(candidates, first, constraints)
     memory, memory_note, share_of_card = format_memory(first)
-    # Among equally fast candidates the one with less memory is already the choice.
+    # If candidates are equally fast, memory has already decided between them.
     leaner = (
         ""
         if ranking.tied_alternatives
@@ -169,9 +172,11 @@ def build_short_answer(
         first.strategy,
         first.gpus,
         " ".join(
-            [*unknown, known] * bool(unknown) + [f"With {text}:" for text in slowed] + [claim.text]
+            [*unanswered_sentences, known] * bool(unanswered_sentences)
+            + [f"With {text}:" for text in slowdown_texts]
+            + [claim.text]
         ),
-        KIND_OF_LEVEL.get(sure.level, claim.kind if claim.kind in KINDS else "low"),
+        KIND_OF_LEVEL.get(confidence.level, claim.kind if claim.kind in KINDS else "low"),
         *append_token_rate(first, *format_objective(first)),
         others=tuple(
             {"strategy": c.alternative.strategy, "gpus": c.alternative.gpus}
@@ -185,16 +190,16 @@ def build_short_answer(
         memory=memory,
         memory_note="; ".join(filter(None, (memory_note, leaner))),
         memory_share=share_of_card,
-        runner_up=describe_runner_up(ranking) if sure.level == "high" else "",
-        reason=sure.reason,
+        runner_up=describe_runner_up(ranking) if confidence.level == "high" else "",
+        reason=confidence.reason,
     )
 
 
-# ---------------------------------------------------------------- its figures
+# ---------------------------------------------------------------- numbers of an answer as text
 
 
 def format_objective(c: Candidate) -> tuple[str, str]:
-    """Return a candidate's time (or cost) as text, and the spread of the candidate's runs."""
+    """Return a candidate's time (or cost) and the spread over its runs, both as text."""
     if c.cost is not None:
         return f"{c.cost:.3g}", f"for {format_duration(c.time_s)}"
     if c.time_s is None:
@@ -245,42 +250,42 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_low_end(low_s: float, high_s: float) -> str:
-    """Return the low end of a time span as text, in the high end's unit."""
+    """Return the low end of a time span as text without a unit, in the unit of the high end."""
     return f"{low_s / 3600:.1f}" if high_s >= HOURS_FROM_S else format_grouped(low_s)
 
 
 def format_grouped(value: float) -> str:
-    """Return a number as text with three digits, or with a thin space between thousands."""
+    """Return a number as text: three significant digits, or thin spaces between thousands."""
     return f"{value:,.0f}".replace(",", "\u2009") if value >= 1000 else format_number(value, None)
 
 
 def format_score(
-    candidates: Sequence[Candidate], first: Candidate, constraints: Constraints
+    candidates: Sequence[Candidate], choice: Candidate, constraints: Constraints
 ) -> tuple[str, str]:
-    """Return the choice's score as text, and a note on the possible loss of score.
+    """Return the choice's score as text, and a note on how much worse than the best it may be.
 
     Args:
         candidates: Candidates.
-        first: The choice.
+        choice: The chosen candidate.
         constraints: Constraints of the decision.
     """
-    if first.skips_evaluation:
+    if choice.skips_evaluation:
         return "not measured", "equal scores are assumed"
-    if first.mean_score is None:
+    if choice.mean_score is None:
         return "", ""
-    score, tolerance = first.score, constraints.find_score_tolerance(first.score)
+    score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
     decimals = max(1, score.decimals - (1 if score.is_fraction else 0))
-    text = f"{first.mean_score:.{decimals}f} {score.shown_unit}"
-    if first.score_loss_upper is None:
+    text = f"{choice.mean_score:.{decimals}f} {score.shown_unit}"
+    if choice.score_loss_upper is None:
         return text, "not compared"
-    left = [c for c in candidates if not c.exclusion_kind and c is not first]
-    lost = score.format_difference(first.score_loss_upper, score.decimals - 1)
-    if first.may_miss_score_tolerance(constraints):
+    left = [c for c in candidates if not c.exclusion_kind and c is not choice]
+    lost = score.format_difference(choice.score_loss_upper, score.decimals - 1)
+    if choice.may_miss_score_tolerance(constraints):
         return text, f"may lose up to {lost} ({tolerance:g} allowed)"
-    if left and all(have_equal_arithmetic(first, c) for c in left):
+    if left and all(have_equal_arithmetic(choice, c) for c in left):
         return text, "the same in all"
-    if first.score_loss_upper <= 0:
-        chance = compute_chance_difference(first, first)
+    if choice.score_loss_upper <= 0:
+        chance = compute_chance_difference(choice, choice)
         if chance > tolerance:
             by_chance = score.format_difference(chance, score.decimals - 1)
             return text, f"the best here; chance makes {by_chance}"
@@ -288,22 +293,22 @@ def format_score(
     return text, f"loses at most {lost} ({tolerance:g} allowed)"
 
 
-def format_memory(first: Candidate) -> tuple[str, str, float | None]:
-    """Return peak memory as text, a note, and its fraction of the GPU's memory."""
-    if first.memory_bytes is None:
+def format_memory(choice: Candidate) -> tuple[str, str, float | None]:
+    """Return the choice's peak memory as text, a note, and the peak as a fraction of GPU memory."""
+    if choice.memory_bytes is None:
         return "", "", None
-    if first.is_on_cpu or first.memory_caveats or not first.gpu_memory_bytes:
-        base = "above its base" if first.is_on_cpu else ""
-        note = "doubted by the audit" if first.memory_caveats else base
-        return format_bytes(first.memory_bytes), note, None
-    taken = first.memory_bytes / first.gpu_memory_bytes
-    held = first.memory_bytes / GIB
+    if choice.is_on_cpu or choice.memory_caveats or not choice.gpu_memory_bytes:
+        base = "above its base" if choice.is_on_cpu else ""
+        note = "doubted by the audit" if choice.memory_caveats else base
+        return format_bytes(choice.memory_bytes), note, None
+    taken = choice.memory_bytes / choice.gpu_memory_bytes
+    held = choice.memory_bytes / GIB
     peak = f"{held:.{1 if held >= 10 else 2}f} GiB"
-    return peak, f"of {first.gpu_memory_bytes / GIB:.0f} GiB", taken
+    return peak, f"of {choice.gpu_memory_bytes / GIB:.0f} GiB", taken
 
 
 def describe_runner_up(ranking: Ranking) -> str:
-    """Return how far the best alternative is behind: `recomputed × 1 takes 28 % longer`."""
+    """Return how much worse the best alternative is: `recomputed × 1 takes 28 % longer`."""
     if not ranking.comparisons:
         return ""
     c = ranking.comparisons[0]
@@ -313,24 +318,26 @@ def describe_runner_up(ranking: Ranking) -> str:
     return describe_distance(c, c.alternative.name) + (f", with {less} memory" if less else "")
 
 
-def describe_leanest_alternative(first: Candidate, others: Sequence[Candidate]) -> str:
-    """Return the alternative with the least memory: `fsdp × 2: 40 % less`.
+def describe_leanest_alternative(choice: Candidate, alternatives: Sequence[Candidate]) -> str:
+    """Return how much memory the alternative with least memory saves: `fsdp × 2: 40 % less`.
 
     Empty if no alternative needs clearly less than the choice.
     """
-    own = first.trusted_memory_bytes
-    known = [(c.trusted_memory_bytes, c.name) for c in others if c.trusted_memory_bytes is not None]
+    own = choice.trusted_memory_bytes
+    known = [
+        (c.trusted_memory_bytes, c.name) for c in alternatives if c.trusted_memory_bytes is not None
+    ]
     if not own or not known or min(known)[0] > (1 - CLEARLY_LESS) * own:
         return ""
     least, name = min(known)
     return f"{name}: {format_percentage(1 - least / own)} less"
 
 
-# ---------------------------------------------------------------- summary of all answers
+# ---------------------------------------------------------------- the line on all answers
 
 
 def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
-    """Return a line that summarises the answers for all models.
+    """Return one line that summarises the answers for all models.
 
     Args:
         answers: Pairs of a model and the short answer for this model.
@@ -371,5 +378,5 @@ def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
 
 
 def spell_number(count: int) -> str:
-    """Return a small number as a word."""
+    """Return a number up to ten as a word, and a larger one in digits."""
     return _NUMBERS[count] if count < len(_NUMBERS) else str(count)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from stratbench.analysis.decision.candidate import Candidate
     from stratbench.analysis.decision.constraints import Constraints
 
-#: Kind of exclusion of a candidate whose record is unusable by the audit.
+#: Kind of exclusion of a candidate with a record that the audit calls unusable.
 UNUSABLE = "unusable record"
-#: Kinds of exclusion whose scores cannot serve as the best score, since training failed.
+#: Kinds of exclusion after which a candidate's score cannot count as the best one.
 NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) -> None:
-    """Exclude candidates whose score is worse than tolerated, and set `score_loss_upper` of the others.
+    """Exclude candidates whose score is worse than tolerated, and bound the score loss of the others.
 
     Scores are compared with the best class of candidates. Candidates with equal arithmetic have the same
     expected score, so candidates with the same global batch form a class with one mean. With BatchNorm, or
@@ -86,15 +86,15 @@ def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) 
                     c.exclude(like.exclusion_kind, like.exclusion_reason)
 
 
-def have_equal_arithmetic(c: Candidate, other: Candidate) -> bool:
-    """Return whether two candidates have equal arithmetic, so that scores differ only by chance."""
-    if not (c.traits.equals_ddp and other.traits.equals_ddp):
+def have_equal_arithmetic(candidate: Candidate, other: Candidate) -> bool:
+    """Return whether two candidates compute the same updates, so that scores differ only by chance."""
+    if not (candidate.traits.equals_ddp and other.traits.equals_ddp):
         return False
-    return c.gpus == other.gpus if other.score_depends_on_workers else True
+    return candidate.gpus == other.gpus if other.score_depends_on_workers else True
 
 
 def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
-    """Return classes of candidates with equal arithmetic, whose scores differ only by chance.
+    """Return classes of candidates that compute the same updates, so that scores differ by chance.
 
     A candidate whose score differs from the median of its class by more than tolerance and chance becomes
     a class of its own. It gets a caveat, since either it or the rest of the class is wrong.
@@ -123,16 +123,16 @@ def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[l
 
 
 def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """Return one-sided 95 % half-widths of each class's difference from the best, shape [..., classes].
+    """Return how far each class's score difference from the best is uncertain, one-sided at 95 %.
 
-    They hold simultaneously for all classes, by moderated t on differences that are paired by repeat.
+    The half-widths of intervals hold simultaneously for all classes, by moderated t on paired differences.
 
     Args:
         values: Scores in the shown unit, shape [..., classes, repeats], NaN for a missing repeat.
         best: Index of the best class, shape [...].
 
     Returns:
-        The half-widths: infinite without two repeats, 0 for the best class.
+        The half-widths, shape [..., classes]: infinite without two repeats, 0 for the best class.
     """
     first = np.take_along_axis(values, best[..., None, None], axis=-2)
     itself = np.arange(values.shape[-2]) == best[..., None]
@@ -148,19 +148,20 @@ def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray
     return np.where(itself, 0.0, half)
 
 
-def compute_chance_difference(one: Candidate, other: Candidate) -> float:
-    """Return the difference of two equally good models' scores that chance explains.
+def compute_chance_difference(candidate: Candidate, other: Candidate) -> float:
+    """Return by how much the scores of two equally good models may differ by chance.
 
     This is half the 95 % interval of the difference of two means, in the shown unit. It is conservative,
     since testing both models on the same samples narrows the interval. 0 if a standard error is unknown.
     """
-    errors = [compute_standard_error(one), compute_standard_error(other)]
+    errors = [compute_standard_error(candidate), compute_standard_error(other)]
     return 0.0 if None in errors else 1.96 * math.hypot(*errors)
 
 
-def compute_standard_error(c: Candidate) -> float | None:
-    """Return a score's standard error in the shown unit, recorded or from the binomial variance."""
-    if c.score_error is not None or not c.score.is_fraction or not c.test_samples:
-        return c.score_error
-    share = (c.mean_score or 0.0) / 100
-    return 100 * math.sqrt(share * (1 - share) / c.test_samples)
+def compute_standard_error(candidate: Candidate) -> float | None:
+    """Return a score's standard error in the shown unit, as recorded or binomial."""
+    score_error, test_samples = candidate.score_error, candidate.test_samples
+    if score_error is not None or not candidate.score.is_fraction or not test_samples:
+        return score_error
+    share = (candidate.mean_score or 0.0) / 100
+    return 100 * math.sqrt(share * (1 - share) / test_samples)

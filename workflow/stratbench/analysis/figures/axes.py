@@ -23,17 +23,17 @@ from stratbench.analysis.figures.sheet import INK, MARKERS, PAPER, PX, WIDTH, ch
 LETTER = 7.2
 #: Maximum number of shown letters of a strategy's name.
 MAX_LETTERS = 20
-#: Leading digits of ticks on a logarithmic scale: the first row that gives three ticks is used.
+#: Sets of leading digits for ticks on a logarithmic scale; the first set that gives three ticks is used.
 FIRST_DIGITS = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
-#: The fraction of an axis that a tick's text needs as margin, and per letter.
+#: Fractions of a horizontal axis: the free room next to a tick's text, and the width of a letter.
 TICK_SHARE, LETTER_SHARE = 0.02, 0.045
-#: Factors on the size of shapes that look small.
+#: Factors on the size of marks, so that all shapes look equally large.
 _LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
 
 
-def create_axes(height: float) -> Axes:
-    """Return the axes of a new figure, WIDTH pixels wide and `height` pixels high."""
-    return plt.subplots(figsize=(WIDTH / 96, height / 96))[1]
+def create_axes(height_px: float) -> Axes:
+    """Return the axes of a new figure that is WIDTH pixels wide and `height_px` pixels high."""
+    return plt.subplots(figsize=(WIDTH / 96, height_px / 96))[1]
 
 
 def find_root_figure(axes: Axes) -> Figure:
@@ -44,16 +44,16 @@ def find_root_figure(axes: Axes) -> Figure:
 
 
 def apply_layout(axes: Axes) -> Figure:
-    """Compute the layout with room for all texts, which makes pixel positions final. Return the figure."""
+    """Arrange the axes so that all texts have room, and return the figure. Pixel positions are then final."""
     figure = find_root_figure(axes)
     for drawn in (*axes.lines, *axes.patches, *axes.collections):
-        drawn.set_in_layout(False)  # only texts need room next to the axes
+        drawn.set_in_layout(False)  # the layout only makes room for texts
     ConstrainedLayoutEngine(h_pad=2 / 96, w_pad=2 / 96).execute(figure)
     return figure
 
 
 def compute_limits(values: Iterable[float], margin: float, log: bool) -> tuple[float, float]:
-    """Return the ends of an axis that shows all values.
+    """Return the lower and upper end of an axis that shows all values.
 
     Args:
         values: Values to show; infinite ones are ignored.
@@ -71,7 +71,7 @@ def compute_limits(values: Iterable[float], margin: float, log: bool) -> tuple[f
 
 
 def add_clipped_interval_ends(values: list[float], ends: Iterable[float]) -> list[float]:
-    """Return the values and the ends of their intervals, with long intervals clipped."""
+    """Return the values together with the ends of their intervals. Ends far from all values are clipped."""
     if not values:
         return values
     low, high = min(values), max(values)
@@ -85,8 +85,10 @@ def compute_axis_fraction(value: float, limits: tuple[float, float], log: bool) 
     return (at - low) / (high - low)
 
 
-def compute_round_ticks(limits: tuple[float, float], log: bool, whole: bool = False) -> list[float]:
-    """Return about four round values between the ends of an axis."""
+def compute_round_ticks(
+    limits: tuple[float, float], log: bool, integers_only: bool = False
+) -> list[float]:
+    """Return about four round values between the ends of an axis, as ticks."""
     low, high = limits
     ticks: list[float] = []
     for digits in FIRST_DIGITS if log else ():
@@ -95,7 +97,9 @@ def compute_round_ticks(limits: tuple[float, float], log: bool, whole: bool = Fa
         if len(ticks) > 2:
             return ticks[:: -(-len(ticks) // 6)]
     if len(ticks) < 2:
-        steps = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(low, high)
+        steps = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10], integer=integers_only).tick_values(
+            low, high
+        )
         room = 1e-9 * (high - low)
         ticks = [float(t) for t in steps if low - room <= t <= high + room]
     return ticks if len(ticks) > 1 else [low, high]
@@ -106,10 +110,10 @@ def set_ticks(
     limits: tuple[float, float],
     log: bool,
     *,
-    at: Sequence[float] = (),
+    tick_values: Sequence[float] = (),
     unit: str = "",
-    whole: bool = False,
-    text_of: Callable[[float], str] | None = None,
+    integers_only: bool = False,
+    format_value: Callable[[float], str] | None = None,
 ) -> None:
     """Set the ends, the ticks and the tick texts of an axis.
 
@@ -119,15 +123,15 @@ def set_ticks(
         axis: The x or y axis.
         limits: Ends of the axis.
         log: Whether the axis is logarithmic.
-        at: Values of the ticks; round values if empty.
+        tick_values: Values of the ticks; round values if empty.
         unit: Unit, which is written at the last tick.
-        whole: Whether ticks are at integers only.
-        text_of: Formats a tick; `format_tick` if None.
+        integers_only: Whether ticks are at integers only.
+        format_value: Formats the value of a tick; `format_tick` if None.
     """
     name = "x" if axis is axis.axes.xaxis else "y"
     axis.axes.set(**{f"{name}scale": "log" if log else "linear", f"{name}lim": limits})
-    ticks = list(at) or compute_round_ticks(limits, log, whole)
-    texts = [(text_of or format_tick)(tick) for tick in ticks]
+    ticks = list(tick_values) or compute_round_ticks(limits, log, integers_only)
+    texts = [(format_value or format_tick)(tick) for tick in ticks]
     texts[-1] += f" {unit}" if unit else ""
     taken_from = 2.0
     for i in reversed(range(len(ticks) if name == "x" else 0)):
@@ -144,49 +148,51 @@ def set_ticks(
 
 
 def format_tick(value: float) -> str:
-    """Return a round number as text, from ten thousand on as thousands with a k."""
+    """Return a tick's value as text, from ten thousand on in thousands: `20k`."""
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def create_shifted_transform(
-    axes: Axes, right: float, up: float = 0, of: Transform | None = None
+    axes: Axes, right_px: float, up_px: float = 0, transform: Transform | None = None
 ) -> Transform:
     """Return a matplotlib transform that is shifted by some pixels.
 
     Args:
         axes: The axes.
-        right: Shift to the right in pixels.
-        up: Shift upwards in pixels.
-        of: The transform to shift; by default x is a fraction of the width and y is a value.
+        right_px: Shift to the right in pixels.
+        up_px: Shift upwards in pixels.
+        transform: The transform to shift; by default x is a fraction of the width and y is a value.
     """
-    given = of or axes.get_yaxis_transform()
-    return offset_copy(given, find_root_figure(axes), x=right * PX, y=up * PX, units="points")
+    shifted = transform or axes.get_yaxis_transform()
+    return offset_copy(
+        shifted, find_root_figure(axes), x=right_px * PX, y=up_px * PX, units="points"
+    )
 
 
 def draw_mark(
-    axes: Axes, x: Any, y: Any, mark: Mark, full: bool, size: float, **style: Any
+    axes: Axes, x: Any, y: Any, mark: Mark, is_chosen: bool, width_px: float, **style: Any
 ) -> None:
-    """Draw a strategy's mark, `size` pixels wide, at one or several points."""
-    colour = style.pop("color", None) or choose_colour(mark, full)
+    """Draw a strategy's mark, `width_px` pixels wide, at one or several points."""
+    colour = style.pop("color", None) or choose_colour(mark, is_chosen)
     axes.plot(
         np.atleast_1d(x), np.atleast_1d(y), linestyle="none", marker=MARKERS[mark.shape], clip_on=False,
-        markersize=size * _LARGER.get(mark.shape, 1.0) * PX, markeredgewidth=1.5 * PX,
+        markersize=width_px * _LARGER.get(mark.shape, 1.0) * PX, markeredgewidth=1.5 * PX,
         markeredgecolor=colour, markerfacecolor=PAPER if mark.fill == "open" else colour,
         markerfacecoloralt=PAPER, fillstyle="left" if mark.fill == "half" else "full",
         **({"zorder": 4} | style),
     )  # fmt: skip
 
 
-def draw_row_name(axes: Axes, y: float, name: str, mark: Mark, chosen: bool) -> None:
+def draw_row_name(axes: Axes, y: float, name: str, mark: Mark, is_chosen: bool) -> None:
     """Draw a strategy's name and its mark to the left of the axes."""
-    draw_mark(axes, 0, y, mark, chosen, 8.5, transform=create_shifted_transform(axes, -10))
+    draw_mark(axes, 0, y, mark, is_chosen, 8.5, transform=create_shifted_transform(axes, -10))
     draw_text(
         axes,
         0,
         y,
         shorten_name(name),
         ha="right",
-        bold=chosen,
+        bold=is_chosen,
         transform=create_shifted_transform(axes, -20),
     )
 
@@ -197,30 +203,32 @@ def draw_text(axes: Axes, x: float, y: float, text: str, colour: str = INK, **st
     return axes.text(x, y, text, color=colour, weight=weight, **({"va": "center_baseline"} | style))
 
 
-def shorten_name(name: str, letters: int = MAX_LETTERS) -> str:
-    """Return a name with at most `letters` letters, shortened in its middle."""
-    tail = letters // 2
-    return name if len(name) <= letters else f"{name[: letters - tail - 1]}…{name[-tail:]}"
+def shorten_name(name: str, max_letters: int = MAX_LETTERS) -> str:
+    """Return a name with at most `max_letters` letters, with `…` in place of its middle."""
+    tail = max_letters // 2
+    return name if len(name) <= max_letters else f"{name[: max_letters - tail - 1]}…{name[-tail:]}"
 
 
-def spread_positions(wanted: Sequence[float], low: float, high: float, apart: float) -> list[float]:
-    """Return positions near the wanted positions that keep a minimum distance.
+def spread_positions(
+    wanted: Sequence[float], low: float, high: float, min_distance: float
+) -> list[float]:
+    """Return positions near the wanted ones that keep a minimum distance from each other.
 
     Args:
         wanted: Wanted positions.
         low: Lowest position.
         high: Highest position.
-        apart: Minimum distance of two positions.
+        min_distance: Minimum distance of two positions.
     """
     order = np.argsort(wanted, kind="stable")
     groups: list[list[float]] = []
-    # Touching names form a group at the mean of their wanted positions.
+    # Positions that would be too close form a group around the mean of their wanted positions.
     for i, k in enumerate(order):
-        groups.append([wanted[k] - apart * i])
+        groups.append([wanted[k] - min_distance * i])
         while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
             groups[-2:] = [groups[-2] + groups[-1]]
     first = np.array([np.mean(group) for group in groups for _ in group])
-    top = max(low, high - apart * (len(wanted) - 1))
+    top = max(low, high - min_distance * (len(wanted) - 1))
     places = np.empty(len(wanted))
-    places[order] = np.clip(first, low, top) + apart * np.arange(len(wanted))
+    places[order] = np.clip(first, low, top) + min_distance * np.arange(len(wanted))
     return places.tolist()

@@ -1,11 +1,11 @@
-"""Draws line charts with names next to the lines' ends: over worker counts, epochs, time or staleness."""
+"""Draws line charts with a name at each line's end: over worker counts, epochs, time or staleness."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -37,11 +37,11 @@ from stratbench.analysis.figures.sheet import (
     choose_colour,
 )  # fmt: skip
 
-#: Height in pixels below the plot for ticks and the axis label, including room above the highest point.
+#: Height in pixels for ticks and axis label below the plot, and for the room above its highest point.
 BELOW = 50
 #: Minimum height of a plot in pixels; many names make it higher.
 MIN_HEIGHT = 160
-#: Distance in pixels between two names of lines, and between names and the plot.
+#: Minimum distance in pixels between two names of lines, and distance from the plot to the names.
 APART, NAMES_FROM = 14, 18
 #: Maximum number of notes below a figure, each a line.
 MAX_NOTES = 6
@@ -49,13 +49,13 @@ MAX_NOTES = 6
 CHOSEN_MARK, MARK = 9, 6
 #: Maximum number of marks on a line.
 MAX_MARKS = 10
-#: The room beyond the points, as a fraction of an axis.
+#: Room between the outermost point and the end of an axis, as a fraction of the axis.
 ROOM = 0.03
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The line of a strategy: its points in order, and the ends of their intervals, if any."""
+    """A strategy's line in a chart: its points in order, and the ends of their intervals, if any."""
 
     strategy: str
     x: Sequence[float]
@@ -63,9 +63,18 @@ class Curve:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     is_chosen: bool = False
-    #: Text after the strategy's name.
+    #: Text after the strategy's name, such as a dagger.
     name_suffix: str = ""
     is_line: bool = True
+
+
+class LineName(NamedTuple):
+    """The name of a line in a chart, and the last point of the line."""
+
+    text: str
+    colour: str
+    is_bold: bool
+    last_point: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -85,112 +94,116 @@ class CurveChart:
     y_starts_at_zero: bool = True
     #: Whether to draw the line y = x, up to the largest value.
     draws_ideal_line: bool = False
-    #: A value of y at which a horizontal line is drawn, and the line's label.
+    #: A value of y at which a horizontal line is drawn, and the line's label; None without a line.
     labelled_level: tuple[float, str] | None = None
-    #: Notes on cells without points, each a line below the chart.
+    #: Notes below the chart on cells without points, each in its own line.
     notes: Sequence[str] = ()
 
 
-def draw_curves(shown: CurveChart) -> Figure:
+def draw_curves(chart: CurveChart) -> Figure:
     """Draw a line chart that is high enough for the names of all lines."""
-    height = max(MIN_HEIGHT, APART * (len(shown.curves) + 1))
-    notes = limit_notes(shown.notes)
+    height = max(MIN_HEIGHT, APART * (len(chart.curves) + 1))
+    notes = limit_notes(chart.notes)
     axes = create_axes(height + BELOW + LINE_HEIGHT * len(notes))
-    set_ticks(axes.yaxis, compute_y_limits(shown), shown.has_log_y)
-    x, at = compute_x_limits(shown), shown.x_ticks
+    set_ticks(axes.yaxis, compute_y_limits(chart), chart.has_log_y)
     set_ticks(
-        axes.xaxis, x, shown.has_log_x, at=at, unit=shown.x_unit, whole=shown.has_whole_x_ticks
+        axes.xaxis,
+        compute_x_limits(chart),
+        chart.has_log_x,
+        tick_values=chart.x_ticks,
+        unit=chart.x_unit,
+        integers_only=chart.has_whole_x_ticks,
     )
-    axes.set_xlabel(shown.x_label)
+    axes.set_xlabel(chart.x_label)
     if notes:
         below = {"x": 0, "ha": "left", "color": BAD, "size": axes.xaxis.label.get_fontsize()}
         most = int(WIDTH / LETTER)
         find_root_figure(axes).supxlabel(
             "\n".join(shorten_name(note, most) for note in notes), **below
         )
-    if shown.draws_ideal_line:
-        draw_ideal(axes, shown)
-    if shown.labelled_level:
+    if chart.draws_ideal_line:
+        draw_ideal(axes, chart)
+    if chart.labelled_level:
         axes.axhline(
-            shown.labelled_level[0], color=MUTED, linestyle=parse_dash_pattern("2 2.5"), zorder=1.5
+            chart.labelled_level[0], color=MUTED, linestyle=parse_dash_pattern("2 2.5"), zorder=1.5
         )
         draw_text(
             axes,
             0,
-            *shown.labelled_level,
+            *chart.labelled_level,
             MUTED,
             va="bottom",
             transform=create_shifted_transform(axes, 4),
         )
     names = []
-    for curve in shown.curves:
-        mark, text = shown.marks[curve.strategy], shorten_name(curve.strategy) + curve.name_suffix
+    for curve in chart.curves:
+        mark, text = chart.marks[curve.strategy], shorten_name(curve.strategy) + curve.name_suffix
         draw_curve(axes, curve, mark)
         if known := [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y]:
             colour = choose_colour(mark, True) if curve.is_chosen else INK
-            names.append((text, colour, curve.is_chosen, known[-1]))
+            names.append(LineName(text, colour, curve.is_chosen, known[-1]))
     write_line_names(axes, names)
     return find_root_figure(axes)
 
 
-def has_visible_intervals(shown: CurveChart) -> bool:
-    """Return whether any interval is longer than the mark of its point."""
-    low_end, high_end = (math.log(v) if shown.has_log_y else v for v in compute_y_limits(shown))
+def has_visible_intervals(chart: CurveChart) -> bool:
+    """Return whether any interval of a chart is longer than the mark of its point."""
+    low_end, high_end = (math.log(v) if chart.has_log_y else v for v in compute_y_limits(chart))
     ends = (
         (low, high, CHOSEN_MARK if curve.is_chosen else MARK)
-        for curve in shown.curves
+        for curve in chart.curves
         for low, high in zip(curve.low, curve.high, strict=True)
         if low == low
     )
-    share = ((math.log(h / low) if shown.has_log_y else h - low, mark) for low, h, mark in ends)
+    share = ((math.log(h / low) if chart.has_log_y else h - low, mark) for low, h, mark in ends)
     return any(MIN_HEIGHT * part / (high_end - low_end) > mark for part, mark in share)
 
 
 def limit_notes(notes: Sequence[str]) -> list[str]:
-    """Return at most MAX_NOTES notes; if some are omitted, the last one says how many."""
+    """Return at most MAX_NOTES notes, of which the last one counts any omitted notes."""
     if len(notes) <= MAX_NOTES:
         return list(notes)
     return [*notes[: MAX_NOTES - 1], f"and {len(notes) - MAX_NOTES + 1} more: see the table"]
 
 
-def compute_x_limits(shown: CurveChart) -> tuple[float, float]:
+def compute_x_limits(chart: CurveChart) -> tuple[float, float]:
     """Return the ends of the horizontal axis, which spans exactly the points and ticks."""
-    known = [*(v for c in shown.curves for v in c.x), *shown.x_ticks] or [0.0, 1.0]
+    known = [*(v for c in chart.curves for v in c.x), *chart.x_ticks] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low == high:
-        return (low / 2, high * 2) if shown.has_log_x else (low - 1, high + 1)
-    if shown.has_log_x:
+        return (low / 2, high * 2) if chart.has_log_x else (low - 1, high + 1)
+    if chart.has_log_x:
         return low / (high / low) ** ROOM, high
     return low - ROOM * (high - low), high
 
 
-def compute_y_limits(shown: CurveChart) -> tuple[float, float]:
-    """Return the ends of the vertical axis, from 0 or below the lowest point."""
-    values = [v for c in shown.curves for v in c.y if v == v]
+def compute_y_limits(chart: CurveChart) -> tuple[float, float]:
+    """Return the ends of the vertical axis, which begins at 0 or below the lowest point."""
+    values = [v for c in chart.curves for v in c.y if v == v]
     known = add_clipped_interval_ends(
-        values, [v for c in shown.curves for v in (*c.low, *c.high) if v == v]
+        values, [v for c in chart.curves for v in (*c.low, *c.high) if v == v]
     )
-    known += [shown.labelled_level[0]] if shown.labelled_level else []
-    if shown.y_starts_at_zero or shown.has_log_y:
-        return compute_limits(known, ROOM, shown.has_log_y)
+    known += [chart.labelled_level[0]] if chart.labelled_level else []
+    if chart.y_starts_at_zero or chart.has_log_y:
+        return compute_limits(known, ROOM, chart.has_log_y)
     low, high = min(known, default=0.0), max(known, default=1.0)
     room = 2 * ROOM * (high - low) or 0.5 * abs(high) or 0.5
     return low - room, high + room
 
 
-def draw_ideal(axes: Axes, shown: CurveChart) -> None:
-    """Draw the line of ideal speedup, up to the largest value."""
-    known = [v for c in shown.curves for v in c.y if v == v]
-    first, last = min(shown.x_ticks), min(max(shown.x_ticks), max(known, default=0))
+def draw_ideal(axes: Axes, chart: CurveChart) -> None:
+    """Draw the line of ideal speedup (n on n workers), up to the largest value."""
+    known = [v for c in chart.curves for v in c.y if v == v]
+    first, last = min(chart.x_ticks), min(max(chart.x_ticks), max(known, default=0))
     if last > 1.5 * first:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
-        # The label is left of the line, where only points better than ideal could be.
-        place = create_shifted_transform(axes, -8, of=axes.transData)
+        # Left of the line, the label covers no points: they would be better than ideal.
+        place = create_shifted_transform(axes, -8, transform=axes.transData)
         draw_text(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 
 
 def parse_dash_pattern(lengths: str) -> Any:
-    """Return matplotlib's line style for lengths of dashes and gaps in SVG's notation."""
+    """Return matplotlib's line style for a dash pattern in SVG's notation, such as `6 3`."""
     return (0, [float(part) * PX for part in lengths.split()]) if lengths else "-"
 
 
@@ -215,32 +228,26 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
     )  # fmt: skip
 
 
-def write_line_names(
-    axes: Axes, names: Sequence[tuple[str, str, bool, tuple[float, float]]]
-) -> None:
-    """Write names next to the ends of their lines without overlaps.
-
-    Args:
-        axes: The axes.
-        names: For each line its name, colour, whether the name is bold, and the line's last point.
-    """
+def write_line_names(axes: Axes, names: Sequence[LineName]) -> None:
+    """Write the name of each line next to the line's end, so that names do not overlap."""
     written = [
         draw_text(
             axes,
             1,
-            end[1],
-            text,
-            colour,
-            bold=bold,
+            name.last_point[1],
+            name.text,
+            name.colour,
+            bold=name.is_bold,
             transform=create_shifted_transform(axes, NAMES_FROM),
         )
-        for text, colour, bold, end in names
+        for name in names
     ]
     apply_layout(axes)
     box, to_values = axes.bbox, axes.transData.inverted().transform
-    wanted = [box.y1 - axes.transData.transform(end)[1] for *_, end in names]
+    wanted = [box.y1 - axes.transData.transform(name.last_point)[1] for name in names]
     places = spread_positions(wanted, 3, box.height, APART)
-    for name, (*_, (x, y)), place in zip(written, names, places, strict=True):
+    for text, name, place in zip(written, names, places, strict=True):
         line = to_values([(box.x1 + NAMES_FROM - left, box.y1 - place) for left in (10, 3)])
-        name.set_y(line[0][1])
+        text.set_y(line[0][1])
+        x, y = name.last_point
         axes.plot([x, *line[:, 0]], [y, *line[:, 1]], color=LINE, zorder=1.3, clip_on=False)

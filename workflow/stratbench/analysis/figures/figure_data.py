@@ -19,7 +19,7 @@ from stratbench.cell.text.words import choose_noun_for_workers, format_count
 
 @dataclass(frozen=True)
 class FigureData:
-    """The data behind the figures of one model in one experiment: table rows, and strategies' marks."""
+    """The data of all figures of one model in one experiment: rows of tables, and strategies' marks."""
 
     cells: pd.DataFrame
     epochs: pd.DataFrame
@@ -27,9 +27,9 @@ class FigureData:
     marks: Mapping[str, Mark]
     #: The chosen strategy and number of workers; None without a choice.
     choice: tuple[str, int] | None = None
-    #: The fraction of a time within which strategies count as equal.
+    #: The fraction by which two times may differ and still count as equal.
     equivalence_margin: float = 0.03
-    #: results/<study>, the folder of the timelines; None to draw no timelines.
+    #: The folder results/<study> with the cells' timelines; None to draw no timelines.
     study_dir: Path | None = None
 
     @property
@@ -47,7 +47,7 @@ class FigureData:
 
     @property
     def measures(self) -> dict[str, Measure]:
-        """The metrics by name, with titles and units for this experiment."""
+        """All metrics by name, with the titles and units that suit this experiment."""
         units = dict(zip(self.summary["measure"], self.summary["unit"], strict=True))
         found = list_measures(self.cells)
         return {name: m.with_unit(units.get(name, m.unit)) for name, m in found.items()}
@@ -64,12 +64,12 @@ class FigureData:
 
     @property
     def worker_counts(self) -> list[int]:
-        """The numbers of workers, ascending."""
+        """The numbers of workers in the experiment, in ascending order."""
         return sorted(int(n) for n in self.cells["gpus"].unique())
 
     @property
     def shown_worker_count(self) -> int:
-        """The number of workers in figures for one number only: the choice's, else the largest."""
+        """Number of workers in figures that show one number only: the choice's, else the largest."""
         several = self.choice and self.choice[1] in self.worker_counts and self.choice[1] > 1
         return self.choice[1] if several and self.choice else self.worker_counts[-1]
 
@@ -82,26 +82,27 @@ class FigureData:
         return format_count(count, choose_noun_for_workers(self.cells["device_kind"]))
 
     def iter_mark_notes(self, flags: Iterable[str]) -> Iterator[str]:
-        """Yield a sentence that explains the dagger (†), if an audit finding marks a value."""
-        if told := group_rules_by_severity(flags):
-            yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(told)})."
+        """Yield a sentence that explains the dagger (†), if any drawn value has an audit finding."""
+        if severities := group_rules_by_severity(flags):
+            yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(severities)})."
 
     def select_summary_rows(self, measure: str) -> pd.DataFrame:
         """Return the rows of summary.csv for a metric, in the order of the config."""
         return self.summary[self.summary["measure"] == measure]
 
 
-def assign_marks(cells: pd.DataFrame, also: Iterable[str] = ()) -> dict[str, Mark]:
-    """Return the marks of the strategies that occur in rows of cells.csv or in `also`."""
+def assign_marks(cells: pd.DataFrame, further_strategies: Iterable[str] = ()) -> dict[str, Mark]:
+    """Return the mark of each strategy in rows of cells.csv, and of further strategies."""
     bases = map_base_strategies(cells)
-    return assign_marks_by_strategy((name, bases.get(name)) for name in {*cells["strategy"], *also})
+    names = {*cells["strategy"], *further_strategies}
+    return assign_marks_by_strategy((name, bases.get(name)) for name in names)
 
 
 def build_figure_data(
     cells: pd.DataFrame,
     epochs: pd.DataFrame,
     summary: pd.DataFrame,
-    decided: Mapping[str, Any] | None = None,
+    answers_json: Mapping[str, Any] | None = None,
     study_dir: Path | None = None,
 ) -> list[FigureData]:
     """Return the figure data of each experiment and model.
@@ -112,11 +113,11 @@ def build_figure_data(
         cells: Rows of cells.csv.
         epochs: Rows of epochs.csv.
         summary: Rows of summary.csv.
-        decided: Content of answers.json, for the choices; None without choices.
+        answers_json: Content of answers.json, for the choices; None without choices.
         study_dir: The folder results/<study>; None to draw no timelines.
     """
     marks = assign_marks(cells)
-    answers = decided["answers"] if decided else []
+    answers = answers_json["answers"] if answers_json else []
     choices = {
         (a["experiment"], a["model"]): (a["short"]["strategy"], a["short"]["gpus"])
         for a in answers
@@ -132,7 +133,7 @@ def build_figure_data(
             summary_of.get(key, summary.iloc[:0]),
             marks,
             choices.get(key),
-            decided["equivalence_margin"] if decided else 0.03,
+            answers_json["equivalence_margin"] if answers_json else 0.03,
             study_dir,
         )
         for key, rows in cells.groupby(keys, sort=False)

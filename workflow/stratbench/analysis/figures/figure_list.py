@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.records.score import Score
 
-#: The file in the folder of the figures that lists their titles and captions.
+#: The file that lists titles and captions of all figures in its folder.
 INDEX = "figures.json"
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure that each experiment and model can have. A figure with a metric's name shows this metric."""
+    """A figure of an experiment and model. A figure with a metric's name shows this metric."""
 
     name: str
     #: The kind of chart, for screen readers.
     chart_kind: str
-    #: The title, in which `score` and `counts` stand for the experiment's names. Empty: the measure's title.
+    #: The title, in which the experiment's names replace `score` and `counts`. If empty, the metric's title.
     title_template: str = ""
-    #: The column of cells.csv without whose values there is nothing to draw.
+    #: The column of cells.csv that the figure needs. If it has no values, there is no figure.
     required_column: str = "status"
     #: Whether the report shows the figure without unfolding.
     is_unfolded: bool = False
@@ -28,7 +28,7 @@ class Plot:
     is_per_worker_count: bool = False
 
     def format_title(self, score: Score) -> str:
-        """Return the figure's title, with the name and unit of the experiment's score filled in."""
+        """Return the figure's title, with the name and unit of an experiment's score filled in."""
         named = self.title_template.replace("score", score.name).replace(
             "counts", score.throughput_unit
         )

@@ -16,7 +16,7 @@ HEIGHT, SIZE = 270, 8
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """A series of a chart; all values are above 0.
+    """A series of points and lines in a chart. All values are above 0.
 
     Attributes:
         name: Name next to the series; empty for none.
@@ -46,7 +46,7 @@ def render_log_chart(
     text_of_y: Callable[[float], str],
     label: str,
 ) -> Markup:
-    """Return the chart as an HTML image element.
+    """Return a chart with logarithmic axes as an HTML image element.
 
     Args:
         series: Series to draw.
@@ -74,9 +74,9 @@ def render_log_chart(
         points += [(x, y) for s in series for x, *ends in s.interval_band for y in ends]
         across, up = np.array(points).T
         x_limits = shared.compute_limits([*across, *x_ticks], curves.ROOM, True)
-        shared.set_ticks(axes.xaxis, x_limits, True, at=x_ticks, text_of=text_of_x)
+        shared.set_ticks(axes.xaxis, x_limits, True, tick_values=x_ticks, format_value=text_of_x)
         y_limits = shared.compute_limits(up, curves.ROOM, True)
-        shared.set_ticks(axes.yaxis, y_limits, True, text_of=text_of_y)
+        shared.set_ticks(axes.yaxis, y_limits, True, format_value=text_of_y)
         axes.set(xlabel=x_title, ylabel=y_title)
         colours = {name: light for light, (name, _) in sheet.map_theme_colours().items()}
         names = []
@@ -97,7 +97,7 @@ def render_log_chart(
                 if s.name
                 else []
             ):
-                names.append((shared.shorten_name(s.name), colour, True, max(ends)))
+                names.append(curves.LineName(shared.shorten_name(s.name), colour, True, max(ends)))
         curves.write_line_names(axes, names)
         svg = base64.b64encode(sheet.render_svg(shared.find_root_figure(axes)).encode()).decode()
     image = '<img src="data:image/svg+xml;base64,{}" alt="{}">'

@@ -1,4 +1,4 @@
-"""Marks of strategies: a family has a hue and a shape, and its members differ by filling and dashes.
+"""Marks of strategies: each family has its hue and shape, and its members differ by filling and dashes.
 
 The `full` colour is for the chosen strategy and for names. The `quiet` colour of all others has the same hue
 at half the chroma. A test checks that the contrast with the background is at least 4.5 : 1 for full colours
@@ -17,7 +17,7 @@ from stratbench.strategies import REGISTRY, get_strategy_class
 
 @dataclass(frozen=True)
 class Hue:
-    """The mark's shape for a strategy family, and its (full, quiet) colours on light and dark pages."""
+    """Shape of a strategy family's marks, and its (full, quiet) colours on light and dark pages."""
 
     shape: str
     light_theme_colours: tuple[str, str]
@@ -26,7 +26,7 @@ class Hue:
 
 @dataclass(frozen=True)
 class Mark:
-    """A strategy's mark. The family determines hue and shape, the member's number filling and dashes."""
+    """A strategy's mark: hue and shape follow from its family, filling and dashes from its number in it."""
 
     family: str
     index: int
@@ -37,22 +37,22 @@ class Mark:
 
     @property
     def fill(self) -> str:
-        """Filling of the mark in figures with names and dashes: `full`, `open` or `half`."""
+        """Filling of the mark if a name or dashes also tell strategies apart: `full`, `open` or `half`."""
         return list(FILLS)[self.index % 3]
 
     @property
     def dash_pattern(self) -> str:
-        """Lengths of dashes and gaps in SVG's notation; empty for a solid line."""
+        """Dash pattern of the strategy's lines in SVG's notation. Empty for a solid line."""
         return DASHES[self.index % len(DASHES)]
 
     @property
     def standalone_style(self) -> str:
-        """Shape and filling of a mark without a name or line next to it."""
+        """Shape and filling of the mark if nothing else tells strategies apart: `square open`."""
         return f"{self.shape} {list(FILLS)[self.index % len(FILLS)]}"
 
     @property
     def css_variable(self) -> str:
-        """The CSS variable of the family's colour, without leading dashes."""
+        """Name of the CSS variable of the family's colour, without leading dashes."""
         return self.family.replace(" ", "-")
 
 
@@ -69,7 +69,7 @@ FAMILIES = {
     "engines": Hue("star", ("#185451", "#789290"), ("#8dcecf", "#537070")),
     "other": Hue("cross", ("#272622", "#8e8d8b"), ("#eae8e2", "#6b6b68")),
 }
-#: Boxes (left, top, width, height) of a shape that are filled, for a mark of radius 1 around 0.
+#: The filled part of a mark of radius 1 around 0, by filling, as boxes (left, top, width, height).
 FILLS = {
     "full": ((-2, -2, 4, 4),),
     "open": (),
@@ -81,19 +81,19 @@ FILLS = {
     "lower": ((-2, 0, 4, 2),),
     "dot": ((-0.4, -0.4, 0.8, 0.8),),
 }
-#: Dashes of lines. Member i of a family has filling i % 3 and DASHES[i % 5], so fifteen members differ.
+#: Dash patterns of lines. Member i of a family has filling i % 3 and pattern i % 5, so fifteen differ.
 DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
 
 
 def create_mark(family: str, index: int) -> Mark:
-    """Return the mark of the `index`-th strategy of a family; an unknown family becomes `other`."""
+    """Return the mark of a family's strategy with a number. An unknown family becomes `other`."""
     known = family if family in FAMILIES else "other"
     return Mark(known, index)
 
 
 @cache
 def number_family_members() -> dict[str, dict[str, int]]:
-    """Return the number of each registered strategy in its family.
+    """Return the number of each registered strategy in its family, by family and strategy.
 
     A strategy without a declared number gets the next free one.
     """
@@ -106,12 +106,12 @@ def number_family_members() -> dict[str, dict[str, int]]:
 
 
 def find_next_free_number(family: dict[str, int]) -> int:
-    """Return the smallest number above all numbers of a family."""
+    """Return the smallest number above the numbers of all strategies of a family."""
     return max(family.values(), default=-1) + 1
 
 
 def assign_marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[str, Mark]:
-    """Return the mark of every strategy of a study.
+    """Return the mark of every strategy of a study, by strategy.
 
     Registered strategies have the same mark in every study. Variants are further members of their base
     strategy's family, in alphabetical order, or of `other` if the base strategy is unknown.
@@ -135,7 +135,7 @@ def assign_marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[st
     return marks
 
 
-#: Corners of each polygon of radius 1 around 0.
+#: Corners of marks that are polygons, for radius 1 around 0.
 _CORNERS = {
     "square": ((-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)),
     "diamond": ((0, -1.2), (1.1, 0), (0, 1.2), (-1.1, 0)),
@@ -143,12 +143,12 @@ _CORNERS = {
     "down": ((0, 1.1), (1.1, -0.85), (-1.1, -0.85)),
     "right": ((1.2, 0), (-0.8, 1.1), (-0.8, -1.1)),
 }
-#: Shapes with corners on a ring: the number of corners, and their alternating distances from the centre.
+#: Marks with corners around a centre: number of corners, and their alternating distances from the centre.
 _RINGS = {"hexagon": (6, (1.1, 1.1)), "star": (10, (1.35, 0.58)), "cross": (8, (1.25, 0.55))}
 
 
 def compute_shape_corners(shape: str) -> list[tuple[float, float]]:
-    """Return the corners of a shape of radius 1 around 0, with y downwards. None for a circle."""
+    """Return the corners of a shape of radius 1 around 0, with y downwards. Empty for a circle."""
     if shape in _RINGS:
         count, far = _RINGS[shape]
         turn = math.pi / 4 if shape == "cross" else 0.0
@@ -171,11 +171,11 @@ def build_svg_outline_path(shape: str, x: float, y: float, radius: float) -> str
     return f"M{'L'.join(points)}Z"
 
 
-def format_css_variables(dark: bool) -> str:
-    """Return the colours of all families as CSS variables: `--replicas` (full) and `--replicas-q` (quiet)."""
+def format_css_variables(for_dark_pages: bool) -> str:
+    """Return the families' colours as CSS variables: `--replicas` (full) and `--replicas-q` (quiet)."""
     declarations = []
     for name, hue in FAMILIES.items():
         variable = f"--{name.replace(' ', '-')}"
-        full, quiet = hue.dark_theme_colours if dark else hue.light_theme_colours
+        full, quiet = hue.dark_theme_colours if for_dark_pages else hue.light_theme_colours
         declarations += [f"{variable}: {full};", f"{variable}-q: {quiet};"]
     return " ".join(declarations)

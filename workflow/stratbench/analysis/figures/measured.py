@@ -22,13 +22,13 @@ from stratbench.analysis.figures.rows import (
 from stratbench.analysis.records.measures import DOUBT, Measure, format_number
 from stratbench.cell.text.words import GIB, choose_noun_for_workers, pluralize
 
-#: Worker counts above this are drawn on logarithmic axes.
+#: Largest number of workers for which the axes of scaling figures are linear, not logarithmic.
 LINEAR_UP_TO = 8
-#: Number of seconds from which times are drawn in hours.
+#: Times of at least this many seconds are drawn in hours.
 HOURS_FROM_S = 7200
-#: The GPU's memory is drawn if it is at most this multiple of the highest peak; else the caption has it.
+#: The GPU's memory is drawn as a line if it is at most this multiple of the highest peak memory.
 FARTHEST_CARD = 4
-#: Maximum number of epochs for which the spread of repeats is drawn.
+#: Maximum number of epochs in a figure of scores that shows the range of repeats.
 MAX_SPREAD = 20
 
 
@@ -40,13 +40,13 @@ class CaptionedFigure:
     caption: str
 
 
-# ---------------------------------------------------------------- rows
+# ---------------------------------------------------------------- figures with a row per strategy
 
 
 def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
-    """Draw a row per strategy with its values by number of workers."""
+    """Draw a row per strategy, with the metric's value on each number of workers."""
     rows = data.select_summary_rows(measure.name)
-    if measure.name == "utilisation":  # utilisation is nearly the same for any number of workers
+    if measure.name == "utilisation":  # nearly the same on any number of workers, so one is enough
         rows = rows[rows["gpus"] == data.shown_worker_count]
     unit, factor = choose_axis_unit(measure, rows["value"])
     of_time = measure.name == "training_time"
@@ -74,7 +74,7 @@ def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
     if of_time and reference:
         ends = reference / (1 + data.equivalence_margin), reference * (1 + data.equivalence_margin)
         band = ends[0] * factor, ends[1] * factor
-    shown = RowChart(
+    chart = RowChart(
         lines,
         data.marks,
         has_log_scale=of_time,
@@ -84,19 +84,19 @@ def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
         value_heading=("best" if of_time else f"on {data.shown_worker_count}") if several else "",
     )
     return CaptionedFigure(
-        draw_rows(shown), " ".join(iter_rows_caption(data, measure, rows, shown))
+        draw_rows(chart), " ".join(iter_rows_caption(data, measure, rows, chart))
     )
 
 
 def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
-    """Return the unit of an axis, and the factor from the summary's unit to it."""
+    """Return the unit of an axis, and the factor from the metric's unit to this unit."""
     if measure.unit == "s" and values.min() >= HOURS_FROM_S:
         return "h", 1 / 3600
     return measure.unit, 1.0
 
 
 def find_chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
-    """Return the chosen candidate's value in the unit of summary.csv, or None if unknown."""
+    """Return the chosen candidate's value in summary.csv, or None if it is unknown."""
     if data.choice is None:
         return None
     found = rows[(rows["strategy"] == data.choice[0]) & (rows["gpus"] == data.choice[1])]["value"]
@@ -104,23 +104,23 @@ def find_chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
 
 
 def iter_points(
-    data: FigureData, strategy: str, rows: pd.DataFrame, factor: float, several: bool
+    data: FigureData, strategy: str, rows: pd.DataFrame, unit_factor: float, several_counts: bool
 ) -> Iterator[Point]:
-    """Yield the points of a strategy, in the order of worker counts."""
+    """Yield a point for each number of workers on which a strategy has a value, in ascending order."""
     known = rows[rows["value"].notna()].sort_values("gpus")
     for gpus, *values in known[["gpus", "value", "low", "high"]].to_numpy(dtype=float):
-        value, low, high = (None if v != v else float(v) * factor for v in values)
+        value, low, high = (None if v != v else float(v) * unit_factor for v in values)
         chosen = data.choice == (strategy, gpus)
-        yield Point(value or 0.0, low, high, f"{gpus:.0f}" if several else "", chosen)
+        yield Point(value or 0.0, low, high, f"{gpus:.0f}" if several_counts else "", chosen)
 
 
 def add_model_states(
-    data: FigureData, strategy: str, points: Sequence[Point], factor: float
+    data: FigureData, strategy: str, points: Sequence[Point], unit_factor: float
 ) -> list[Point]:
-    """Return points of peak memory on GPUs, each with the part of model states."""
+    """Return points of peak memory, each with the memory that model states take added."""
     states = data.select_summary_rows("model_states")
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
-    by_count = dict(zip(states["gpus"].astype(str), states["value"] * factor, strict=True))
+    by_count = dict(zip(states["gpus"].astype(str), states["value"] * unit_factor, strict=True))
     only = next(iter(by_count.values()), None)
     return [
         Point(
@@ -130,13 +130,13 @@ def add_model_states(
     ]
 
 
-def shorten_outcome(text: str) -> str:
-    """Return a few words on why a summary row has no value, from its text."""
-    return text[5:-1] if text.startswith("n/a (") else text.partition(" (")[0]
+def shorten_outcome(value_text: str) -> str:
+    """Return the few words on why there is no value, from the text that replaces the value."""
+    return value_text[5:-1] if value_text.startswith("n/a (") else value_text.partition(" (")[0]
 
 
-def describe_missing_values(rows: pd.DataFrame, several: bool) -> str:
-    """Return the outcomes of a strategy's cells without a value: `OOM on 2, 4`."""
+def describe_missing_values(rows: pd.DataFrame, several_counts: bool) -> str:
+    """Return the outcomes of a strategy's cells without a value: `OOM on 2, 4` workers."""
     outcomes: dict[str, list[str]] = {}
     lost = rows[rows["value"].isna() | (rows["ok"] < rows["cells"])].sort_values("gpus")
     for row in lost.to_dict("records") if len(lost) else ():
@@ -147,13 +147,13 @@ def describe_missing_values(rows: pd.DataFrame, several: bool) -> str:
                 f"{row['cells'] - row['ok']} of {row['cells']} {row['outcome'].split(' × ')[-1]}"
             )
         outcomes.setdefault(outcome, []).append(str(row["gpus"]))
-    if not several:
+    if not several_counts:
         return "; ".join(outcomes)
     return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in outcomes.items())
 
 
 def iter_missing_value_notes(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield a note per strategy whose repeats lack values on a number of workers."""
+    """Yield a note for each strategy with cells that have no value: `ddp: OOM`."""
     for name, found in rows.groupby("strategy", sort=False):
         if words := describe_missing_values(found, False):
             yield f"{name}: {words}"
@@ -167,10 +167,10 @@ def format_row_value(
     factor: float,
     reference: float | None,
 ) -> str:
-    """Return a strategy's value as text, in its unit or relative to `reference`.
+    """Return a strategy's best value as text, in its unit or as a multiple of `reference`.
 
-    The choice has its unit, and every other strategy is a multiple of `reference`. Without a reference it is
-    the value on the number of workers that the figure shows.
+    The chosen strategy has its unit, and every other strategy is a multiple of `reference`. Without a
+    reference, the value is that on the number of workers that the figure shows.
     """
     known = rows[rows["value"].notna()]
     if reference is None:
@@ -189,15 +189,15 @@ def format_row_value(
 
 
 def compute_row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
-    """Return the sort key of a row: the best value first, rows without values last."""
+    """Return the key by which rows are sorted: best value first, rows without values last."""
     sign = -1 if measure.better == "higher" else 1
     return not row.points, min((sign * p.value for p in row.points), default=0.0)
 
 
 def find_gpu_memory(
-    data: FigureData, measure: Measure, points: dict[str, list[Point]], factor: float
+    data: FigureData, measure: Measure, points_by_strategy: dict[str, list[Point]], factor: float
 ) -> float | None:
-    """Return the GPU's memory in the axis' unit. None if the memory is not to be drawn.
+    """Return the GPU's memory in the unit of the axis, if a line is to show it. Else None.
 
     Only memory that is near enough to the peaks is drawn.
     """
@@ -205,21 +205,24 @@ def find_gpu_memory(
     if measure.name != "memory" or data.is_on_cpu or cards.empty:
         return None
     card = float(cards.min()) * measure.display_factor * factor
-    highest = max((p.value for of in points.values() for p in of), default=0.0)
+    highest = max((p.value for points in points_by_strategy.values() for p in points), default=0.0)
     return card if card <= FARTHEST_CARD * highest else None
 
 
 def iter_rows_caption(
-    data: FigureData, measure: Measure, rows: pd.DataFrame, shown: RowChart
+    data: FigureData, measure: Measure, rows: pd.DataFrame, chart: RowChart
 ) -> Iterator[str]:
-    """Yield the sentences of the caption of a figure of rows."""
+    """Yield the sentences of the caption of a figure with a row per strategy."""
     noun = pluralize(choose_noun_for_workers(data.cells["device_kind"]))
-    if not has_points(shown):
+    if not has_points(chart):
         yield f"No strategy has a value; the figure shows how its cells ended, by number of {noun}."
         return
     if measure.name == "memory":
-        worker = "The worker with the highest peak"
-        yield f"{worker}, above the base of its process." if data.is_on_cpu else f"{worker}."
+        yield (
+            "The worker with the highest peak, above the memory of its process before training."
+            if data.is_on_cpu
+            else "The worker with the highest peak."
+        )
     if rows["gpus"].nunique() > 1:
         yield f"The number in a marker is the number of {noun}."
     elif len(rows):
@@ -228,37 +231,38 @@ def iter_rows_caption(
         yield "Logarithmic."
         if (rows["cells"] > 1).any():
             yield "Markers are medians of the repeats; the answer compares geometric means."
-    if shown.equality_band and data.choice:
-        yield (
-            f"The shaded band is within {100 * data.equivalence_margin:g} % of {data.choice[0]} × "
-            f"{data.choice[1]}."
+    if chart.equality_band and data.choice:
+        percentage, choice = (
+            f"{100 * data.equivalence_margin:g} %",
+            " × ".join(map(str, data.choice)),
         )
-    if any(p.model_states_value is not None for row in shown.rows for p in row.points):
-        yield "Strokes show the part of the memory that model states take."
+        yield f"The shaded band is within {percentage} of {choice}."
+    if any(p.model_states_value is not None for row in chart.rows for p in row.points):
+        yield "A short vertical line shows the part of the memory that model states take."
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name == "memory" and not data.is_on_cpu and len(cards):
         yield f"The GPU has {cards.min() / GIB:.0f} GiB of memory."
-    if has_visible_row_intervals(shown):
+    if has_visible_row_intervals(chart):
         yield from describe_spread(rows, "Lines")
     yield from data.iter_mark_notes(rows.loc[rows["value"].notna(), "flags"])
 
 
-def describe_spread(rows: pd.DataFrame, drawn: str) -> Iterator[str]:
-    """Yield a sentence on the meaning of intervals, drawn as `Lines` or `Bars`."""
+def describe_spread(rows: pd.DataFrame, lines_or_bars: str) -> Iterator[str]:
+    """Yield what drawn intervals mean, as in `Bars: 95 % intervals`."""
     kinds = {
         "interval": "95 % intervals",
         "range": "from the lowest to the highest repeat",
         "quartiles": "from the first to the third quartile of the repeats",
     }
     for kind in dict.fromkeys(rows.loc[rows["low"].notna(), "spread"]):
-        yield f"{drawn}: {kinds.get(kind, kind)}."
+        yield f"{lines_or_bars}: {kinds.get(kind, kind)}."
 
 
-# ---------------------------------------------------------------- lines
+# ---------------------------------------------------------------- figures with a line per strategy
 
 
 def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
-    """Draw lines over the number of workers; a speedup also has the ideal line."""
+    """Draw a line per strategy over the number of workers. A speedup also has the ideal line."""
     rows = data.select_summary_rows(measure.name)
     is_ratio = measure.baseline is not None
     curves, notes = [], []
@@ -281,7 +285,7 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
                 )
             )
     log = data.worker_counts[-1] > LINEAR_UP_TO
-    shown = CurveChart(
+    chart = CurveChart(
         curves,
         data.marks,
         pluralize(choose_noun_for_workers(data.cells["device_kind"])),
@@ -292,28 +296,28 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
         notes=notes,
     )
     drawn = rows[rows["strategy"].isin([c.strategy for c in curves])]
-    caption = [*iter_scaling_caption(measure, drawn, shown), *data.iter_mark_notes(drawn["flags"])]
-    return CaptionedFigure(draw_curves(shown), " ".join(caption))
+    caption = [*iter_scaling_caption(measure, drawn, chart), *data.iter_mark_notes(drawn["flags"])]
+    return CaptionedFigure(draw_curves(chart), " ".join(caption))
 
 
-def iter_scaling_caption(measure: Measure, drawn: pd.DataFrame, shown: CurveChart) -> Iterator[str]:
-    """Yield the sentences of the caption of a chart over worker counts.
+def iter_scaling_caption(measure: Measure, drawn: pd.DataFrame, chart: CurveChart) -> Iterator[str]:
+    """Yield the sentences of the caption of a figure over numbers of workers.
 
     Args:
         measure: The metric.
         drawn: Rows of summary.csv behind the lines.
-        shown: The chart.
+        chart: The chart.
     """
     if measure.baseline:
-        against = (
+        baseline = (
             "the same strategy on one worker" if measure.baseline == "self" else measure.baseline
         )
-        yield f"Training throughput divided by the throughput of {against}."
-        best = max(shown.curves, key=lambda c: max(v for v in c.y if v == v), default=None)
+        yield f"Training throughput divided by the throughput of {baseline}."
+        best = max(chart.curves, key=lambda c: max(v for v in c.y if v == v), default=None)
         if best is not None:
-            value, count = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
-            yield f"The maximum is {value:.2f}, by {best.strategy} × {count}."
-    if has_visible_intervals(shown):
+            maximum, gpus = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
+            yield f"The maximum is {maximum:.2f}, by {best.strategy} × {gpus}."
+    if has_visible_intervals(chart):
         yield from describe_spread(drawn, "Bars")
 
 
@@ -343,8 +347,9 @@ def draw_score_figure(data: FigureData, measure: Measure, count: int) -> Caption
         )
     sentences = [f"Score on the whole test set after each epoch, in {score.shown_unit}."]
     if repeats and data.choice:
+        chosen_strategy = data.choice[0]
         sentences.append(
-            f"Lines are medians of the repeats; bars are the range of {data.choice[0]}'s repeats."
+            f"Lines are medians of the repeats; bars are the range of {chosen_strategy}'s repeats."
         )
     sentences += data.iter_mark_notes(flags.values())
     return draw_score_curves(
@@ -359,7 +364,7 @@ def draw_score_curves(
     sentences: Sequence[str],
     **axis: Any,
 ) -> CaptionedFigure:
-    """Draw a line chart of scores on `count` workers, with the lowest possible score.
+    """Draw a line chart of scores, with a horizontal line at the lowest possible loss.
 
     Args:
         data: Data of the figure.
@@ -369,7 +374,7 @@ def draw_score_curves(
         axis: Fields of CurveChart for the horizontal axis.
     """
     least, rows = data.score.best_possible_score, data.select_summary_rows("score")
-    shown = CurveChart(
+    chart = CurveChart(
         curves,
         data.marks,
         y_starts_at_zero=False,
@@ -377,4 +382,4 @@ def draw_score_curves(
         notes=list(iter_missing_value_notes(rows[rows["gpus"] == count])),
         **axis,
     )
-    return CaptionedFigure(draw_curves(shown), " ".join(sentences))
+    return CaptionedFigure(draw_curves(chart), " ".join(sentences))

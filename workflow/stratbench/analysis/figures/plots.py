@@ -43,12 +43,12 @@ from stratbench.analysis.tables.summary import read_summary
 from stratbench.cell.files import write_atomic
 from stratbench.telemetry.machine.cores import list_usable_cores
 
-#: The function that draws a measure, by the kind of chart in PLOTS.
+#: The function that draws a metric's figure, by the kind of chart that PLOTS names.
 CHARTS: dict[str, Callable[[FigureData, Measure], CaptionedFigure]] = {
     "Dot chart": draw_rows_figure,
     "Line chart": draw_scaling_figure,
 }
-#: The functions that draw figures of something other than one measure.
+#: The functions that draw figures of more than one metric, by the figure's name.
 OTHERS: dict[str, Callable[[FigureData], CaptionedFigure]] = {
     "breakdown": draw_breakdown_figure,
     "score_over_time": draw_score_over_time_figure,
@@ -60,7 +60,7 @@ OTHERS: dict[str, Callable[[FigureData], CaptionedFigure]] = {
 
 
 def draw_figure(name: str, data: FigureData, count: int | None = None) -> CaptionedFigure:
-    """Draw the figure with a name in PLOTS for an experiment and model.
+    """Draw the figure that has the given name in PLOTS, for one experiment and model.
 
     Args:
         name: Name in PLOTS.
@@ -75,7 +75,7 @@ def draw_figure(name: str, data: FigureData, count: int | None = None) -> Captio
 
 
 def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
-    """Yield the name of each figure with data, and a number of workers or None."""
+    """Yield the name of each figure with data. A figure per number of workers also has this number."""
     for name, plot in PLOTS.items():
         if not has_data(name, data):
             continue
@@ -87,7 +87,7 @@ def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
 
 
 def has_data(name: str, data: FigureData) -> bool:
-    """Return whether any record has data for the figure."""
+    """Return whether there are data for the figure with a name in PLOTS."""
     if data.cells[PLOTS[name].required_column].isna().all():
         return False
     if name in FURTHER:
@@ -96,18 +96,18 @@ def has_data(name: str, data: FigureData) -> bool:
     if CHARTS.get(PLOTS[name].chart_kind) is draw_scaling_figure:
         several = rows if MEASURES[name].baseline is None else rows[rows["gpus"] > 1]
         return len(data.worker_counts) > 1 and bool(several["value"].notna().any())
-    # Without values, the figure of the training time still lists the outcomes of the cells.
+    # The figure of the training time is always drawn, since it lists the outcomes of cells without a time.
     return bool(rows["value"].notna().any()) or name == "training_time"
 
 
 def has_column_on_shown_count(column: str) -> Callable[[FigureData], bool]:
-    """Return a function that checks whether a column has values on the shown worker count."""
+    """Return a check of figure data: whether a column has values on the shown number of workers."""
     return lambda data: bool(
         data.cells.loc[data.cells["gpus"] == data.shown_worker_count, column].notna().any()
     )
 
 
-#: Checks whether a figure that needs more than one column has anything to draw.
+#: Functions that check whether a figure has data, by the names of figures with special requirements.
 FURTHER: dict[str, Callable[[FigureData], bool]] = {
     "breakdown": has_column_on_shown_count("breakdown_ms"),
     "staleness": has_column_on_shown_count("staleness"),
@@ -141,27 +141,27 @@ def read_figure_data(
     )
 
 
-#: Number of figures that justify the start of another process.
+#: One more process is started per this many figures.
 FIGURES_A_PROCESS = 8
 _loaded: list[FigureData] = []
 
 
 def load_tables_in_process(*tables: Path | None) -> None:
-    """Read the tables into this process, unless a parent process already has."""
+    """Read the figure data into this process, unless its parent process has already read them."""
     if not _loaded:
         _loaded.extend(read_figure_data(*tables))
 
 
-def write_figure(place: int, name: str, count: int | None, out_dir: Path) -> dict[str, Any]:
-    """Draw and save a figure, and return the figure's entry for the index figures.json.
+def write_figure(data_index: int, name: str, count: int | None, out_dir: Path) -> dict[str, Any]:
+    """Draw and save a figure, and return its entry for figures.json.
 
     Args:
-        place: Index of the experiment and model in the loaded data.
+        data_index: Index of the experiment and model in the loaded data.
         name: Name of the figure in PLOTS.
         count: Number of workers, for figures per number of workers.
         out_dir: Folder of the figures.
     """
-    data, plot = _loaded[place], PLOTS[name]
+    data, plot = _loaded[data_index], PLOTS[name]
     file = name if count is None else f"{name}_on_{count}"
     stem = out_dir / data.experiment / data.model / file
     with plt.rc_context(RC):
@@ -170,19 +170,20 @@ def write_figure(place: int, name: str, count: int | None, out_dir: Path) -> dic
     title = plot.format_title(data.score)
     if count is not None:
         title += f", {data.workers(count)}"
+    strategies = ", ".join(data.strategies)
     return {
         "experiment": data.experiment,
         "model": data.model,
         "file": stem.with_suffix(".svg").relative_to(out_dir).as_posix(),
         "title": title,
         "caption": drawn.caption,
-        "alt": f"{plot.chart_kind} of the strategies {', '.join(data.strategies)} for {data.model}: {title}.",
+        "alt": f"{plot.chart_kind} of the strategies {strategies} for {data.model}: {title}.",
         "primary": plot.is_unfolded and (count is None or count == data.shown_worker_count),
     }
 
 
 def remove_old_figures(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
-    """Remove figures of an earlier run whose data no longer exist.
+    """Remove the figures of earlier runs that were not drawn again.
 
     Args:
         out_dir: Folder of the figures.
@@ -198,12 +199,18 @@ def remove_old_figures(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line of figures, and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.figures.plots", description=__doc__)
-    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
-    parser.add_argument("--epochs", type=Path, required=True, help="epochs.csv")
-    parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
-    parser.add_argument("--answers", type=Path, help="answers.json, for the choices")
-    parser.add_argument("--study-dir", type=Path, help="results/<study>, for the timelines")
-    parser.add_argument("--out-dir", type=Path, required=True, help="folder for the figures")
+    parser.add_argument("--cells", type=Path, required=True, help="the file cells.csv to read")
+    parser.add_argument("--epochs", type=Path, required=True, help="the file epochs.csv to read")
+    parser.add_argument("--summary", type=Path, required=True, help="the file summary.csv to read")
+    parser.add_argument(
+        "--answers", type=Path, help="the file answers.json, to mark the chosen strategies"
+    )
+    parser.add_argument(
+        "--study-dir", type=Path, help="the folder results/<study>, to draw timelines"
+    )
+    parser.add_argument(
+        "--out-dir", type=Path, required=True, help="the folder to write the figures to"
+    )
     args = parser.parse_args(argv)
     tables = (args.cells, args.epochs, args.summary, args.answers, args.study_dir)
     found = read_figure_data(*tables)
@@ -217,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         drawing = map
         if n_processes > 1:
-            # On other systems, a fork of a process that has used system libraries may crash.
+            # Outside of Linux, a forked process may crash after its parent has used system libraries.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(
                 n_processes, context, initializer=load_tables_in_process, initargs=tables

@@ -38,13 +38,13 @@ from stratbench.analysis.figures.sheet import (
     choose_colour,
 )  # fmt: skip
 
-#: Heights in pixels of the axis above, of a row, and of a further lane in a row for overlapping marks.
+#: Heights in pixels of the axis at the top, of a row, and of each further lane for a row's overlapping marks.
 HEAD, ROW, LANE = 24, 24, 18
-#: Width in pixels next to the axes for marks and the room around them.
+#: Total width in pixels of the marks next to strategies' names and of free room beside the axes.
 MARGINS = 44
-#: Width in pixels of a mark that contains a number of one or two digits, and of more digits.
+#: Width in pixels of a mark with a number of at most two digits in it, and of one with more digits.
 DISC, WIDE_DISC = 17, 25
-#: The rounded mark for a number of more than two digits.
+#: Shape of a mark with a number of more than two digits in it: a rounded rectangle.
 _WIDE = BoxStyle.Round(pad=0, rounding_size=1)(-WIDE_DISC / DISC, -1, 2 * WIDE_DISC / DISC, 2, 1)
 
 
@@ -55,16 +55,16 @@ class Point:
     value: float
     low: float | None = None
     high: float | None = None
-    #: The number of workers, written in the mark; if empty, the strategy's own mark is drawn.
+    #: The number of workers, which is written in the mark. If empty, the strategy's own mark is drawn.
     workers_text: str = ""
     is_chosen: bool = False
-    #: A part of the value that is drawn as a stroke.
+    #: The part of the value that model states take, drawn as a short vertical line.
     model_states_value: float | None = None
 
 
 @dataclass(frozen=True)
 class FigureRow:
-    """A strategy's row in a chart: points, outcomes of cells without values, and the best value as text."""
+    """A strategy's row in a chart: points, outcomes of cells without a value, and the best value."""
 
     strategy: str
     points: Sequence[Point] = ()
@@ -76,7 +76,7 @@ class FigureRow:
 
 @dataclass(frozen=True)
 class RowChart:
-    """Content and style of a chart of rows."""
+    """Content and style of a chart with a row per strategy."""
 
     rows: Sequence[FigureRow]
     marks: Mapping[str, Mark]
@@ -84,77 +84,85 @@ class RowChart:
     unit: str = ""
     #: The ends of the shaded band of values that count as equal; None without a band.
     equality_band: tuple[float, float] | None = None
-    #: A value at which a labelled line is drawn, such as the GPU's memory.
+    #: A value at which a vertical line is drawn, such as the GPU's memory, and the line's label.
     labelled_limit: tuple[float, str] | None = None
     #: Heading above the values that are shown as text.
     value_heading: str = ""
 
     @classmethod
     def from_ratios(
-        cls, rows: Sequence[FigureRow], marks: Mapping[str, Mark], margin: float, head: str = ""
+        cls,
+        rows: Sequence[FigureRow],
+        marks: Mapping[str, Mark],
+        margin: float,
+        value_heading: str = "",
     ) -> RowChart:
-        """Return a chart of ratios, in which values within `margin` of 1 count as equal."""
-        band = (1 / (1 + margin), 1 + margin)
+        """Return a chart of ratios, in which ratios within `margin` of 1 count as equal."""
         return cls(
-            rows, marks, has_log_scale=True, unit="×", equality_band=band, value_heading=head
+            rows,
+            marks,
+            has_log_scale=True,
+            unit="×",
+            equality_band=(1 / (1 + margin), 1 + margin),
+            value_heading=value_heading,
         )
 
 
 @dataclass(frozen=True)
 class RowScale:
-    """The horizontal axis of a chart of rows: its ends, and its estimated width in pixels."""
+    """The horizontal axis of a chart of rows: its ends, and its width in pixels (an estimate)."""
 
     limits: tuple[float, float]
     log: bool
     width_px: float
 
     @classmethod
-    def from_chart(cls, shown: RowChart) -> RowScale:
-        """Return the scale that spans all points and their intervals."""
-        letters = max((min(len(row.strategy), MAX_LETTERS) for row in shown.rows), default=0)
+    def from_chart(cls, chart: RowChart) -> RowScale:
+        """Return the axis that spans all points of a chart and their intervals."""
+        letters = max((min(len(row.strategy), MAX_LETTERS) for row in chart.rows), default=0)
         letters += max(
-            (len(text) for text in (shown.value_heading, *(r.value_text for r in shown.rows))),
+            (len(text) for text in (chart.value_heading, *(r.value_text for r in chart.rows))),
             default=0,
         )
         width = WIDTH - MARGINS - LETTER * letters
-        points = [p for row in shown.rows for p in row.points]
+        points = [p for row in chart.rows for p in row.points]
         values = [v for p in points for v in (p.value, p.model_states_value) if v is not None]
         values = add_clipped_interval_ends(
             values, [v for p in points for v in (p.low, p.high) if v is not None]
         )
         values += [
-            *(shown.equality_band or ()),
-            *([shown.labelled_limit[0]] if shown.labelled_limit else []),
+            *(chart.equality_band or ()),
+            *([chart.labelled_limit[0]] if chart.labelled_limit else []),
         ]
         return cls(
-            compute_limits(values, (DISC / 2 + 3) / width, shown.has_log_scale),
-            shown.has_log_scale,
+            compute_limits(values, (DISC / 2 + 3) / width, chart.has_log_scale),
+            chart.has_log_scale,
             width,
         )
 
     def compute_x_px(self, value: float) -> float:
-        """Return the position of a value in pixels."""
+        """Return the horizontal position of a value in pixels."""
         return self.width_px * compute_axis_fraction(value, self.limits, self.log)
 
 
-def has_points(shown: RowChart) -> bool:
-    """Return whether any row has a value, so that an axis is drawn."""
-    return any(row.points for row in shown.rows)
+def has_points(chart: RowChart) -> bool:
+    """Return whether any row of a chart has a point, since only then is an axis drawn."""
+    return any(row.points for row in chart.rows)
 
 
-def has_visible_row_intervals(shown: RowChart) -> bool:
-    """Return whether any interval is wider than the mark of its point."""
-    scale = RowScale.from_chart(shown)
+def has_visible_row_intervals(chart: RowChart) -> bool:
+    """Return whether any interval of a chart is wider than the mark of its point."""
+    scale = RowScale.from_chart(chart)
     return any(
         scale.compute_x_px(p.high) - scale.compute_x_px(p.low) > compute_mark_width_px(p)
-        for row in shown.rows
+        for row in chart.rows
         for p in row.points
         if p.low is not None and p.high is not None
     )
 
 
 def assign_lanes(row: FigureRow, scale: RowScale) -> Iterator[int]:
-    """Yield the lane of each point: the first lane without an overlapping earlier point."""
+    """Yield the lane of each point of a row: the first one in which no earlier point overlaps."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
         at, half = scale.compute_x_px(point.value), compute_mark_width_px(point) / 2
@@ -169,22 +177,22 @@ def compute_mark_width_px(point: Point) -> float:
     return WIDE_DISC if len(point.workers_text) > 2 else DISC
 
 
-def draw_rows(shown: RowChart) -> Figure:
-    """Draw the chart, with its rows in the given order."""
-    scale = RowScale.from_chart(shown)
-    lanes = [list(assign_lanes(row, scale)) for row in shown.rows]
+def draw_rows(chart: RowChart) -> Figure:
+    """Draw a chart with its rows in the given order."""
+    scale = RowScale.from_chart(chart)
+    lanes = [list(assign_lanes(row, scale)) for row in chart.rows]
     lowest = [LANE * max(of, default=0) for of in lanes]
     heights = [
         ROW + low + (LINE_HEIGHT if row.missing_values_text and row.points else 0)
-        for row, low in zip(shown.rows, lowest, strict=True)
+        for row, low in zip(chart.rows, lowest, strict=True)
     ]
-    axes = create_axes(HEAD + sum(heights) + (LINE_HEIGHT if shown.labelled_limit else 0))
+    axes = create_axes(HEAD + sum(heights) + (LINE_HEIGHT if chart.labelled_limit else 0))
     axes.set_ylim(sum(heights), 0)
-    draw_scale(axes, shown, scale)
+    draw_scale(axes, chart, scale)
     for row, of, low, end, height in zip(
-        shown.rows, lanes, lowest, accumulate(heights), heights, strict=True
+        chart.rows, lanes, lowest, accumulate(heights), heights, strict=True
     ):
-        middle, mark = end - height + ROW / 2, shown.marks[row.strategy]
+        middle, mark = end - height + ROW / 2, chart.marks[row.strategy]
         draw_row_name(axes, middle, row.strategy, mark, row.is_chosen)
         axes.axhline(middle, color=LINE, zorder=1)
         full = choose_colour(mark, True) if row.is_chosen else MUTED
@@ -200,7 +208,7 @@ def draw_rows(shown: RowChart) -> Figure:
         for point, lane in zip(row.points, of, strict=True):
             draw_point(axes, point, mark, middle + LANE * lane)
         if row.missing_values_text:
-            # The text may extend below the values on the right, which are in another line.
+            # This text has a line of its own, so it may extend to the right of the axes.
             room = int((scale.width_px + MARGINS) / LETTER)
             words = (
                 row.missing_values_text
@@ -221,39 +229,39 @@ def draw_rows(shown: RowChart) -> Figure:
     return apply_layout(axes)
 
 
-def draw_scale(axes: Axes, shown: RowChart, scale: RowScale) -> None:
-    """Draw the band of equal values, the ticks with grid lines, and the limit."""
+def draw_scale(axes: Axes, chart: RowChart, scale: RowScale) -> None:
+    """Draw what is behind the points: band of equal values, ticks with grid lines, labelled line."""
     axes.spines[:].set_visible(False)
     axes.set_yticks([])
     axes.tick_params("x", top=False, bottom=False, labeltop=True, labelbottom=False, pad=2 * PX)
-    axes.grid(axis="x", visible=has_points(shown))
-    if not has_points(shown):
+    axes.grid(axis="x", visible=has_points(chart))
+    if not has_points(chart):
         axes.set_xticks([])
         return
-    set_ticks(axes.xaxis, scale.limits, shown.has_log_scale, unit=shown.unit)
-    # The tick's text would touch the text to the right.
+    set_ticks(axes.xaxis, scale.limits, chart.has_log_scale, unit=chart.unit)
+    # A centred text of the last tick would touch the heading to its right.
     if scale.compute_x_px(axes.get_xticks()[-1]) > scale.width_px - DISC:
         axes.get_xticklabels()[-1].set_horizontalalignment("right")
-    if shown.equality_band:
-        axes.axvspan(*shown.equality_band, color=BAND, linewidth=0, zorder=0)
-    if shown.value_heading:
+    if chart.equality_band:
+        axes.axvspan(*chart.equality_band, color=BAND, linewidth=0, zorder=0)
+    if chart.value_heading:
         draw_text(
             axes,
             1,
             0,
-            shown.value_heading,
+            chart.value_heading,
             MUTED,
             va="bottom",
             transform=create_shifted_transform(axes, 6, 6),
         )
-    if shown.labelled_limit:
-        value, text = shown.labelled_limit
+    if chart.labelled_limit:
+        value, text = chart.labelled_limit
         axes.axvline(value, color=MUTED, linewidth=1.5 * PX, zorder=2)
         draw_text(axes, value, axes.get_ylim()[0] + LINE_HEIGHT / 2, text, MUTED, ha="right")
 
 
 def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
-    """Draw a point of a row: its value, its interval, its stroke and its mark."""
+    """Draw a point of a row: its interval, its part of model states, and its mark."""
     colour, chosen = choose_colour(mark, point.is_chosen), point.is_chosen
     if point.low is not None and point.high is not None:
         width = (3.5 if chosen else 1.75) * PX

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from stratbench.analysis.figures.marks import DARK_PAPER, FAMILIES, LIGHT_PAPER, Mark
 from stratbench.cell.files import replace_file_atomically
 
-# This backend needs no display.
+# The backend Agg draws without a display.
 matplotlib.use("Agg")
 #: The width of every figure in CSS pixels of 1/96 inch; a page shows three in a row.
 WIDTH = 372
@@ -102,13 +102,13 @@ MARKERS = {
 }  # fmt: skip
 
 
-def choose_colour(mark: Mark, full: bool) -> str:
-    """Return a strategy's colour: full for the chosen strategy, quiet for the others."""
-    return FAMILIES[mark.family].light_theme_colours[0 if full else 1]
+def choose_colour(mark: Mark, is_chosen: bool) -> str:
+    """Return the colour of a strategy's mark: full if the strategy is chosen, else quiet."""
+    return FAMILIES[mark.family].light_theme_colours[0 if is_chosen else 1]
 
 
 def map_theme_colours() -> dict[str, tuple[str, str]]:
-    """Return, for each light-theme colour of figures, the CSS variable and the dark-theme colour."""
+    """Return the CSS variable and the dark-theme colour for each light-theme colour of figures."""
     known = {light: (name, dark) for name, (light, dark) in THEME.items()}
     for name, hue in FAMILIES.items():
         variable = name.replace(" ", "-")
@@ -118,7 +118,7 @@ def map_theme_colours() -> dict[str, tuple[str, str]]:
 
 
 def apply_theme_variables(svg: str) -> str:
-    """Return an SVG whose colours follow the page's theme, sized in pixels."""
+    """Return an SVG with a size in pixels, and with colours that follow the page's theme."""
     known = map_theme_colours()
     used = sorted({c for c in re.findall(r"#[0-9a-f]{6}\b", svg) if c in known})
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: find_css_variable(m[0], known), svg)
@@ -135,9 +135,9 @@ def apply_theme_variables(svg: str) -> str:
     return re.sub(r"(<svg[^>]*>)", lambda m: m[1] + style, svg, count=1)
 
 
-def find_css_variable(colour: str, known: dict[str, tuple[str, str]]) -> str:
+def find_css_variable(colour: str, theme_colours: dict[str, tuple[str, str]]) -> str:
     """Return the CSS variable of a colour, or the colour itself if it has none."""
-    return f"var(--{known[colour][0]})" if colour in known else colour
+    return f"var(--{theme_colours[colour][0]})" if colour in theme_colours else colour
 
 
 #: File formats of a figure, with metadata to omit so that equal figures have equal bytes.
@@ -149,7 +149,7 @@ FORMATS: dict[str, dict[str, None]] = {
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
-    """Save the figure in all FORMATS and close it. The SVG has both themes; other formats are white."""
+    """Save the figure in all FORMATS, and close it. The SVG has both themes; other formats are white."""
     for suffix, metadata in FORMATS.items():
         with replace_file_atomically(stem.with_suffix(suffix)) as unfinished:
             if suffix == ".svg":
@@ -168,7 +168,7 @@ def render_svg(figure: Figure) -> str:
 
 
 def compact_svg(svg: str) -> str:
-    """Return an SVG without comments and with coordinates of two decimals; texts are unchanged."""
+    """Return a shorter SVG: without comments, and with at most two decimals in coordinates."""
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<[^>]+>", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)
     return re.sub(r"\s+", " ", svg)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,16 +24,30 @@ from stratbench.analysis.figures.measured import CaptionedFigure, shorten_outcom
 from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, choose_colour
 from stratbench.cell.text.words import MIB, format_bytes
 
-#: Maximum number of points in a line; longer lines are averaged, since a panel is small.
+#: Maximum number of points of a line. Longer lines are averaged, since a panel is small.
 MAX_POINTS = 80
 #: Heights in pixels of a strategy's panel, of the space between two panels, and of the axis below.
 PANEL, BETWEEN, AXIS = 34, 10, 34
-#: Column of the timeline and factor to the shown unit, for a GPU and for a process.
+#: Utilisation of a GPU and of a process: the timeline's column, and the factor to the shown unit.
 UTILISATION_COLUMNS = {"gpu": ("gpu_util_pct", 1.0), "process": ("cpu_pct", 1.0)}
+#: Memory of a GPU and of a process: the timeline's column, and the factor to the shown unit.
 MEMORY_COLUMNS = {"gpu": ("mem_used_bytes", 1 / MIB), "process": ("rss_bytes", 1 / MIB)}
-#: The line of a worker: its name, times and values. A panel: a cell, its timeline and its lines.
-Line = tuple[str, np.ndarray, np.ndarray]
-Panel = tuple[pd.Series, pd.DataFrame | None, list[Line]]
+
+
+class Line(NamedTuple):
+    """The samples of one worker: its name, times in s, and values in the shown unit."""
+
+    name: str
+    times_s: np.ndarray
+    values: np.ndarray
+
+
+class Panel(NamedTuple):
+    """A strategy's panel: a cell, its timeline if any, and a line per worker."""
+
+    cell: pd.Series
+    timeline: pd.DataFrame | None
+    lines: list[Line]
 
 
 def draw_utilisation_figure(data: FigureData) -> CaptionedFigure:
@@ -52,22 +67,24 @@ def has_timelines(data: FigureData) -> bool:
 
 
 def draw_timeline_figure(
-    data: FigureData, what: dict[str, tuple[str, float]], unit: str
+    data: FigureData, columns_by_kind: dict[str, tuple[str, float]], unit: str
 ) -> CaptionedFigure:
-    """Draw a panel per strategy, for the strategy's first repeat on most workers.
+    """Draw a panel per strategy with the samples of each worker over time.
+
+    A panel shows the strategy's first repeat on its largest number of workers.
 
     Args:
         data: Data of the figure.
-        what: Column and factor by kind of sample.
+        columns_by_kind: The timeline's column, and the factor to the shown unit, by kind of sample.
         unit: Unit of the values.
     """
     cells = [find_cell_with_most_workers(data, name) for name in data.strategies]
     timelines = [read_timeline(data.study_dir, cell) for cell in cells]
-    lines = [[] if t is None else list(iter_worker_lines(t, what)) for t in timelines]
-    panels = list(zip(cells, timelines, lines, strict=True))
+    lines = [[] if t is None else list(iter_worker_lines(t, columns_by_kind)) for t in timelines]
+    panels = [Panel(*parts) for parts in zip(cells, timelines, lines, strict=True)]
     workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
     caption = [f"First repeat of the cell with the most workers ({workers}).", "Shaded: training."]
-    if any(name.startswith("server") for of in lines for name, _, _ in of):
+    if any(line.name.startswith("server") for panel in panels for line in panel.lines):
         caption.append("Dashed: servers.")
     kinds = {"gpu" if (t["kind"] == "gpu").any() else "process" for t in timelines if t is not None}
     if unit == "MiB":
@@ -77,10 +94,10 @@ def draw_timeline_figure(
 
 
 def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figure:
-    """Draw the panels below each other, with a common scale from 0."""
-    lines = [line for _, _, of in panels for line in of]
-    end = max([t.max() for _, t, _ in lines], default=0) or 1e-3
-    highest = max([v.max() for _, _, v in lines], default=0) or 1e-3
+    """Draw panels below each other, with a common vertical scale from 0."""
+    lines = [line for panel in panels for line in panel.lines]
+    end = max([line.times_s.max() for line in lines], default=0) or 1e-3
+    highest = max([line.values.max() for line in lines], default=0) or 1e-3
     axes = create_axes(8 + len(panels) * (PANEL + BETWEEN) + AXIS)
     axes.set_ylim(len(panels), -BETWEEN / PANEL)
     axes.set_yticks([])
@@ -89,7 +106,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
     set_ticks(axes.xaxis, (0, end), False, unit="s")
     axes.set_xlabel("since the start of the cell")
     used = PANEL / (PANEL + BETWEEN)
-    for i, (cell, timeline, of) in enumerate(panels):
+    for i, (cell, timeline, worker_lines) in enumerate(panels):
         bottom, strategy = i + used, str(cell["strategy"])
         mark, chosen = data.marks[strategy], data.is_chosen(strategy)
         draw_row_name(axes, i + used / 2, strategy, mark, chosen)
@@ -108,13 +125,13 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
             axes.fill_between(
                 [training.min(), training.max()], i, bottom, color=BAND, linewidth=0, zorder=0
             )
-        for name, t, v in of:
+        for name, times_s, values in worker_lines:
             style = {
                 "linestyle": parse_dash_pattern("3 2" if name.startswith("server") else ""),
                 "zorder": 3,
             }
             style |= {"color": choose_colour(mark, chosen), "linewidth": 1.25 * PX}
-            axes.plot(t, bottom - used * v / highest, **style)
+            axes.plot(times_s, bottom - used * values / highest, **style)
     draw_text(
         axes,
         1,
@@ -128,12 +145,12 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
 
 
 def format_highest(value: float, unit: str) -> str:
-    """Return the highest value of the vertical axes with its unit."""
+    """Return the highest value of a timeline as text with its unit."""
     return format_bytes(value * MIB) if unit == "MiB" else f"{value:.3g} {unit}"
 
 
 def find_cell_with_most_workers(data: FigureData, strategy: str) -> pd.Series:
-    """Return the cell that is a strategy's first repeat on the largest number of workers."""
+    """Return a strategy's first repeat on its largest number of workers, as a row of cells.csv."""
     cells = data.cells[data.cells["strategy"] == strategy]
     return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
 
@@ -158,21 +175,23 @@ def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | Non
     return timeline.replace([np.inf, -np.inf], np.nan).dropna(subset=["t_s"])
 
 
-def iter_worker_lines(timeline: pd.DataFrame, what: dict[str, tuple[str, float]]) -> Iterator[Line]:
-    """Yield name, times in s and values of each GPU, or else of each process."""
+def iter_worker_lines(
+    timeline: pd.DataFrame, columns_by_kind: dict[str, tuple[str, float]]
+) -> Iterator[Line]:
+    """Yield the line of each GPU in a timeline, or of each process if there is no GPU."""
     kind = "gpu" if (timeline["kind"] == "gpu").any() else "process"
-    column, scale = what[kind]
+    column, scale = columns_by_kind[kind]
     if column not in timeline:
         return
     for name, rows in timeline[timeline["kind"] == kind].groupby("id", sort=True):
         known = rows.dropna(subset=[column])
         if len(known):
             times, values = known["t_s"].to_numpy(), known[column].to_numpy(dtype=float) * scale
-            yield str(name), *average_runs(times, values)
+            yield Line(str(name), *average_runs(times, values))
 
 
 def average_runs(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return times and values averaged over intervals of equal length, at most MAX_POINTS of each."""
+    """Return at most MAX_POINTS times and values, each the mean of consecutive samples."""
     run = -(-len(times) // MAX_POINTS)
     if run == 1:
         return times, values

@@ -40,7 +40,7 @@ from stratbench.analysis.figures.sheet import (
 from stratbench.analysis.records.measures import ALONE, DOUBT, format_number
 from stratbench.cell.text.words import format_names
 
-#: The drawn parts of a step in order of time: label, colour, whether filled, and the included phases.
+#: Parts of the bar of a step, in the order of time: label, colour, whether filled, and summed phases.
 PARTS = (
     ("forward", "work-1", True, ("forward",)),
     ("backward", "work-2", True, ("backward",)),
@@ -48,20 +48,20 @@ PARTS = (
     ("waiting", "wait", False, ("server_wait", "bubble")),
     ("slowed on purpose", "bad", True, ("slowdown",)),
 )
-#: The label, colour and filling of the time of a step that belongs to no other part.
+#: Label, colour and filling of the last part, which is the rest of a step's time.
 REST = ("rest", "muted", False)
-#: Maximum number of named points in a scatter chart.
+#: Maximum number of points with names in the scatter chart.
 MAX_NAMED = 7
 #: Number of columns in the legend above the bars.
 KEY_COLUMNS = 3
 #: Height of the scatter chart in pixels.
 SCATTER = 258
-#: Distance in pixels between a point and the middle of its name, and the name's height.
+#: Vertical distance in pixels between a point and the middle of its name, and the name's height.
 ABOVE, NAME = 13, 12
 
 
 def draw_breakdown_figure(data: FigureData) -> CaptionedFigure:
-    """Draw a bar per strategy with the mean step time by phase."""
+    """Draw a bar per strategy that divides its mean step time into phases."""
     known = data.cells[data.cells["breakdown_ms"].notna()]
     known = known[known["gpus"] == data.shown_worker_count]
     phases = pd.DataFrame([json.loads(t) for t in known["breakdown_ms"]], index=known.index)
@@ -74,7 +74,7 @@ def draw_breakdown_figure(data: FigureData) -> CaptionedFigure:
 
 
 def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
-    """Draw stacked bars of each part's time in ms by strategy, with sums."""
+    """Draw a bar per strategy that stacks the parts of a step in ms, with the sum as text."""
     drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
     axes = create_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
     axes.set_axis_off()
@@ -92,7 +92,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
         chosen, mark = data.is_chosen(str(name)), data.marks[str(name)]
         draw_row_name(axes, y, str(name), mark, chosen)
         full = choose_colour(mark, True) if chosen else MUTED
-        place = create_shifted_transform(axes, 6, of=axes.transData)
+        place = create_shifted_transform(axes, 6, transform=axes.transData)
         text = f"{format_number(width, None)} ms"
         draw_text(axes, width, y, text, full, bold=chosen, transform=place)
     bars = axes.get_legend_handles_labels()[0]
@@ -102,7 +102,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
 
 
 def sum_step_parts(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the time per step in ms of PARTS and the rest, by strategy."""
+    """Return each strategy's time per step in ms for each part in PARTS, and for the rest."""
     named = {
         part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
         for part, _, _, phases in PARTS
@@ -112,12 +112,12 @@ def sum_step_parts(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def iter_breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
-    """Yield sentences on the bars, and on strategies whose communication is not separate."""
+    """Yield the caption's sentences, also on strategies that do not separate communication."""
     yield f"Mean duration of a step over all workers, on {data.workers(data.shown_worker_count)}."
     hidden = [str(name) for name in parts.index if parts.loc[name, "communication"] == 0]
     if data.shown_worker_count > 1 and hidden:
-        sent = format_names(hidden, 3)
-        yield f"Forward and backward include the communication of {sent}."
+        strategies = format_names(hidden, 3)
+        yield f"Forward and backward include the communication of {strategies}."
 
 
 def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
@@ -140,13 +140,13 @@ def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
 
 
 def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
-    """Draw every strategy and number of workers by time and score, and the Pareto front."""
+    """Draw a point of time and score per strategy and number of workers, with the Pareto front."""
     measured = [
         data.select_summary_rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
         for name in ("training_time", "score")
     ]
     points = pd.concat(measured, axis=1).dropna()
-    # Scores that are equal after rounding count as equal.
+    # Scores are rounded, so that points with the same shown score are equally good.
     points["score"] = points["score"].round(data.score.decimals)
     points["unbeaten"] = find_pareto_optimal_mask(
         *points.to_numpy(dtype=float).T * [[1], [data.score.sign]]
@@ -166,7 +166,7 @@ def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
 def draw_tradeoff(
     data: FigureData, points: pd.DataFrame, flags: Mapping[tuple[str, int], str]
 ) -> Figure:
-    """Draw a scatter chart of times and scores, naming choice and Pareto-optimal points."""
+    """Draw a scatter chart of times and scores. The choice and Pareto-optimal points have names."""
     axes = create_axes(SCATTER)
     scores = points["score"]
     # The axis spans at least the tolerance, so that tiny differences do not fill it.
@@ -207,27 +207,31 @@ def draw_tradeoff(
     return find_root_figure(axes)
 
 
-def find_free_box(at: Sequence[float], width: float, taken: Sequence[Bbox], page: BboxBase) -> Bbox:
+def find_free_box(
+    point: Sequence[float], name_width: float, taken_boxes: Sequence[Bbox], figure_box: BboxBase
+) -> Bbox:
     """Return the box for a point's name that overlaps least with other boxes.
 
     Args:
-        at: Position of the point.
-        width: Width of the name.
-        taken: Boxes that should not be covered.
-        page: Box in which the name must be.
+        point: Position of the point.
+        name_width: Width of the name.
+        taken_boxes: Boxes that should not be covered.
+        figure_box: Box in which the name must be.
     """
     places: list[tuple[float, int, Bbox]] = []
-    for step, side, left in product(range(1, 5), (1, -1), (at[0] - 4, at[0] + 4 - width)):
-        bottom = at[1] + side * step * ABOVE - NAME / 2
-        box = Bbox.from_bounds(min(max(left, page.x0), page.x1 - width), bottom, width, NAME)
-        if page.y0 <= box.y0 and box.y1 <= page.y1:
-            shared = (Bbox.intersection(box, other) for other in taken)
+    lefts = (point[0] - 4, point[0] + 4 - name_width)
+    for step, side, left in product(range(1, 5), (1, -1), lefts):
+        bottom = point[1] + side * step * ABOVE - NAME / 2
+        x0 = min(max(left, figure_box.x0), figure_box.x1 - name_width)
+        box = Bbox.from_bounds(x0, bottom, name_width, NAME)
+        if figure_box.y0 <= box.y0 and box.y1 <= figure_box.y1:
+            shared = (Bbox.intersection(box, other) for other in taken_boxes)
             places.append((sum(s.width * s.height for s in shared if s), len(places), box))
     return min(places)[2]
 
 
 def find_pareto_optimal_mask(times: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Return a boolean mask of the Pareto-optimal points.
+    """Return a boolean mask of the Pareto-optimal pairs of time and score.
 
     A point is beaten by another that is no worse in time and score, and better in one of them.
     """
@@ -239,7 +243,7 @@ def find_pareto_optimal_mask(times: np.ndarray, scores: np.ndarray) -> np.ndarra
 
 
 def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
-    """Draw the share of pushes by staleness on one number of workers, over all repeats."""
+    """Draw a line per strategy with the share of its pushes that have each staleness."""
     known = data.cells[data.cells["staleness"].notna()]
     rows = known[known["gpus"] == data.shown_worker_count]
     curves = []
@@ -258,15 +262,15 @@ def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
     return CaptionedFigure(draw_curves(shown), caption)
 
 
-def compute_shares_by_value(counts: list[list[int]]) -> np.ndarray:
-    """Return the share of each value from summed counts, without the tail of 0.1 %.
+def compute_shares_by_value(counts_by_repeat: list[list[int]]) -> np.ndarray:
+    """Return the share of pushes with each staleness, without the last 0.1 % of all pushes.
 
     Args:
-        counts: Lists of counts; the index is the value.
+        counts_by_repeat: Numbers of pushes; the index in a list is the staleness.
     """
-    total = np.zeros(max(len(c) for c in counts))
-    for c in counts:
-        total[: len(c)] += c
+    total = np.zeros(max(len(counts) for counts in counts_by_repeat))
+    for counts in counts_by_repeat:
+        total[: len(counts)] += counts
     shares = total / max(1.0, total.sum())
     needed = int(np.searchsorted(np.cumsum(shares), 0.999)) + 1
     return shares[:needed]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from stratbench.analysis.records.columns import (
     COLUMNS,
@@ -32,13 +33,20 @@ from stratbench.cell.record import Record
 from stratbench.cell.text.words import format_count
 from stratbench.study.config.config import Study
 
-#: Statuses of cells without a usable record: no record yet, or a failure or an unusable record.
+#: Statuses of cells without a usable record: `missing` without any, `error` after a failure.
 UNMEASURED = ("missing", "error")
+
+
+class CellRows(NamedTuple):
+    """The rows of a cell: one of cells.csv, and one of epochs.csv per epoch."""
+
+    cell_row: Row
+    epoch_rows: list[Row]
 
 
 @dataclass(frozen=True)
 class Expectations:
-    """The config's expectations of the records: skipped cells, target scores, and settings.
+    """What the config tells about records: skipped cells, target scores, and required settings.
 
     Attributes:
         skip_reasons: Reasons of skipped cells, by the cells' paths.
@@ -52,21 +60,25 @@ class Expectations:
 
 
 def add_expectation_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `read_expectations` reads to a command line."""
-    parser.add_argument("--skipped", default="{}", help="JSON: reasons of skipped cells, by path")
-    parser.add_argument("--study", default="null", help="JSON: the config of the study")
-    parser.add_argument("--targets", default="{}", help="JSON: scores to reach, by experiment")
+    """Add the options for skipped cells, target scores and required settings to a command line."""
+    parser.add_argument(
+        "--skipped", default="{}", help="JSON object: reason by skipped cell's path"
+    )
+    parser.add_argument(
+        "--study", default="null", help="JSON object: the config, to check settings"
+    )
+    parser.add_argument("--targets", default="{}", help="JSON object: score to reach by experiment")
 
 
 def read_expectations(args: argparse.Namespace) -> Expectations:
-    """Return the expectations that the options of a command line describe."""
+    """Return the skipped cells, target scores and required settings that a command line gives."""
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
     return Expectations(json.loads(args.skipped), json.loads(args.targets), study)
 
 
 def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
-    """Return the training time to the end of the first epoch that reached the target.
+    """Return the training time in s to the end of the first epoch that reached a target score.
 
     The result is None if no epoch reached it, or without a target.
 
@@ -87,7 +99,7 @@ def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str
 
 
 def describe_missing_record(log_dir: Path) -> Row:
-    """Return the status and the reason of a cell without a record.
+    """Return the fields `status` and `reason` of the row of a cell without a record.
 
     The status is `error` if its logs show a failure, else `missing`.
     """
@@ -101,8 +113,8 @@ def build_cell_rows(
     cell: Cell,
     study_dir: Path,
     expected: Expectations,
-    read: Callable[[Path], Record] = record.read_measured_record,
-) -> tuple[Row, list[Row]]:
+    read_record: Callable[[Path], Record] = record.read_measured_record,
+) -> CellRows:
     """Return a cell's row of cells.csv and its rows of epochs.csv.
 
     The status is `error` for an invalid record, and `infeasible` for a skipped cell without a record.
@@ -110,8 +122,8 @@ def build_cell_rows(
     Args:
         cell: The cell.
         study_dir: The folder results/<study>.
-        expected: Expectations of the config.
-        read: Reads a record.
+        expected: Skipped cells, target scores and settings of the config.
+        read_record: Reads a record's file.
     """
     path = study_dir / "cells" / cell.path / "record.json"
     log_dir = study_dir / "logs" / cell.path
@@ -121,17 +133,18 @@ def build_cell_rows(
     row["log_path"] = str(log.relative_to(study_dir))
     if not os.path.lexists(path):
         skip_reason = expected.skip_reasons.get(cell.path)
-        return row | (
+        outcome = (
             {"status": "infeasible", "reason": skip_reason}
             if skip_reason
             else describe_missing_record(log_dir)
-        ), []
+        )
+        return CellRows(row | outcome, [])
     row["record_path"] = str(path.relative_to(study_dir))
     try:
-        rec = read(path)
+        rec = read_record(path)
         if rec["cell"] != coordinates:
             raise record.RecordError(
-                f"{path} holds the record of another cell: {record.get_cell(rec)}"
+                f"{path} is the record of another cell: {record.get_cell(rec)}"
             )
         if expected.study is not None and (
             other := record.describe_settings_differences(rec, expected.study.settings(cell))
@@ -139,45 +152,48 @@ def build_cell_rows(
             raise record.RecordError(f"{path} {other}")
         measured = build_record_row(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
-        # Without the path, equal reasons of many cells are one; the path is in another column.
+        # Another column has the path. Without it, cells with the same problem have the same reason.
         reason = str(e).replace(str(path), path.name, 1)
-        return row | {"status": "error", "reason": join_lines(reason)}, []
-    except Exception as e:  # one odd record must not stop the collection
+        return CellRows(row | {"status": "error", "reason": join_lines(reason)}, [])
+    except Exception as e:  # one unreadable record must not stop the collection of the others
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
-        return row | {"status": "error", "reason": join_lines(reason)}, []
+        return CellRows(row | {"status": "error", "reason": join_lines(reason)}, [])
     row |= measured
     row["target_score"] = target = expected.targets.get(cell.experiment)
     row["time_to_target_s"] = find_time_to_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]
     )
     epochs = [coordinates | epoch for epoch in rec["score"]["per_epoch"]]
-    return row, epochs
+    return CellRows(row, epochs)
 
 
 def iter_cell_rows(
-    cells: Sequence[Cell], study_dir: Path, expected: Expectations, read: Callable[[Path], Record]
-) -> Iterator[tuple[Row, list[Row]]]:
-    """Yield the results of `build_cell_rows` for all cells; print progress every few seconds.
+    cells: Sequence[Cell],
+    study_dir: Path,
+    expected: Expectations,
+    read_record: Callable[[Path], Record],
+) -> Iterator[CellRows]:
+    """Yield the rows of each cell for cells.csv and epochs.csv. Print progress every few seconds.
 
     Args:
         cells: The cells.
         study_dir: The folder results/<study>.
-        expected: Expectations of the config.
-        read: Reads a record.
+        expected: Skipped cells, target scores and settings of the config.
+        read_record: Reads a record's file.
     """
     next_line_s = time.monotonic() + 3
     for done, cell in enumerate(cells):
         if time.monotonic() > next_line_s:
             print(f"read {done} of {len(cells)} records", file=sys.stderr, flush=True)
             next_line_s += 3
-        yield build_cell_rows(cell, study_dir, expected, read)
+        yield build_cell_rows(cell, study_dir, expected, read_record)
 
 
 def read_expected_cells(path: Path) -> list[Cell]:
-    """Return the cells of the study's config, from a JSON list of their coordinates."""
+    """Return the cells of a study, from a JSON file with the list of their coordinates."""
     cells = [Cell(**coordinates) for coordinates in json.loads(path.read_text(encoding="utf-8"))]
     if not cells:
-        raise ValueError(f"{path} names no cells")
+        raise ValueError(f"{path}: the list of cells is empty")
     return cells
 
 
@@ -187,7 +203,7 @@ def collect_records(
     out: Path,
     epochs_out: Path,
     expected: Expectations | None = None,
-    read: Callable[[Path], Record] = record.read_measured_record,
+    read_record: Callable[[Path], Record] = record.read_measured_record,
 ) -> list[Row]:
     """Write cells.csv and epochs.csv, and return the rows of cells without a usable record.
 
@@ -196,10 +212,10 @@ def collect_records(
         study_dir: The folder results/<study>.
         out: The file cells.csv.
         epochs_out: The file epochs.csv.
-        expected: Expectations of the config.
-        read: Reads a record.
+        expected: Skipped cells, target scores and settings of the config.
+        read_record: Reads a record's file.
     """
-    listed = list(iter_cell_rows(cells, study_dir, expected or Expectations(), read))
+    listed = list(iter_cell_rows(cells, study_dir, expected or Expectations(), read_record))
     rows = [row for row, _ in listed]
     for extension in load_extensions().values():
         if extension.modify_cell_rows is not None:
@@ -209,28 +225,39 @@ def collect_records(
     return [row for row in rows if row["status"] in UNMEASURED]
 
 
-def describe_missing(without: Sequence[Row], total: int) -> str:
+def describe_missing(rows_without_record: Sequence[Row], num_cells: int) -> str:
     """Return a message that names every cell without a usable record."""
-    lines = [f"{len(without)} of {total} cells have no usable record:"]
-    for row in without:
+    lines = [f"{len(rows_without_record)} of {num_cells} cells have no usable record:"]
+    for row in rows_without_record:
         cell = Cell(**{key: row[key] for key in COORDINATES})
         lines.append(f"  {row['status']}: {cell} ({row['reason']})")
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 1 for unusable records without `--partial`."""
+    """Run the command line of the collection. The exit code is 1 if records lack, unless `--partial`."""
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.records.collect", description=__doc__
     )
-    parser.add_argument("--expected", type=Path, required=True, help="JSON list of all cells")
-    parser.add_argument("--records-root", type=Path, required=True, help="results/<study>/cells")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file to write, a row per cell")
     parser.add_argument(
-        "--epochs-out", type=Path, required=True, help="CSV file to write, a row per epoch"
+        "--expected", type=Path, required=True, help="JSON file with the list of all cells"
     )
     parser.add_argument(
-        "--partial", action="store_true", help="accept missing records, and list them"
+        "--records-root", type=Path, required=True, help="the folder results/<study>/cells"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the file cells.csv to write, with a row per cell"
+    )
+    parser.add_argument(
+        "--epochs-out",
+        type=Path,
+        required=True,
+        help="the file epochs.csv to write, with a row per epoch",
+    )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="accept that records are missing, and list these cells",
     )
     add_expectation_options(parser)
     args = parser.parse_args(argv)

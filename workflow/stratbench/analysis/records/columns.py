@@ -20,9 +20,9 @@ from stratbench.cell.record import Record, RecordError, load_schema
 from stratbench.strategies.base import Traits
 
 Row = dict[str, Any]
-#: The kind of a column's values: text, JSON as text (never cut), a finite number, or a bool.
+#: The kind of a column's values: text, JSON as text (which is never shortened), a finite number, or a bool.
 Kind = Literal["text", "json", "number", "flag"]
-#: Maximum length of a text in a column, in characters.
+#: Maximum number of characters of a text in a column.
 MAXIMUM = 1000
 
 
@@ -32,24 +32,24 @@ class Column:
 
     name: str
     value_kind: Kind
-    #: The unit, empty for text, counts and flags. `share` is a fraction of 1.
+    #: The unit of the values; empty for texts, counts and flags. `share` is a fraction of 1.
     unit: str
-    #: The path of a field of the record, a function of the record, the name of a value of the timeline
-    #: (`derived.timeline_figures`), or None if `collect` knows the value without a record.
+    #: Where a value comes from: the path of a field in the record, a function of the record, a value of the
+    #: cell's timeline (`timeline: NAME`), or None if `collect` knows the value without a record.
     source: str | Callable[[Record], Any] | None
-    #: The definition; if empty, the description in the record's schema is used.
+    #: The definition of the values. If empty, the record's schema describes the field.
     explicit_definition: str = ""
 
     @property
     def definition(self) -> str:
-        """The meaning of the column, in a sentence."""
+        """The meaning of the column's values, in a sentence."""
         if self.explicit_definition or not isinstance(self.source, str):
             return self.explicit_definition
         return find_schema_description(self.source)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the column's numbers are integers, by the record's schema or the source's type."""
+        """Whether all numbers in the column are integers, by the schema or by the source's type."""
         if self.source is None:
             return get_type_hints(Cell).get(self.name) is int
         if callable(self.source):
@@ -58,7 +58,7 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Whether values of the column are always read as text."""
+        """Whether the column's values are always read as text, even if they look like numbers."""
         return self.value_kind in ("text", "json")
 
 
@@ -118,11 +118,14 @@ _ALL_COLUMNS: tuple[Column, ...] = (
     Column("buffers_bytes", "number", "bytes", "memory.model_states.buffers_bytes"),
     Column("step_p50_ms", "number", "ms", "time.step_ms.p50",
            "Median of the step times of all workers together."),
-    Column("step_p90_ms", "number", "ms", "time.step_ms.p90", "90th percentile of the step times."),
-    Column("step_p99_ms", "number", "ms", "time.step_ms.p99", "99th percentile of the step times."),
-    Column("step_mean_ms", "number", "ms", "time.step_ms.mean", "Mean of the step times."),
+    Column("step_p90_ms", "number", "ms", "time.step_ms.p90",
+           "90th percentile of the step times of all workers together."),
+    Column("step_p99_ms", "number", "ms", "time.step_ms.p99",
+           "99th percentile of the step times of all workers together."),
+    Column("step_mean_ms", "number", "ms", "time.step_ms.mean",
+           "Mean of the step times of all workers together."),
     Column("data_ms", "number", "ms", "time.breakdown_ms.data",
-           "Time per step that a worker waits for its batch, as a mean."),
+           "Mean time per step that a worker waits for its batch."),
     Column("bubble_share", "number", "share", "time.bubble_share",
            "The share of a mean step in which the workers of a pipeline waited for other stages or for data "
            "from them."),
@@ -235,7 +238,7 @@ _ALL_COLUMNS: tuple[Column, ...] = (
            "which any kernel ran, including communication and waiting kernels. For a CPU process it is the "
            "share of one core."),
     Column("breakdown_ms", "json", "ms", derived.format_step_breakdown_ms,
-           "Mean time per step of each phase."),
+           "Mean time per step in each phase."),
     Column("staleness", "json", "", derived.format_staleness_counts,
            "Number of pushes by staleness, which is the index in the list. The staleness of a push is the "
            "number of updates since the weights that it was computed from."),
@@ -253,13 +256,13 @@ BY_NAME = {column.name: column for column in _ALL_COLUMNS}
 CELL_COLUMNS = tuple(BY_NAME.values())
 #: The names of the columns of cells.csv.
 COLUMNS = tuple(BY_NAME)
-#: The columns with the coordinates of a cell, which identify it.
+#: The columns whose values together identify a cell.
 COORDINATES = COLUMNS[:7]
-#: Prefix of a source that is a value of the timeline.
+#: Beginning of a column's source if its values come from the cell's timeline.
 _TIMELINE = "timeline: "
 
 # fmt: off
-#: Columns of epochs.csv after the coordinates; their sources are fields of entries of `per_epoch`.
+#: Columns of epochs.csv after those of the cell. Their sources are fields of an epoch in the record.
 _OF_EPOCH = (
     Column("epoch", "number", "", "score.per_epoch.epoch"),
     Column("train_time_s", "number", "s", "score.per_epoch.train_time_s"),
@@ -276,7 +279,7 @@ EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
 
 
 def find_schema_description(path: str) -> str:
-    """Return the schema's description of the record's field at a dotted path.
+    """Return the description that the record's schema has for the field at a dotted path.
 
     Raises:
         KeyError: The schema has no such field.
@@ -288,7 +291,7 @@ def find_schema_description(path: str) -> str:
 
 
 def find_schema_types(path: str) -> list[str]:
-    """Return the schema's types of the record's field at a dotted path; empty if undeclared."""
+    """Return the types that the record's schema declares for the field at a dotted path, if any."""
     node = load_schema()
     for key in path.split("."):
         node = node.get("items", node)
@@ -298,7 +301,7 @@ def find_schema_types(path: str) -> list[str]:
     return [types] if isinstance(types, str) else types
 
 
-# The columns by kind of source are prepared once, since `build_record_row` runs for every record.
+# Columns are listed once by their kind of source, since `build_record_row` runs for every record.
 _FIELDS = [
     (column.name, column.source)
     for column in CELL_COLUMNS
@@ -313,7 +316,7 @@ _OF_TIMELINE = [
 
 
 def build_record_row(record: Record, timeline: Path) -> Row:
-    """Return the values of columns that a record and its timeline determine, by column.
+    """Return the values of a row of cells.csv that a record and its timeline determine.
 
     Raises:
         RecordError: A column of numbers or flags would have a value that is not a finite number.
@@ -334,29 +337,28 @@ def build_record_row(record: Record, timeline: Path) -> Row:
 
 
 def join_lines(text: str) -> str:
-    """Return a text without control characters and line ends, cut to MAXIMUM characters."""
+    """Return a text in one line, without control characters, cut to MAXIMUM characters."""
     line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= MAXIMUM else line[: MAXIMUM - 1] + "…"
 
 
-def read_table(path: Path, text: Iterable[str] = (), **types: str) -> Any:
+def read_table(path: Path, text_columns: Iterable[str] = (), **types: str) -> Any:
     """Return a CSV file that shares columns with cells.csv, as a pandas.DataFrame.
 
     Only an empty field is an absent value.
 
     Args:
         path: The file.
-        text: Further columns of text.
-        types: Pandas types of other columns.
+        text_columns: Names of further columns of text.
+        types: Pandas types of other columns, by name.
     """
-    import pandas as pd  # this import is slow, and `collect` does not need it
+    import pandas as pd  # imported only here, since the import is slow and `collect` does without
 
-    # The dtype `object` keeps texts that look like numbers.
-    texts = (*(c.name for c in CELL_COLUMNS if c.is_text), *text)
+    # With the dtype `object`, texts that look like numbers stay texts.
+    texts = (*(c.name for c in CELL_COLUMNS if c.is_text), *text_columns)
     dtype = dict.fromkeys(texts, object) | types
     table = pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
-    # The copy has one memory block per type, which makes the frequent grouping faster than many blocks.
-    # Columns of type `str` would each be a block.
+    # A copy stores all columns of one type together, which makes it faster to group its rows.
     return table.copy()
 
 

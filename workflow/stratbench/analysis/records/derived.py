@@ -23,7 +23,7 @@ def get_by_path(value: Any, path: str) -> Any:
     return value
 
 
-# ---------------------------------------------------------------- the score
+# ---------------------------------------------------------------- columns on the score
 
 
 def compute_time_to_result_s(record: Record) -> float | None:
@@ -51,11 +51,11 @@ def compute_perplexity(record: Record) -> float | None:
     return math.exp(final)
 
 
-# ---------------------------------------------------------------- the machine
+# ---------------------------------------------------------------- columns on the machine
 
 
 def list_worker_values(record: Record, path: str) -> list[str]:
-    """Return the distinct values of a field in all workers' provenance, as sorted texts."""
+    """Return the distinct values that workers' provenances have for a field, as sorted texts."""
     values = (get_by_path(worker["provenance"], path) for worker in record["workers"])
     return sorted({str(value) for value in values if value is not None})
 
@@ -115,7 +115,7 @@ def count_usable_cpu_cores(record: Record) -> float | None:
 
 
 def get_other_cpu_cores(record: Record) -> float | None:
-    """Return the number of cores that other processes used at the start. The busiest node counts."""
+    """Return the number of cores that other processes used at the start, on the busiest node."""
     nodes = (get_by_path(record, "provenance.busy_at_start") or {}).values()
     busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
     return max(busy, default=None)
@@ -150,11 +150,11 @@ def describe_slowdown(record: Record) -> str | None:
     return "; ".join(parts) or None
 
 
-# ---------------------------------------------------------------- memory and time
+# ---------------------------------------------------------------- columns on memory and time
 
 
 def get_peak_memory_bytes(record: Record) -> int | None:
-    """Return the peak memory of the rank that used most, in bytes.
+    """Return the peak memory in bytes of the rank that used most.
 
     On a GPU this is the allocator's peak, including model states. On a CPU it is the growth of the resident
     set over its base, which contains libraries, weights and momentum.
@@ -164,7 +164,7 @@ def get_peak_memory_bytes(record: Record) -> int | None:
 
 
 def get_model_states_bytes(record: Record) -> int | None:
-    """Return the bytes of parameters, gradients, optimizer state and buffers of the rank with most."""
+    """Return the bytes of model states on the rank with most: parameters, gradients, optimizer, buffers."""
     states = get_by_path(record, "memory.model_states") or {}
     kinds = ("parameters", "gradients", "optimizer", "buffers")
     held = [states.get(f"{kind}_bytes") for kind in kinds]
@@ -172,7 +172,7 @@ def get_model_states_bytes(record: Record) -> int | None:
 
 
 def get_max_start_skew_ms(record: Record) -> float | None:
-    """Return the largest start skew of all epochs: the last worker's delay in ms."""
+    """Return the largest start skew of all epochs in ms: how much later the last worker starts."""
     return max(get_by_path(record, "time.start_skew_ms") or (), default=None)
 
 
@@ -182,11 +182,11 @@ def format_step_breakdown_ms(record: Record) -> str | None:
     return json.dumps(phases) if phases else None
 
 
-# ---------------------------------------------------------------- parameter servers
+# ---------------------------------------------------------------- columns on parameter servers
 
 
 def list_servers(record: Record) -> list[dict[str, Any]]:
-    """Return the record's entries of parameter servers; empty without servers."""
+    """Return the record's entries on parameter servers. Empty without servers."""
     return get_by_path(record, "server.servers") or []
 
 
@@ -199,7 +199,7 @@ def count_processes(record: Record) -> int | None:
 
 
 def format_staleness_counts(record: Record) -> str | None:
-    """Return the pushes by staleness over all shards and servers, as a JSON list.
+    """Return the number of pushes with each staleness, over all shards and servers, as a JSON list.
 
     The index in the list is the staleness: the number of updates since the weights that the gradient was
     computed from.
@@ -213,11 +213,11 @@ def format_staleness_counts(record: Record) -> str | None:
     return json.dumps(total) if total else None
 
 
-# ---------------------------------------------------------------- the timeline
+# ---------------------------------------------------------------- columns from the timeline
 
 
 def compute_timeline_figures(path: Path, device_kind: str | None) -> dict[str, float]:
-    """Return `throttled_share` and `utilisation_pct` of a cell's timeline; empty without samples.
+    """Return the values of the columns that a cell's timeline determines. Empty without samples.
 
     `throttled_share` is the share of GPU samples in which heat or the power brake slowed a GPU.
     `utilisation_pct` is the mean over the samples during training: of the GPUs, or of the worker processes

@@ -17,7 +17,7 @@ ROUNDING = 1e-6
 
 
 class Facts:
-    """A record whose fields are read by path, `facts("time.train_time_s")`; absent fields are None."""
+    """A record whose fields are read by path: `facts("time.train_time_s")`. Absent fields are None."""
 
     def __init__(self, record: Record, timeline: Timeline | None = None) -> None:
         self.record = record
@@ -26,12 +26,12 @@ class Facts:
         self.workers: list[dict[str, Any]] = record["workers"]
         self.servers: list[dict[str, Any]] = self("server.servers") or []
         self.gpus: int = self("cell.gpus")
-        #: How the workers are divided into groups.
+        #: The groups into which the strategy divides the workers.
         self.mesh = Mesh(**self("strategy.mesh"))
         self.status: str = self("status")
         #: Whether the workers finished training, so that their totals are known.
         self.finished = self.status in ("ok", "diverged") and bool(self.workers)
-        #: Numbers of the workers that disconnected from a server before they finished.
+        #: Numbers of workers that disconnected from a parameter server before they finished training.
         self.lost = {str(entry) for server in self.servers for entry in server.get("lost") or ()}
 
     def __call__(self, path: str) -> Any:
@@ -45,7 +45,7 @@ class Facts:
     def find_samples(
         self, worker: dict[str, Any], kind: str, name: str | None
     ) -> SampleSeries | None:
-        """Return the samples of a worker's host, or of a process or GPU on it.
+        """Return the samples of a worker's host, or of a process or GPU on this host.
 
         The result is None without samples.
 
@@ -85,26 +85,26 @@ class Facts:
 
     @property
     def passes_run(self) -> int:
-        """The number of passes over the data. The last may be incomplete if the cell has `steps`."""
+        """Number of passes over the training data that a cell made. The last may be incomplete."""
         counted = "time.epoch_times_s" if self("settings.steps") else "score.per_epoch"
         return len(self(counted) or ())
 
     @property
     def steps_run(self) -> int:
-        """The number of global batches that the cell has trained, from its passes."""
+        """Number of global batches on which the cell trained, from its passes over the data."""
         whole = self.passes_run * (self("batch.steps_per_epoch") or 0)
         return min(whole, self("settings.steps") or whole)
 
     @property
     def skipped_steps(self) -> int:
-        """The number of optimizer steps that were skipped because gradients overflowed, over all workers."""
+        """Number of optimizer steps of all workers that were skipped because gradients overflowed."""
         if self.servers:
             return sum(link.get("skips") or 0 for link in self.servers[0].get("workers") or ())
         return self("strategy.details.skipped_steps") or 0
 
     @property
     def parameter_bytes(self) -> float | None:
-        """The size of all model parameters in bytes, from their number and dtype. None if unknown."""
+        """Size of all parameters of the model in bytes, from their number and dtype. None if unknown."""
         return self.compute_bytes(self("model.parameters"))
 
     def compute_bytes(self, count: int | None) -> float | None:
@@ -114,11 +114,11 @@ class Facts:
         return None if count is None else count * width
 
 
-def sum_longest_pauses_s(facts: Facts, seconds_of: Callable[[dict[str, Any]], float]) -> float:
-    """Return the largest sum of a node's pauses in s. `seconds_of` gives a pause's length."""
+def sum_longest_pauses_s(facts: Facts, get_pause_s: Callable[[dict[str, Any]], float]) -> float:
+    """Return the total length in s of the pauses of the node that paused longest."""
     by_node: dict[int, float] = defaultdict(float)
     for pause in facts("pauses") or ():
-        by_node[pause["node"]] += seconds_of(pause)
+        by_node[pause["node"]] += get_pause_s(pause)
     return max(by_node.values(), default=0.0)
 
 
@@ -128,7 +128,7 @@ def get_host_name(worker: dict[str, Any]) -> str | None:
 
 
 def get_gpu_id(worker: dict[str, Any]) -> str | None:
-    """Return a GPU's id in a timeline: its NVML index, or a MIG instance's UUID."""
+    """Return the id that a worker's GPU has in the timeline: NVML index, or UUID of a MIG instance."""
     gpu = get_by_path(worker["provenance"], "gpu") or {}
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
@@ -141,7 +141,7 @@ def iter_inequality_messages(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yield a sentence if a value does not equal the value of a formula.
+    """Yield a message if a value in the record differs from the value of a formula.
 
     Args:
         what: Name of the value, such as its path in the record.
@@ -154,7 +154,7 @@ def iter_inequality_messages(
     if None in (value, other):
         return
     slack = absolute + relative * max(abs(value), abs(other))
-    if not abs(value - other) <= slack:  # written with `not`, so that NaN equals nothing
+    if not abs(value - other) <= slack:  # unlike `>`, this is true if a value is NaN
         yield f"{what} is {value:.6g}, but {formula} is {other:.6g}"
 
 
@@ -166,7 +166,7 @@ def iter_excess_messages(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yield a sentence if a value exceeds the value of a formula.
+    """Yield a message if a value in the record exceeds the value of a formula.
 
     Args:
         what: Name of the value, such as its path in the record.

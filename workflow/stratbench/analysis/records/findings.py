@@ -20,13 +20,13 @@ SEVERITIES = ("unusable", "warning", "note")
 
 
 def read_audit(path: Path | None) -> pd.DataFrame:
-    """Return the findings in audit.csv; empty if `path` is None."""
+    """Return the audit's findings from audit.csv. Empty if `path` is None."""
     if path is None:
         return pd.DataFrame(columns=list(AUDIT_COLUMNS))
-    text = ("rule", "severity", "affects", "figures", "explanation", "version")
-    return read_table(path, text=text, gpus="Int64", repeat="Int64")
+    text_columns = ("rule", "severity", "affects", "figures", "explanation", "version")
+    return read_table(path, text_columns=text_columns, gpus="Int64", repeat="Int64")
 
 
 def format_tally(count: int, severity: str) -> str:
-    """Return the number of findings per severity as text: `2 unusable`, `1 warning`, `3 notes`."""
+    """Return the number of findings of one severity as text: `2 unusable`, `1 warning` or `3 notes`."""
     return f"{count} unusable" if severity == "unusable" else format_count(count, severity)

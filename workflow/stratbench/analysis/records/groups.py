@@ -14,7 +14,7 @@ from stratbench.analysis.records.columns import Row
 
 
 class Group(NamedTuple):
-    """The common coordinates of a group's repeats, in the order of grouping."""
+    """The coordinates that all repeats of a group have in common."""
 
     experiment: str
     strategy: str
@@ -22,11 +22,11 @@ class Group(NamedTuple):
     gpus: int
 
     def with_gpus(self, gpus: int) -> Group:
-        """Return the coordinates of this group, with another number of workers."""
+        """Return the group that differs from this one only in the number of workers."""
         return self._replace(gpus=gpus)
 
     def with_strategy(self, strategy: str) -> Group:
-        """Return the coordinates of this group, with another strategy."""
+        """Return the group that differs from this one only in the strategy."""
         return self._replace(strategy=strategy)
 
     @property
@@ -40,12 +40,12 @@ GROUP = list(Group._fields)
 
 
 def group_rows(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
-    """Return the rows of each group, with groups in the order of their first row."""
+    """Return the rows of each group of repeats, with groups in the order of their first row."""
     return {Group(*key): rows for key, rows in frame.groupby(GROUP, sort=False)}
 
 
 def map_base_strategies(cells: pd.DataFrame) -> dict[str, str]:
-    """Return the base strategy of each strategy or variant, if the records state it."""
+    """Return the base strategy of each strategy or variant, as its records state it."""
     known = cells.dropna(subset=["strategy_base"]).drop_duplicates("strategy")
     return dict(zip(known["strategy"], known["strategy_base"], strict=True))
 
@@ -76,28 +76,29 @@ class Repeats:
     """
 
     def __init__(self, cells: pd.DataFrame, findings: Iterable[Row] = ()) -> None:
-        #: The rows of each group, and below the rows with status `ok` of each group that has any.
+        #: All rows of each group.
         self.all = group_rows(cells)
         self._ok = cells[cells["status"] == "ok"]
+        #: The rows with status `ok`, of each group that has any.
         self.ok = group_rows(self._ok)
         self._places = self._ok.groupby(GROUP).indices
         self._columns: dict[str, np.ndarray] = {}
-        #: The kinds of values (time, memory, score or all) that the audit calls unusable, by group.
+        #: By group, the kinds of values that the audit calls unusable: time, memory, score or all.
         self.rejected = {
             group: {f["affects"] for f in on_group if f["severity"] == "unusable"}
             for group, on_group in iter_findings_by_group(findings, self.ok)
         }
 
-    def values(self, group: Group, column: str, concerns: str = "") -> dict[int, float]:
-        """Return a column's numbers by repeat, for repeats that are `ok` and have a number.
+    def values(self, group: Group, column: str, audit_kind: str = "") -> dict[int, float]:
+        """Return a column's number for each repeat of a group that is `ok` and has one.
 
         Args:
             group: The group.
             column: Name of the column.
-            concerns: Kind of the values (time, memory or score). None are returned if the audit calls it
-                unusable.
+            audit_kind: Kind of the values (time, memory or score). No values are returned if the audit calls
+                this kind unusable.
         """
-        if group not in self.ok or self.rejected[group] & {concerns, "all"}:
+        if group not in self.ok or self.rejected[group] & {audit_kind, "all"}:
             return {}
         if column not in self._columns:
             numbers = pd.to_numeric(self._ok[column], errors="coerce")
@@ -108,28 +109,28 @@ class Repeats:
         return {r: value for r, value in zip(repeats, selected, strict=True) if value == value}
 
     def read_common_values(
-        self, groups: Sequence[Group], column: str, concerns: str = ""
+        self, groups: Sequence[Group], column: str, audit_kind: str = ""
     ) -> np.ndarray:
         """Return a column's values for the repeats that all groups share, shape [groups, repeats].
 
         Args:
             groups: The groups.
             column: Name of the column.
-            concerns: As in `values`.
+            audit_kind: Kind of the values, as in `values`.
         """
-        by_group = [self.values(group, column, concerns) for group in groups]
+        by_group = [self.values(group, column, audit_kind) for group in groups]
         shared = [repeat for repeat in by_group[0] if all(repeat in values for values in by_group)]
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
-    def compute_median(self, group: Group, column: str, concerns: str = "") -> float | None:
+    def compute_median(self, group: Group, column: str, audit_kind: str = "") -> float | None:
         """Return the median of a column over a group's repeats, or None without values.
 
         Args:
             group: The group.
             column: Name of the column.
-            concerns: As in `values`.
+            audit_kind: Kind of the values, as in `values`.
         """
-        values = list(self.values(group, column, concerns).values())
+        values = list(self.values(group, column, audit_kind).values())
         return float(np.median(values)) if values else None
 
     def has_servers(self, groups: Iterable[Group]) -> bool:

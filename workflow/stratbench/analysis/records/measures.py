@@ -16,13 +16,13 @@ from stratbench.cell.text.words import GIB, MIB
 if TYPE_CHECKING:
     import pandas as pd
 
-#: The mark on a value with a finding of the audit, in tables and in figures.
+#: The mark of a value on which the audit has a finding, in tables and figures.
 DOUBT = "†"
-#: The text in a table if the study has no such cell (`single` on two workers).
+#: The text in a table where the study has no cell, such as for `single` on two workers.
 NO_CELL = "–"
 #: The strategy without distribution, on one worker, to which speedups are relative.
 ALONE = "single"
-#: Number of bytes from which an experiment's tables and figures show memory in GiB.
+#: If the largest peak memory of an experiment has this many bytes, memory is shown in GiB.
 GIB_FROM = 2 * GIB
 #: The factor from a column's unit to the unit in which it is shown.
 FACTORS = {
@@ -40,25 +40,25 @@ class Measure:
 
     name: str
     title: str
-    #: The column of cells.csv.
+    #: The column of cells.csv from which the metric is computed.
     column: str
-    #: The shown unit; None for the column's unit. A ratio has no unit.
+    #: The unit in which the metric is shown; None for the column's unit. A ratio has no unit.
     shown_unit: str | None = None
     #: The definition; empty for the column's definition.
     explicit_definition: str = ""
     better: Literal["lower", "higher"] | None = "lower"  # which values are better; None if neither
-    #: The strategy by whose value the measure is divided: `self` is the same strategy on one worker, `single`
-    #: runs on one worker, others on the same number of workers.
+    #: The strategy by whose value the metric is divided: `self` (the same one) or `single` on one worker,
+    #: or another strategy on the same number of workers.
     baseline: Literal["self", "single", "ddp", "ps-sync"] | None = None
-    #: Whether the baseline is divided by the measure instead.
+    #: Whether the ratio is inverted: the baseline's value is divided by the strategy's.
     is_inverted: bool = False
     #: Whether the value is also divided by the number of workers.
     is_per_worker: bool = False
-    #: The kind of audit findings that concern the measure.
+    #: The kind of audit findings that concern the metric.
     audit_kind: Literal["time", "memory", "score"] = "time"
     #: Digits after the decimal point; None for three significant digits.
     decimals: int | None = None
-    #: What the experiment's records name: the `score`, or the unit that throughput `counts`.
+    #: What a task names in the metric: its `score`, or what throughput `counts`; None if nothing.
     title_source: Literal["score", "counts"] | None = None
     #: The factor from the column's values to the shown values; None to derive it from the units.
     shown_factor_override: float | None = None
@@ -72,7 +72,7 @@ class Measure:
 
     @property
     def display_factor(self) -> float:
-        """The factor from the column's values to the shown values; 1 for a ratio."""
+        """The factor from the column's values to the shown values. It is 1 for a ratio."""
         if self.shown_factor_override is not None:
             return self.shown_factor_override
         unit = BY_NAME[self.column].unit
@@ -89,7 +89,7 @@ class Measure:
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
     def with_score_names(self, score: Score) -> Measure:
-        """Return the metric with names and units of a score filled in."""
+        """Return the metric with the names and units of a task's score filled in."""
         if self.title_source == "score":
             return replace(
                 self,
@@ -187,7 +187,7 @@ def list_measures(rows: pd.DataFrame) -> dict[str, Measure]:
 
 
 def list_measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
-    """Return the metrics by name, for each experiment."""
+    """Return the metrics by experiment and by name, with titles and units for the experiment."""
     return {
         str(name): list_measures(rows) for name, rows in cells.groupby("experiment", sort=False)
     }
@@ -205,12 +205,12 @@ def format_number(value: float, decimals: int | None) -> str:
 
 
 def append_audit_dagger(text: str, flags: str) -> str:
-    """Return the text of a value, with a dagger if the audit flags it."""
+    """Return a value's text, followed by a dagger if the audit has a finding on the value."""
     return f"{text} {DOUBT}" if flags else text
 
 
 def format_status(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
-    """Return the text that replaces a number, for a cell that is not `ok`.
+    """Return the text that replaces the value of a cell that is not `ok`, such as `OOM`.
 
     Args:
         status: Status of the cell.

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 class ReportInput:
     """The input of a report: tables, and folders with further files."""
 
-    #: The folder with the files of the other stages.
+    #: The folder with the files of earlier stages: tables, figures and answers.
     folder: Path
-    #: The folder results/STUDY.
+    #: The folder results/STUDY, which contains the records.
     study_dir: Path
     cells: pd.DataFrame
     findings: pd.DataFrame
     #: The content of answers.json.
     answers_json: Mapping[str, Any]
-    #: Paths of files that extensions show and that are not in `folder`, by extension.
+    #: Paths of further files that extensions show, by extension.
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -43,7 +43,7 @@ class Section:
     html: Markup
     #: The section's title in the navigation; empty if it is not listed there.
     link_title: str = ""
-    #: Whether the section is above the experiments, next to the answers.
+    #: Whether the section is next to the answers, above the sections on experiments.
     is_beside_answers: bool = False
 
 
@@ -70,12 +70,12 @@ class Reading:
 
 
 def render_section(template: Path, **values: Any) -> Markup:
-    """Return the HTML of a section's template, which is a file in the extension's folder."""
+    """Return the HTML of a section, from a template in the extension's folder and its values."""
     from markupsafe import Markup
 
     return Markup(pages.render_page(template.name, template.parent, values=values))
 
 
 def list_readings() -> dict[str, Reading]:
-    """Return the additions of each installed extension, in the order of the report's sections."""
+    """Return what each installed extension adds to decisions and the report, in the order of sections."""
     return dict(iter_imported_additions("report_additions"))

@@ -11,20 +11,21 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-#: Throttle reasons of a GPU that is too hot or lacks power, in contrast to normal limits.
+#: Reasons for lower clocks of a GPU that is too hot or lacks power.
 SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
-#: The throttle reason of a GPU at its power limit.
+#: Reason for lower clocks of a GPU that is at its normal power limit.
 CAPPED = "sw_power_cap"
-#: The columns that identify the source and the time of a sample.
+#: Columns that identify a sample's source, and columns that describe its moment.
 PLACE, MOMENT = ("node", "kind", "id"), ("t_s", "phase", "throttle")
-#: The columns that are summarised, by the kind of a sample.
+#: Columns that are summarised, by the kind of sample.
 COLUMNS = {
     "gpu": ("gpu_util_pct", "mem_used_bytes", "power_w", "sm_clock_mhz"),
     "process": ("cpu_pct", "rss_bytes"),
     "host": ("cpu_pct", "load_1m"),
 }
-#: The columns with the utilisation and the memory of a GPU or a process.
+#: The column with the utilisation, by the kind of sample.
 BUSY = {"gpu": "gpu_util_pct", "process": "cpu_pct"}
+#: The column with the memory in use, by the kind of sample.
 HELD = {"gpu": "mem_used_bytes", "process": "rss_bytes"}
 #: The utilisation in percent from which a GPU counts as busy.
 WORKING_PCT = 50.0
@@ -39,9 +40,9 @@ class ColumnSummary:
     maximum: float
 
     @classmethod
-    def from_values(cls, given: Iterable[float | None]) -> ColumnSummary | None:
-        """Return the summary of the values that are not None, or None without such values."""
-        values = [value for value in given if value is not None]
+    def from_values(cls, values_or_none: Iterable[float | None]) -> ColumnSummary | None:
+        """Return the summary of all values that are not None. None if there are no such values."""
+        values = [value for value in values_or_none if value is not None]
         if not values:
             return None
         mean = math.fsum(values) / len(values)
@@ -49,7 +50,7 @@ class ColumnSummary:
 
 
 class Sample(NamedTuple):
-    """A row of a timeline, with `values` in the order of COLUMNS."""
+    """A row of a timeline. `values` are those of the kind's COLUMNS, in their order."""
 
     t_s: float
     phase: str
@@ -64,22 +65,26 @@ class SampleSeries:
     count: int
     first_s: float
     last_s: float
-    #: Summaries by column, over all samples and over the samples during training.
+    #: Summaries of all samples, by column.
     overall_summaries: dict[str, ColumnSummary]
+    #: Summaries of the samples during training, by column.
     training_summaries: dict[str, ColumnSummary]
-    #: The values of the first and the last sample, and the first sample's phase (empty before any phase).
+    #: Values of the first sample, by column.
     first_values: dict[str, float]
+    #: Values of the last sample, by column.
     last_values: dict[str, float]
+    #: The cell's phase in the first sample; empty before the first phase.
     first_phase: str
     #: The number of samples in which heat or the power brake slowed a GPU.
     num_throttled_samples: int
-    #: Over samples during training with a busy GPU: the clocks in MHz, and the fraction at the power limit.
+    #: Clock in MHz in samples during training with a busy GPU; None without such samples.
     busy_clock_mhz: ColumnSummary | None
+    #: Fraction of the samples during training with a busy GPU in which the GPU was at its power limit.
     power_capped_share: float
 
     @classmethod
     def from_samples(cls, kind: str, samples: Sequence[Sample]) -> SampleSeries:
-        """Return the summary of one or more samples that are in the order of time."""
+        """Return the summary of at least one sample of a source, given in the order of time."""
         trained = [sample for sample in samples if sample.phase == "train"]
         index_of = {name: i for i, name in enumerate(COLUMNS[kind])}
         working = []
@@ -105,30 +110,30 @@ class SampleSeries:
         )
 
 
-def select_known_values(index_of: dict[str, int], sample: Sample) -> dict[str, float]:
+def select_known_values(index_by_column: dict[str, int], sample: Sample) -> dict[str, float]:
     """Return the values of a sample that are not missing, by column."""
-    return {name: v for name, i in index_of.items() if (v := sample.values[i]) is not None}
+    return {name: v for name, i in index_by_column.items() if (v := sample.values[i]) is not None}
 
 
 def summarize_by_column(
-    index_of: dict[str, int], samples: Sequence[Sample]
+    index_by_column: dict[str, int], samples: Sequence[Sample]
 ) -> dict[str, ColumnSummary]:
     """Return the summary of each column that has values in the samples."""
     by_column = {
         name: ColumnSummary.from_values([sample.values[i] for sample in samples])
-        for name, i in index_of.items()
+        for name, i in index_by_column.items()
     }
     return {name: values for name, values in by_column.items() if values is not None}
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The content of a cell's timeline: series by node, kind (host, process, gpu) and id."""
+    """The samples of a cell, summarised per source: by node, kind (host, process, gpu) and id."""
 
     series: dict[tuple[str, str, str], SampleSeries]
 
     def select_kind(self, kind: str) -> dict[tuple[str, str], SampleSeries]:
-        """Return the series of one kind (host, process or gpu), by node and id."""
+        """Return the summaries of sources of one kind (host, process or gpu), by node and id."""
         return {(node, name): one for (node, its, name), one in self.series.items() if its == kind}
 
 
@@ -144,7 +149,7 @@ def read_timeline(path: Path) -> Timeline | None:
 
 
 def parse_timeline(lines: Iterable[str]) -> Timeline | None:
-    """Return the timeline in a CSV file's lines, or None if it lacks columns.
+    """Return the timeline in the lines of a CSV file, or None if a column is missing.
 
     Raises:
         ValueError: A field is not a finite number.

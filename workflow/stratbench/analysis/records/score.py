@@ -11,16 +11,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """The score of a task; shown values are in percent for a fraction, else in the record's unit."""
+    """The score of a task. A fraction is shown in percent, other values in the record's unit."""
 
     name: str = "accuracy"
-    #: The unit in the record.
+    #: The unit of scores in the record; `share` is a fraction of 1.
     unit: str = "share"
     better: str = "higher"
-    #: Tolerated difference of two scores, in the shown unit.
+    #: By how much a score may be worse than the best, by default, in the shown unit.
     tolerance: float = 1.0
-    #: What throughput counts (samples or tokens), and their number per sample.
+    #: What throughput counts: `samples` or `tokens`.
     throughput_unit: str = "samples"
+    #: How many of these a sample has.
     counts_per_sample: float = 1.0
     #: The lowest possible mean loss in nats per token; None if unknown.
     min_loss: float | None = None
@@ -35,12 +36,12 @@ class Score:
 
     @property
     def display_factor(self) -> float:
-        """The factor from a record's value to the shown value."""
+        """The factor from a score in the record to the shown score."""
         return 100.0 if self.is_fraction else 1.0
 
     @property
     def sign(self) -> float:
-        """The factor (1 or -1) after which the better of two values is larger."""
+        """1 if a higher score is better, else -1."""
         return 1.0 if self.better == "higher" else -1.0
 
     @property
@@ -49,25 +50,26 @@ class Score:
 
     @property
     def worse_word(self) -> str:
-        """The word for a worse value: `less` or `more`."""
+        """The word for a score that is worse than another: `less` or `more`."""
         return "less" if self.better == "higher" else "more"
 
     @property
     def best_possible_score(self) -> float | None:
-        """The best possible score, if the score is a loss with a known minimum. Else None."""
+        """The lowest possible loss, if the score is a loss and this is known. Else None."""
         return self.min_loss if self.unit == "nats/token" else None
 
-    def format_score(self, shown: float) -> str:
-        """Return a score in the shown unit as text, with the unit."""
-        return f"{shown:.{self.decimals}f} {self.shown_unit}".rstrip()
+    def format_score(self, shown_score: float) -> str:
+        """Return a score, given in the shown unit, as text with the unit: `91.20 %`."""
+        return f"{shown_score:.{self.decimals}f} {self.shown_unit}".rstrip()
 
-    def format_difference(self, shown: float, decimals: int | None = None) -> str:
-        """Return a difference of two scores in the shown unit as text: `1.20 points`."""
+    def format_difference(self, shown_difference: float, decimals: int | None = None) -> str:
+        """Return a difference of two scores, given in the shown unit, as text: `1.20 points`."""
         digits = self.decimals if decimals is None else decimals
-        return f"{shown:.{digits}f} {'points' if self.is_fraction else self.unit}".rstrip()
+        unit = "points" if self.is_fraction else self.unit
+        return f"{shown_difference:.{digits}f} {unit}".rstrip()
 
 
-#: The columns of cells.csv behind the fields of Score.
+#: The column of cells.csv from which each field of Score is read.
 _SAID = {
     "name": "score_name",
     "unit": "score_unit",
@@ -80,6 +82,6 @@ _SAID = {
 
 
 def read_score(rows: pd.DataFrame) -> Score:
-    """Return the score that one experiment's rows of cells.csv describe, accuracy by default."""
+    """Return the score of an experiment's task, as its rows of cells.csv describe it. Default: accuracy."""
     recorded = {name: rows[column].dropna() for name, column in _SAID.items() if column in rows}
     return Score(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})

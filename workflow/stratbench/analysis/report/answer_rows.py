@@ -18,24 +18,25 @@ from stratbench.analysis.figures.marks import (
     format_css_variables,
 )
 
-#: The scale of alternatives: its width, and the positions of ratio 1 and of the maximum, in pixels.
+#: Pixels on the scale of alternatives: its width, and the positions of ratio 1 and of the largest ratio.
 WIDTH, ONE, END = 236, 40, 222
 #: Assumed width of a letter of the label, in pixels.
 LETTER = 6.8
-#: The largest ratio that is drawn, and the ratios with a tick.
+#: The largest ratio on the scale, and the ratios that have a tick.
 FARTHEST, TICKS = 3.0, (1.0, 1.5, 2.0, 3.0)
-#: The vertical middle, and the offsets of lines for marks that would overlap, in pixels.
+#: Vertical middle of the scale in pixels, and the offsets from it for marks that would overlap.
 MIDDLE, LANES = 24, (0, -9, 9)
-#: Radii of the marks of the choice, the nearest alternative and the others, and the distance below which
-#: marks overlap, in pixels.
-CHOICE, NEAREST, OTHER, APART = 7.0, 5.0, 3.6, 8.0
-#: Number of filled dots among three, by confidence.
+#: Radii in pixels of the marks of the choice, of the nearest alternative and of the others.
+CHOICE, NEAREST, OTHER = 7.0, 5.0, 3.6
+#: Distance in pixels below which two marks overlap.
+APART = 8.0
+#: Number of filled dots (of three) that show a confidence.
 DOTS = {"high": 3, "medium": 2, "low": 1, "none": 0}
 
 
 @dataclass(frozen=True)
 class DrawnMark:
-    """A mark on the scale: SVG path, CSS colours of line and filling, and the strategy's name."""
+    """A mark on a scale of alternatives: SVG path, CSS colours of outline and filling, and tooltip."""
 
     path: str
     colour: str
@@ -49,8 +50,10 @@ def compute_scale_x(ratio: float) -> float:
     return ONE + (END - ONE) * math.log(ratio) / math.log(FARTHEST)
 
 
-def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: bool) -> DrawnMark:
-    """Return the mark of a strategy as SVG path and colours, centred at (x, y).
+def build_mark(
+    mark: Mark, x: float, y: float, radius: float, title: str, in_full_colour: bool
+) -> DrawnMark:
+    """Return a strategy's mark as an SVG path with colours, centred at (x, y).
 
     Args:
         mark: The strategy's mark.
@@ -58,9 +61,9 @@ def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: 
         y: Vertical position.
         radius: Radius in pixels.
         title: Text for a tooltip.
-        full: Whether the mark has its family's full colour instead of the quiet one.
+        in_full_colour: Whether the mark has its family's full colour instead of the quiet one.
     """
-    quiet = "" if full else "-q"
+    quiet = "" if in_full_colour else "-q"
     colour = f"var(--{mark.css_variable}{quiet})"
     half = f"url(#half-{mark.css_variable}{quiet})"
     inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
@@ -74,14 +77,14 @@ def build_mark(mark: Mark, x: float, y: float, radius: float, title: str, full: 
 
 
 def build_icon(mark: Mark) -> DrawnMark:
-    """Return a strategy's mark, centred in 18 x 18 pixels."""
-    return build_mark(mark, 9, 9, 6, "", full=True)
+    """Return a strategy's mark as an icon, centred in 18 x 18 pixels."""
+    return build_mark(mark, 9, 9, 6, "", in_full_colour=True)
 
 
 def build_scale(
     short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
 ) -> dict[str, Any] | None:
-    """Return a drawing of the choice and its alternatives on a scale. None without alternatives.
+    """Return what the template draws on the scale of an answer's alternatives. None without any.
 
     It has marks, intervals, and the band of values that count as equal.
 
@@ -96,7 +99,7 @@ def build_scale(
     nearest = others[0]
     inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
     beyond = len(others) - len(inside)
-    # The nearest alternative is drawn at the end of the scale.
+    # The nearest alternative is always drawn, if need be at the end of the scale.
     inside = inside if nearest in inside else [nearest, *inside]
     taken: list[tuple[float, int]] = [(compute_scale_x(1.0), 0), (compute_scale_x(1.0) + CHOICE, 0)]
     shown, lines = [], []
@@ -111,7 +114,12 @@ def build_scale(
         name = format_alternative_ratio(other)
         shown.append(
             build_mark(
-                marks[other["strategy"]], x, y, NEAREST if first else OTHER, name, full=first
+                marks[other["strategy"]],
+                x,
+                y,
+                NEAREST if first else OTHER,
+                name,
+                in_full_colour=first,
             )
         )
         if other["low"] is not None:
@@ -127,10 +135,10 @@ def build_scale(
                 }
             )
     choice = build_mark(
-        marks[short["strategy"]], compute_scale_x(1.0), MIDDLE, CHOICE, "", full=True
+        marks[short["strategy"]], compute_scale_x(1.0), MIDDLE, CHOICE, "", in_full_colour=True
     )
     label = format_alternative_label(nearest)
-    # The label is centred below its mark, as far as it stays on the scale.
+    # The label is centred below its mark, or moved so far that it stays on the scale.
     half = min(LETTER * len(label) / 2, WIDTH / 2)
     x = min(max(compute_scale_x(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
     return {
@@ -165,11 +173,11 @@ def format_alternative_ratio(other: Mapping[str, Any]) -> str:
 def iter_answer_rows(
     answers: Sequence[Mapping[str, Any]], bases: Mapping[str, str | None], margin: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the template's values of a row for each answer of answers.json.
+    """Yield, for each answer in answers.json, the values that the template shows in a row.
 
     Args:
         answers: The answers.
-        bases: Strategy of each strategy or variant.
+        bases: Base strategy of each strategy or variant.
         margin: Fraction within which strategies are equal.
     """
     listed = {a["short"]["strategy"] for a in answers if a["short"]["strategy"]}
@@ -189,34 +197,35 @@ def iter_answer_rows(
 
 
 def list_drawn_strategies(short: Mapping[str, Any]) -> list[str]:
-    """Return the strategies that are drawn in the row of an answer."""
+    """Return the strategies that the row of an answer shows: choice and alternatives."""
     own = [short["strategy"]] if short["strategy"] else []
     return [*own, *(other["strategy"] for other in short["others"])]
 
 
 def list_scale_ticks() -> list[dict[str, Any]]:
-    """Return the position and the text of each tick of the scale."""
+    """Return position and text of each tick on the scale of alternatives."""
     return [{"x": compute_scale_x(t), "text": f"{t:g}×"} for t in TICKS]
 
 
 def build_first_screen(
-    bases: Mapping[str, str | None], decided: Mapping[str, Any]
+    bases: Mapping[str, str | None], answers_json: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the template's values for the first screen: answer rows and mark colours.
+    """Return the values that the template shows on the first screen: answers and colours of marks.
 
     Args:
         bases: Base strategy of each strategy or variant.
-        decided: Content of answers.json.
+        answers_json: Content of answers.json.
     """
-    rows = list(iter_answer_rows(decided["answers"], bases, decided["equivalence_margin"]))
+    margin = answers_json["equivalence_margin"]
+    rows = list(iter_answer_rows(answers_json["answers"], bases, margin))
     shown = {family for row in rows for family in row["families"]}
-    of = "Cost" if decided["by_cost"] else "Time"
+    of = "Cost" if answers_json["by_cost"] else "Time"
     return {
-        "decided": decided,
+        "decided": answers_json,
         "answers": rows,
         "any_open": any(row["short"]["score_open"] for row in rows),
         "ticks": list_scale_ticks(),
-        "value_name": "Cost" if decided["by_cost"] else "Training time",
+        "value_name": "Cost" if answers_json["by_cost"] else "Training time",
         "others_name": f"{of} of the others, as a multiple",
         "families": [
             {
@@ -227,6 +236,6 @@ def build_first_screen(
             }
             for name, hue in FAMILIES.items()
         ],
-        "light_marks": Markup(format_css_variables(dark=False)),
-        "dark_marks": Markup(format_css_variables(dark=True)),
+        "light_marks": Markup(format_css_variables(for_dark_pages=False)),
+        "dark_marks": Markup(format_css_variables(for_dark_pages=True)),
     }

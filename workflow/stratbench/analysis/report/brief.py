@@ -14,7 +14,7 @@ from stratbench.cell.text.words import format_count
 
 
 def iter_answer_lines(folder: Path) -> Iterator[str]:
-    """Yield lines that summarise the results in a study's folder.
+    """Yield lines that summarise the results in a study's folder: choices, audit and start skew.
 
     Reads answers.json, cells.csv and, if there is one, audit.csv. Does without pandas, which is slow to
     import.
@@ -27,11 +27,13 @@ def iter_answer_lines(folder: Path) -> Iterator[str]:
         counts = Counter(row["severity"] for row in read_rows(audit))
         warnings = format_count(counts["warning"], "warning")
         notes = format_count(counts["note"], "note")
-        yield f"Audit findings: {counts['unusable']} unusable, {warnings}, {notes}."
+        unusable = counts["unusable"]
+        yield f"Audit findings: {unusable} unusable, {warnings}, {notes}."
     skews_ms = [float(row["start_skew_ms"] or "nan") for row in read_rows(folder / "cells.csv")]
     known_ms = sorted(skew for skew in skews_ms if skew == skew)
     if known_ms:
+        median_ms, max_ms = statistics.median(known_ms), known_ms[-1]
         yield (
-            f"Start skew between the workers of an epoch: median {statistics.median(known_ms):.1f} ms, "
-            f"maximum {known_ms[-1]:.1f} ms over {format_count(len(known_ms), 'cell')}."
+            f"Start skew between the workers of an epoch: median {median_ms:.1f} ms, maximum {max_ms:.1f} ms "
+            f"over {format_count(len(known_ms), 'cell')}."
         )

@@ -52,7 +52,7 @@ STATUS_WORDS = {
 }
 
 
-#: Columns of cells.csv in the table of runs, by heading.
+#: The column of cells.csv below each heading of the report's table of runs.
 RUNS = {
     "data set": "dataset", "strategies": "strategy", "models": "model", "workers": "gpus",
     "repeats": "repeat", "task": "task", "epochs or steps": "epochs", "global batch": "global_batch",
@@ -61,13 +61,13 @@ RUNS = {
 
 
 def format_distinct_values(rows: pd.DataFrame, column: str) -> str:
-    """Return the distinct values of a column as a text, for the table of runs."""
+    """Return the distinct values of a column as a text, separated by commas."""
     texts = [str(v).removesuffix(".0") for v in rows[column].dropna().unique()]
     return ", ".join(texts) or "not recorded"
 
 
 def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
-    """Return a row per experiment with its matrix, its settings and its machine."""
+    """Return a row per experiment for the table of runs: what was trained, how, and where."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = choose_noun_for_workers(rows["device_kind"])
@@ -80,14 +80,14 @@ def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def format_training_length(rows: pd.DataFrame) -> str:
-    """Return the number of epochs, or of steps for training without evaluation, as text."""
+    """Return as text how long an experiment trains: in epochs, or in steps without evaluation."""
     if rows["steps"].notna().any():
         return f"{format_distinct_values(rows, 'steps')} steps, no score"
     return format_distinct_values(rows, "epochs")
 
 
 def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
-    """Yield notices of the core that must precede all numbers of the report."""
+    """Yield the notices of the core, which precede all numbers of the report."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
     if partial and cells["status"].isin(["missing", "error"]).any():
@@ -99,21 +99,21 @@ def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
         )
     if known["synthetic_data"].astype(str).eq("True").any():
         yield "Some cells train on generated data: their scores have no meaning outside this study."
-    for column, name in (
+    for column, devices_or_versions in (
         ("device_name", "devices"),
         ("torch", "torch versions"),
         ("revision", "revisions of the code"),
     ):
         distinct = sorted(known[column].dropna().unique())
         if len(distinct) > 1:
-            listed = ", ".join(distinct)
-            yield f"The records come from different {name}: {listed}. Compare with care."
+            names = ", ".join(distinct)
+            yield f"The records come from different {devices_or_versions}: {names}. Compare with care."
 
 
 def list_notices(
     cells: pd.DataFrame, findings: Sequence[Row], readings: Iterable[Reading], partial: bool
 ) -> list[str]:
-    """Return the notices of the core and of extensions, which precede all numbers.
+    """Return all notices of the report, from the core and from extensions.
 
     Args:
         cells: Rows of cells.csv.
@@ -129,7 +129,7 @@ def list_notices(
 
 
 def describe_devices(cells: pd.DataFrame) -> str:
-    """Return a text on the devices of the cells, and on how many cells finished."""
+    """Return a text on the devices that ran the cells, and on how many cells finished."""
     known = cells.dropna(subset=["device_kind"])
     kinds = set(known["device_kind"])
     ended = known[known["status"] == "ok"] if (known["status"] == "ok").any() else known
@@ -137,9 +137,9 @@ def describe_devices(cells: pd.DataFrame) -> str:
     hosts = {host for text in ended["host"].dropna() for host in str(text).split("; ")}
     if kinds == {"cpu"}:
         cores = ended["cpu_cores"].max()
-        shared = f" that share {cores:.0f} cores" if pd.notna(cores) else ""
-        of = "one machine" if len(hosts) < 2 else f"{len(hosts)} machines"
-        text = f"CPU processes{shared} of {of} ({devices}); not valid for GPUs."
+        that_share_cores = f" that share {cores:.0f} cores" if pd.notna(cores) else ""
+        machines = "one machine" if len(hosts) < 2 else f"{len(hosts)} machines"
+        text = f"CPU processes{that_share_cores} of {machines} ({devices}); not valid for GPUs."
     elif kinds:
         text = f"up to {format_count(int(known['gpus'].max()), 'worker')} with {devices} on "
         text += f"{format_count(len(hosts), 'host')}, {format_distinct_values(known, 'precision')}."
@@ -149,13 +149,13 @@ def describe_devices(cells: pd.DataFrame) -> str:
     others = [
         f"{counts[s]} {words}" for s, words in STATUS_WORDS.items() if s in counts and s != "ok"
     ]
-    ok = counts.get("ok", 0)
-    finished = f" {ok} of {len(cells)} cells finished{': ' if others else ''}{', '.join(others)}."
-    return text + finished
+    num_finished, num_cells = counts.get("ok", 0), len(cells)
+    other_outcomes = f": {', '.join(others)}" if others else ""
+    return f"{text} {num_finished} of {num_cells} cells finished{other_outcomes}."
 
 
 def describe_matrix(rows: pd.DataFrame) -> str:
-    """Return a line on an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
+    """Return a line on the size of an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
     noun = pluralize(choose_noun_for_workers(rows["device_kind"]))
     steps = rows["steps"].notna().any()
     length = (
@@ -175,16 +175,17 @@ def describe_matrix(rows: pd.DataFrame) -> str:
 
 
 def describe_experiment(rows: pd.DataFrame) -> str:
-    """Return a note on workers, slowdowns and steps of an experiment."""
-    slowed = sorted(set(rows["slowdown"].dropna()))
-    note = f" Workers were slowed down on purpose: {'; '.join(slowed)}." if slowed else ""
+    """Return a note on an experiment: its workers, their slowdowns, and training without evaluation."""
+    slowdowns = "; ".join(sorted(set(rows["slowdown"].dropna())))
+    note = f" Workers were slowed down on purpose: {slowdowns}." if slowdowns else ""
     if rows["steps"].notna().any():
-        note += f" The cells trained for {format_distinct_values(rows, 'steps')} steps without evaluation."
+        steps = format_distinct_values(rows, "steps")
+        note += f" The cells trained for {steps} steps without evaluation."
     return describe_worker_devices(rows) + note
 
 
 def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
-    """Return the clearly best of some summary rows, or None.
+    """Return the row whose value is clearly the best one, or None if no value is.
 
     There is no clear best if it is less than `margin` ahead, if spreads overlap, if some of its repeats have
     no value, or if the audit calls it unusable.
@@ -202,7 +203,7 @@ def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | N
     def ties(row: Row) -> bool:
         if abs(row["value"] - best["value"]) <= margin * abs(best["value"]):
             return True
-        # Without an interval the bounds are NaN, which gives False.
+        # Without an interval, `low` and `high` are NaN, so both comparisons are False.
         return bool(row["low"] <= best["high"] and best["low"] <= row["high"])
 
     unusable = "unusable" in group_rules_by_severity([best["flags"]])
@@ -211,7 +212,7 @@ def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | N
 
 
 def build_table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
-    """Return the template's values for a table cell.
+    """Return the values that the template shows in a table cell.
 
     Args:
         row: Row of summary.csv; None if the study has no such cell.
@@ -229,7 +230,7 @@ def build_table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
 def build_table_values(
     rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
 ) -> dict[str, Any]:
-    """Return the template's values for a table, with the best value marked.
+    """Return the values that the template shows in a metric's table, with the best value marked.
 
     Args:
         rows: Rows of cells.csv.
@@ -272,7 +273,7 @@ def build_table_values(
 def iter_cell_table_rows(
     cells: pd.DataFrame, study_dir: Path, page_dir: Path
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per cell, with links to record and log.
+    """Yield a row per cell of the study, with links to its record and log.
 
     Args:
         cells: Rows of cells.csv.
@@ -308,7 +309,7 @@ def iter_cell_table_rows(
 def iter_experiment_sections(
     inputs: ReportInput,
 ) -> Iterator[dict]:
-    """Yield the template's values for each experiment: its models with figures, and its tables."""
+    """Yield the values that the template shows for each experiment: models, figures and tables."""
     cells, decided, folder = inputs.cells, inputs.answers_json, inputs.folder
     summary = read_summary(folder / "summary.csv")
     margin = decided["equivalence_margin"]
@@ -344,7 +345,7 @@ def iter_experiment_sections(
 def build_page_values(
     inputs: ReportInput, notices: Sequence[str], sections: Iterable[Section]
 ) -> dict[str, Any]:
-    """Return all values of the report's template.
+    """Return all values that the report's template shows.
 
     Args:
         inputs: Input of the report.
@@ -372,7 +373,7 @@ def build_page_values(
 
 
 def render_report(values: dict[str, Any]) -> str:
-    """Return the report as HTML."""
+    """Return the report as HTML, from the values that its template shows."""
     return pages.render_page("report.html.j2", TEMPLATES, values=values)
 
 
@@ -432,12 +433,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder",
         type=Path,
         required=True,
-        help="folder of the tables, figures and answers to show",
+        help="the folder with the tables, figures and answers to show",
     )
     parser.add_argument(
-        "--study-dir", type=Path, required=True, help="the folder results/<study>, to link records"
+        "--study-dir",
+        type=Path,
+        required=True,
+        help="the folder results/<study>, to link to records",
     )
-    parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
+    parser.add_argument("--audit", type=Path, help="the file audit.csv, if there is one")
     parser.add_argument(
         "--evidence",
         nargs="*",
@@ -445,7 +449,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="EXTENSION=FILE",
         help="a file that an extension shows, such as verdict=verdict.json",
     )
-    parser.add_argument("--description", default="", help="purpose of the study")
+    parser.add_argument(
+        "--description", default="", help="description of the study, to show in the report"
+    )
     parser.add_argument(
         "--partial", action="store_true", help="add a notice that cells may be missing"
     )

@@ -1,4 +1,4 @@
-"""Values for the report's template on strategies and machines."""
+"""Builds the report's tables of strategies and of machines."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from stratbench.strategies import REGISTRY, get_strategy_class
 
 
 def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
-    """Yield name, summary and update rule of each strategy. A variant has its base strategy's."""
+    """Yield name, summary and update rule of each strategy. A variant has those of its base strategy."""
     bases = map_base_strategies(cells)
     for name in cells["strategy"].unique():
-        of = bases.get(name, name)
-        if of not in REGISTRY:  # only records state the base strategy of a variant
-            untold = "a variant of a strategy that no record names."
-            yield {"name": name, "summary": untold, "rule": untold}
+        base = bases.get(name, name)
+        if base not in REGISTRY:  # a variant without any record, which would name its base strategy
+            unknown = "a variant of a strategy that no record names."
+            yield {"name": name, "summary": unknown, "rule": unknown}
             continue
-        kind = "" if of == name else f"a variant of {of}: "
-        known = get_strategy_class(of)
+        kind = "" if base == name else f"a variant of {base}: "
+        known = get_strategy_class(base)
         yield {"name": name, "summary": kind + known.summary, "rule": known.rule}
 
 
 def list_machine_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row per combination of machine and software versions, most frequent first."""
+    """Return a row per combination of machine and software versions, with most cells first."""
     columns = {
         "host": "host",
         "device": "device_name",

@@ -12,12 +12,12 @@ from stratbench.analysis.figures.figure_list import INDEX
 
 
 def build_data_uri(svg: bytes) -> str:
-    """Return an SVG as a data URI. An image from it can neither load nor run anything."""
+    """Return an SVG as a data URI. An image from a data URI can neither load nor run anything."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
 def iter_shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a folder's figures, each with the figure's data URI as `uri`."""
+    """Yield the entry of each figure in a folder, with the figure itself as a data URI (`uri`)."""
     index = folder / INDEX
     if not index.exists():
         return

@@ -1,4 +1,4 @@
-"""Summarises a study in a long table with a value, a spread and a text per group and metric.
+"""Summarises a study in a long table with a row per group of repeats and metric: value and spread.
 
 Tables, figures and the report all take their numbers from this table, so that they agree.
 """
@@ -35,7 +35,7 @@ SUMMARY_COLUMNS = (
 
 
 def describe_outcome(frame: pd.DataFrame) -> str:
-    """Return the outcomes of cells that are not `ok`: `2 × OOM, >3000 s`. Empty if all are `ok`."""
+    """Return the outcomes of the cells that are not `ok`: `2 × OOM, >3000 s`. Empty if all are `ok`."""
     labels = (
         format_status(status, limit if limit == limit else None, reason)
         for status, limit, reason in zip(
@@ -48,13 +48,13 @@ def describe_outcome(frame: pd.DataFrame) -> str:
 
 
 def format_outcome_kinds(outcome_text: str) -> str:
-    """Return outcomes without counts, for cells without values: `3 × OOM` gives `OOM`."""
+    """Return the text of outcomes without their counts: `OOM` for `3 × OOM`."""
     kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
     return ", ".join(dict.fromkeys(kinds))
 
 
 def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return a metric's median and spread, or a `text` on why there is none.
+    """Return a group's summary row with the metric's median and spread, or with the reason why it has none.
 
     Args:
         groups: All repeats.
@@ -74,7 +74,7 @@ def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
 
 
 def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
-    """Return why cells with status `ok` have no value of a metric.
+    """Return in a few words why cells that are `ok` have no value of a metric.
 
     Args:
         groups: All repeats.
@@ -93,9 +93,9 @@ def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
 def count_missing_repeats(
     groups: Repeats, group: Group, measure: Measure, known: int, reason: str = ""
 ) -> Row:
-    """Return the number of repeats with a value, and the outcomes of the other repeats.
+    """Return the fields `ok` and `outcome` of a summary row if some repeats lack a value.
 
-    Empty if all `ok` repeats have a value.
+    `ok` is the number of repeats with a value, and `outcome` says why the others have none.
 
     Args:
         groups: All repeats.
@@ -116,12 +116,12 @@ def count_missing_repeats(
 
 
 def describe_outcomes_without_value(groups: Repeats, group: Group) -> str:
-    """Return the outcomes of a group's cells without a value. Empty if all cells are `ok`."""
+    """Return how those cells of a group ended that are not `ok`. Empty if all cells are `ok`."""
     return format_outcome_kinds(describe_outcome(groups.all[group]))
 
 
 def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | str:
-    """Return the baseline group of a ratio, or a text on why there is none.
+    """Return the group by whose value a ratio is divided, or a text on why there is none.
 
     Args:
         groups: All repeats.
@@ -144,9 +144,9 @@ def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | st
 
 
 def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return the summary row of a ratio, with the `pair` to divide, or a `text`.
+    """Return the summary row of a ratio before the division, or with the reason why it has none.
 
-    The text is the reason for which there is no ratio.
+    `pair` has the values to divide, and `text` a reason.
 
     Args:
         groups: All repeats.
@@ -166,13 +166,14 @@ def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
     if measure.is_inverted:
         pair = pair[::-1]
     paired = count_missing_repeats(groups, group, measure, pair.shape[1], "without a baseline")
-    if baseline == group:  # the ratio to itself is exactly 1 and has no interval
+    if baseline == group:  # a group's ratio to itself is exactly 1 and needs no interval
         return {"value": compute_mean_ratio(*pair)} | paired
     return {"pair": pair, "served": groups.has_servers((group, baseline))} | paired
 
 
 def fill_ratios(rows: list[Row]) -> None:
-    """Replace the `pair` in each row by its ratio with a 95 % interval. Variances are pooled per metric."""
+    """Replace the `pair` of values in each row by its ratio with a 95 % interval."""
+    # All pairs of a metric are passed together, since their variances are pooled.
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if "pair" in row:
@@ -187,7 +188,7 @@ def fill_ratios(rows: list[Row]) -> None:
 
 
 def format_cell(row: Row, measure: Measure) -> str:
-    """Return the text of a table cell: value, spread, and outcomes that are not `ok`."""
+    """Return the text of a table cell: value, spread, and outcomes of cells that are not `ok`."""
     if "text" in row:
         return row["text"]
     estimate = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
@@ -200,7 +201,7 @@ def format_cell(row: Row, measure: Measure) -> str:
 def group_findings(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
-    """Return the audit's severities by rule, per group and kind of value (time, memory, score)."""
+    """Return severities by audit rule, for each kind of value (time, memory, score) and group."""
     doubts: defaultdict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     shown = [finding for finding in findings if finding["severity"] != "note"]
     for key, on_group in iter_findings_by_group(shown, groups):
@@ -212,9 +213,9 @@ def group_findings(
 
 
 def build_summary_table(cells: pd.DataFrame, findings: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return the long table (SUMMARY_COLUMNS) for the rows of cells.csv, in the rows' order.
+    """Return the rows of summary.csv for rows of cells.csv, in the same order.
 
-    The column `flags` has severity and name of the audit's rules that concern the value, except notes.
+    The column `flags` has severity and name of each audit rule that doubts the value, except notes.
     """
     groups = Repeats(cells)
     measures = list_measures_by_experiment(cells)
@@ -236,12 +237,13 @@ def build_summary_table(cells: pd.DataFrame, findings: pd.DataFrame | None = Non
         row["text"] = format_cell(row, measure)
         flagged = doubts.get((measure.audit_kind, *(row[name] for name in GROUP)), {})
         flags = [f"{severity}: {rule}" for rule, severity in flagged.items()]
-        # A cell without a value needs no mark of the audit.
+        # If there is no value, a finding of the audit cannot concern it.
         row["flags"] = "" if row["text"].startswith("n/a") else "; ".join(flags)
     return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))
 
 
 def read_summary(path: Path) -> pd.DataFrame:
     """Return the rows of summary.csv."""
-    frame = read_table(path, text=("measure", "unit", "outcome", "spread", "text", "flags"))
+    text_columns = ("measure", "unit", "outcome", "spread", "text", "flags")
+    frame = read_table(path, text_columns=text_columns)
     return frame.fillna({"unit": "", "outcome": "", "flags": ""})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.cell.files import write_atomic
 from stratbench.cell.text.words import choose_noun_for_workers, format_count
 from stratbench.statistics.intervals import QUARTILES_FROM
+
+#: A line of a table: model, strategy, and the entries by number of workers.
+TableLine = tuple[str, str, dict[int, Any]]
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -80,29 +83,31 @@ def describe_worker_devices(cells: pd.DataFrame) -> str:
 
 
 def describe_brackets(cells: pd.DataFrame, measure: Measure) -> str:
-    """Return a sentence on the intervals in brackets, or on why there are none."""
-    max_repeats = cells.groupby(["strategy", "model", "gpus"]).size().max()
-    if max_repeats < 2:
+    """Return a sentence on what a table's brackets contain, or on why there are none."""
+    num_repeats = cells.groupby(["strategy", "model", "gpus"]).size().max()
+    if num_repeats < 2:
         return "The spread is unknown, since there is one repeat."
     if measure.baseline:
-        interval = "[pointwise 95 % interval by moderated t]"
-        return f"Geometric mean over {max_repeats} paired repeats {interval}."
-    if max_repeats < QUARTILES_FROM:
-        return f"Median of {max_repeats} repeats [lowest value, highest value]."
+        return (
+            f"Geometric mean over {num_repeats} paired repeats "
+            "[pointwise 95 % interval by moderated t]."
+        )
+    if num_repeats < QUARTILES_FROM:
+        return f"Median of {num_repeats} repeats [lowest value, highest value]."
     return (
-        f"Median of {max_repeats} repeats [first quartile, third quartile; lowest and highest value if fewer "
+        f"Median of {num_repeats} repeats [first quartile, third quartile; lowest and highest value if fewer "
         f"than {QUARTILES_FROM} repeats finished]."
     )
 
 
 def format_table_heading(cells: pd.DataFrame, measure: Measure) -> str:
-    """Return the measure, the experiment and the data set, as a heading."""
-    first = cells.iloc[0]
-    return f"{measure.heading}, experiment {first['experiment']} on {first['dataset']}."
+    """Return a table's heading: the metric, the experiment and the data set."""
+    experiment, dataset = cells.iloc[0]["experiment"], cells.iloc[0]["dataset"]
+    return f"{measure.heading}, experiment {experiment} on {dataset}."
 
 
 def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str:
-    """Return sentences on one experiment's numbers: definition, intervals and workers.
+    """Return sentences on the numbers of a table: definition, intervals and workers.
 
     Args:
         cells: Rows of cells.csv.
@@ -125,18 +130,16 @@ def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
     score = read_score(cells)
     if score.best_possible_score is None:
         return ""
-    return (
-        f"The lowest possible {score.name} on this data set is "
-        f"{score.format_score(score.best_possible_score)}."
-    )
+    lowest_score = score.format_score(score.best_possible_score)
+    return f"The lowest possible {score.name} on this data set is {lowest_score}."
 
 
 def build_wide_rows(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
-) -> tuple[list[int], list[tuple[str, str, dict[int, dict[str, Any]]]]]:
-    """Return one experiment's worker counts, and (model, strategy, summary row by count).
+) -> tuple[list[int], list[TableLine]]:
+    """Return the numbers of workers of an experiment, and the lines of a metric's table.
 
-    The rows of a model are adjacent, in the order of the config.
+    Entries of a line are rows of summary.csv. The lines of a model are adjacent, in the order of the config.
 
     Args:
         cells: The experiment's rows of cells.csv.
@@ -154,25 +157,25 @@ def build_wide_rows(
 
 def group_lines_by_model(
     entries: Iterable[tuple[Group, Any]],
-) -> list[tuple[str, str, dict[int, Any]]]:
-    """Return (model, strategy, entry by number of workers) tuples for the groups of one experiment."""
+) -> list[TableLine]:
+    """Return the lines of a table, from an entry per group of repeats in one experiment."""
     by_model: dict[str, dict[str, dict[int, Any]]] = {}
     for group, entry in entries:
         by_model.setdefault(group.model, {}).setdefault(group.strategy, {})[int(group.gpus)] = entry
     return [(model, *line) for model, lines in by_model.items() for line in lines.items()]
 
 
-def describe_table_daggers(lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]]) -> str:
-    """Return a sentence on a table's daggers with the audit's rules. Return an empty text without daggers."""
+def describe_table_daggers(lines: Iterable[TableLine]) -> str:
+    """Return a sentence that explains a table's daggers by audit rules. Empty without daggers."""
     by_severity = group_rules_by_severity(row["flags"] for _, _, by in lines for row in by.values())
-    text = " or ".join(
+    severities_and_rules = " or ".join(
         f"{severity} ({', '.join(rules)})" for severity, rules in by_severity.items()
     )
-    return f" {DOUBT}: the audit reports {text}." if by_severity else ""
+    return f" {DOUBT}: the audit reports {severities_and_rules}." if by_severity else ""
 
 
 def group_rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Return the audit rules in the flags of summary rows by severity, worst severity first."""
+    """Return the audit rules in the column `flags` of summary.csv by severity, worst first."""
     named = dict.fromkeys(rule for flag in flags if flag for rule in flag.split("; "))
     by_severity: dict[str, list[str]] = {}
     for rule in named:
@@ -184,14 +187,14 @@ def group_rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
 def build_wide_table(
     cells: pd.DataFrame,
     counts: Sequence[int],
-    lines: Iterable[tuple[str, str, dict[int, dict[str, Any]]]],
+    lines: Iterable[TableLine],
 ) -> pd.DataFrame:
-    """Return the texts of one experiment's table: model, strategy, and a column per worker count.
+    """Return a metric's table as texts: model, strategy, and a column per number of workers.
 
     Args:
         cells: Rows of cells.csv.
-        counts: Worker counts, as `build_wide_rows` returns them.
-        lines: Rows per model and strategy, as `build_wide_rows` returns them.
+        counts: Numbers of workers, as `build_wide_rows` returns them.
+        lines: Lines of the table, as `build_wide_rows` returns them.
     """
     texts = (
         (
@@ -205,23 +208,23 @@ def build_wide_table(
 
 
 def build_table_by_count(
-    counts: Sequence[int], lines: Iterable[tuple[str, str, Mapping[int, str]]], noun: str
+    counts: Sequence[int], lines: Iterable[TableLine], worker_noun: str
 ) -> pd.DataFrame:
-    """Return a table of texts: model, strategy, and a column per worker count.
+    """Return lines of texts as a table: model, strategy, and a column per number of workers.
 
     Args:
-        counts: Worker counts.
-        lines: Model, strategy and texts by count.
-        noun: Noun for a worker.
+        counts: Numbers of workers.
+        lines: Lines whose entries are texts.
+        worker_noun: Noun for a worker.
     """
     return pd.DataFrame(
         [[*names, *(texts.get(n, NO_CELL) for n in counts)] for *names, texts in lines],
-        columns=["model", "strategy", *(format_count(n, noun) for n in counts)],
+        columns=["model", "strategy", *(format_count(n, worker_noun) for n in counts)],
     )
 
 
 def format_markdown(table: pd.DataFrame, title: str) -> str:
-    """Return the table as Markdown, with its caption above."""
+    """Return a table as Markdown, with its title above."""
     header = list(table.columns)
     lines = [f"**{title}**", "", "| " + " | ".join(header) + " |"]
     lines.append("|" + "|".join([" --- "] * 2 + [" ---: "] * (len(header) - 2)) + "|")
@@ -231,12 +234,12 @@ def format_markdown(table: pd.DataFrame, title: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    """Return a text escaped for LaTeX."""
+    """Return a text in which LaTeX's special characters are escaped."""
     return "".join(_LATEX.get(character, character) for character in text)
 
 
 def format_latex(table: pd.DataFrame, title: str) -> str:
-    """Return the table as a LaTeX float, which needs the package booktabs."""
+    """Return a table as a LaTeX float, which needs the package booktabs."""
     columns = "ll" + "r" * (len(table.columns) - 2)
     lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(title)}}}"]
     lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
@@ -249,7 +252,7 @@ def format_latex(table: pd.DataFrame, title: str) -> str:
 
 
 def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
-    """Return whether an experiment has a table of a metric, which needs any value.
+    """Return whether an experiment has any value of a metric, and so a table of it.
 
     The training time always has a table, because it also shows the outcomes of cells.
 
@@ -277,7 +280,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
 
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
-    """Write <out_dir>/<experiment>/<measure>.{csv,md,tex} and return the number of tables.
+    """Write each table as <out_dir>/<experiment>/<metric>.{csv,md,tex}, and return their number.
 
     A metric without values has no table, and its old table is removed.
 
@@ -309,12 +312,15 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line of the tables, and return the exit code."""
     parser = argparse.ArgumentParser(prog="stratbench.analysis.tables.tables", description=__doc__)
-    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
-    parser.add_argument("--audit", type=Path, help="audit.csv, if there is one")
+    parser.add_argument("--cells", type=Path, required=True, help="the file cells.csv to read")
+    parser.add_argument("--audit", type=Path, help="the file audit.csv, if there is one")
     parser.add_argument(
-        "--summary-out", type=Path, required=True, help="CSV file to write, a row per number"
+        "--summary-out",
+        type=Path,
+        required=True,
+        help="the file summary.csv to write, with a row per number",
     )
-    parser.add_argument("--out-dir", type=Path, required=True, help="folder for the tables")
+    parser.add_argument("--out-dir", type=Path, required=True, help="the folder to write tables to")
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
     summary = build_summary_table(cells, read_audit(args.audit))

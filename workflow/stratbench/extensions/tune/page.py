@@ -1,4 +1,4 @@
-"""Renders the page of `tune`: the answer, a plot and main effects."""
+"""Renders the page of `tune`: the answer, a plot of time over memory, and the effect of each choice."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from stratbench.extensions.tune.differences import describe_margins, fit_public_
 from stratbench.extensions.tune.sieves import MEASURED, OUT_OF_MEMORY, Sieved
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: Maximum number of reasons that are listed per outcome.
+#: Largest number of reasons that the page lists per outcome.
 MAX_REASONS = 5
-#: Sentences on what no combination varies.
+#: Sentences on the settings that all combinations have in common.
 FIXED = (
     "All combinations have the experiment's global batch, sequence length, data, optimizer and precision. "
     "For each strategy, one option at a time differs from its default."
@@ -44,8 +44,8 @@ def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str)
     """Return the HTML page with the answer of `tune`.
 
     Args:
-        answer: The answer.
-        sieved: Outcomes of the filters for all combinations.
+        answer: Results of the measured blocks.
+        sieved: Outcome of the filters for each combination.
         model: Name of the model.
     """
     comparison, measured = answer.comparison, answer.measured_combinations
@@ -57,8 +57,8 @@ def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str)
         "effects": [_make_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline)],
         "measured": [_make_measured_row(answer, m) for m in _sort_by_step_time(measured)],
         "others": list(_describe_dropped(sieved)),
-        "light_marks": Markup(format_css_variables(dark=False)),
-        "dark_marks": Markup(format_css_variables(dark=True)),
+        "light_marks": Markup(format_css_variables(for_dark_pages=False)),
+        "dark_marks": Markup(format_css_variables(for_dark_pages=True)),
     })  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _sort_by_step_time(measured: Sequence[MeasuredCombination]) -> list[Measured
 
 
 def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
-    """Return a chart of time over memory by strategy, with the Pareto front."""
+    """Return an SVG chart of time per step over peak memory, with a mark per combination."""
     strategies = dict.fromkeys(m.combination.strategy for m in answer.measured_combinations)
     marks = assign_marks_by_strategy((name, name) for name in strategies)
     series = []
@@ -106,19 +106,20 @@ def _make_effect_row(effect: Effect) -> dict[str, Any]:
     return vars(effect) | {"choice": f"{effect.choice}{over}", "ratio": ratio}
 
 
-def _make_measured_row(answer: TuneAnswer, m: MeasuredCombination) -> dict[str, str]:
-    ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == m.name)
+def _make_measured_row(answer: TuneAnswer, combination: MeasuredCombination) -> dict[str, str]:
+    name, memory_bytes = combination.name, combination.memory_bytes
+    ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == name)
     return {
-        "name": m.name,
-        "step": format_step_time(m),
-        "memory": format_bytes(m.memory_bytes) if m.memory_bytes else "",
+        "name": name,
+        "step": format_step_time(combination),
+        "memory": format_bytes(memory_bytes) if memory_bytes else "",
         "ratio": ratio["text"],
         "words": ratio["reason"] or ratio["words"],
     }
 
 
 def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
-    """Yield sentences on the combinations that were dropped, one per outcome."""
+    """Yield a sentence per outcome on the combinations that are not measured, with the reasons."""
     yield FIXED
     for fate in dict.fromkeys(
         s.outcome for s in sieved if s.outcome not in (MEASURED, OUT_OF_MEMORY)
@@ -134,6 +135,6 @@ def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
     if any(s.amounts is not None for s in sieved):
         margins = "; ".join(line.strip() for line in describe_margins(fit_public_margins()))
         yield (
-            "A combination is dropped by time if its planned time exceeds a faster one's by more than the "
-            f"plan's error in public sweeps: {margins}."
+            "A combination is dropped by time if its planned time, divided by that of a faster one, exceeds "
+            f"the plan's largest error in public sweeps for the property in which the two differ: {margins}."
         )
