@@ -102,7 +102,7 @@ def import_named_additions(field_name: str) -> dict[str, Any]:
 
 
 def iter_extension_keys(block: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the `Keys` class of each extension with keys in a config block."""
+    """Yield the name and `Keys` class of each extension with keys in a config block."""
     for name, extension in load_extensions().items():
         if block in extension.keys:
             yield name, import_attribute(extension.keys[block])

@@ -22,7 +22,7 @@ from stratbench.cell.text.help_page import format_help_address
 
 #: Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-#: Name of the file in a folder whose lock stands for the folder, because NFS cannot lock a folder.
+#: Name of the file that is locked in place of its folder, because NFS cannot lock a folder.
 _LOCK_FILE_NAME = "lock"
 
 #: Number by which the operating system knows an open file.
@@ -96,7 +96,7 @@ def open_lock_file(path: Path) -> FileDescriptor:
         OSError: The file belongs to another user and cannot be opened; the message has the remedy.
     """
     folder = path.parent.stat()
-    # Whoever may write to the folder may read and write the lock file.
+    # Users who may write to the folder may read and write the lock file.
     mode = 0o600 | (folder.st_mode & 0o022) * 3
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

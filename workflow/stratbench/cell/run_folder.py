@@ -68,7 +68,7 @@ class RunFolder:
         self.path.mkdir(parents=True)
 
     def get_log_path(self, process: str) -> Path:
-        """Return the path of the file with the output of a process, such as `rank3` or `server0`."""
+        """Return the path of the file with a process's output, such as `rank3.log`."""
         return self.path / f"{process}.log"
 
     def list_log_paths(self) -> list[Path]:
@@ -227,7 +227,7 @@ class RunFolder:
         write_atomic(self.path / f"busy{node}.json", json.dumps(load))
 
     def get_foreign_processes_path(self, node: int) -> Path:
-        """Return the path of the file that lists processes of other jobs on a node's GPUs.
+        """Return the path of the list of other jobs' processes on a node's GPUs.
 
         `telemetry.machine.foreign_processes` writes the file if there were any.
         """
@@ -238,7 +238,7 @@ class RunFolder:
         return self._read_json_by_node("foreign_processes")
 
     def read_other_load(self) -> dict[str, dict[str, Any]]:
-        """Return the load of other processes on each node when the cell began, by node number."""
+        """Return other processes' load on each node at the cell's start, by node number."""
         return self._read_json_by_node("busy")
 
     def write_pauses(self, node: int, pauses: list[dict[str, Any]]) -> None:
@@ -246,7 +246,7 @@ class RunFolder:
         write_atomic(self.path / f"pauses{node}.json", json.dumps(pauses))
 
     def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the periods in which workers of each node were stopped, by node number as text."""
+        """Return the periods in which workers were stopped, by node number as text."""
         return self._read_json_by_node("pauses")
 
     def _read_json_by_node(self, name: str) -> dict[str, Any]:
@@ -254,19 +254,19 @@ class RunFolder:
         return {path.stem.removeprefix(name): read_json_if_exists(path) for path in paths}
 
     def write_worker_states(self, node: int, states: dict[str, Any]) -> None:
-        """Store how far each worker of a node was at the cell's end, by the worker's name."""
+        """Store the state of a node's workers at the cell's end, by worker name."""
         write_atomic(self.path / f"standing{node}.json", json.dumps(states))
 
     def read_worker_states(self) -> dict[str, dict[str, Any]]:
-        """Return how far the workers of all nodes were at the cell's end, by the worker's name."""
+        """Return the state of all nodes' workers at the cell's end, by worker name."""
         return read_merged_json(self.path.glob("standing*.json"))
 
     def write_process_locations(self, node: int, locations: dict[str, Any]) -> None:
-        """Store the host of each process of a node, and the GPU of each worker, by process name."""
+        """Store each process's host, and each worker's GPU, by process name."""
         write_atomic(self.path / f"places{node}.json", json.dumps(locations))
 
     def read_process_locations(self) -> dict[str, dict[str, Any]]:
-        """Return the host of each process on all nodes, and the GPU of each worker, by process name."""
+        """Return each process's host, and each worker's GPU, by process name, for all nodes."""
         return read_merged_json(self.path.glob("places*.json"))
 
 

@@ -66,7 +66,7 @@ class JobRequest:
 
     @property
     def sbatch_command(self) -> str:
-        """The sbatch command of this request, followed by the command of each worker in a separate job."""
+        """The sbatch command of this request, and that of each separate worker job."""
         each = f"; up to {self.workers} times: {self.worker.sbatch_command}" if self.worker else ""
         return f"sbatch {' '.join(self.sbatch_options)}{each}"
 

@@ -15,7 +15,7 @@ WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
 
 def choose_byte_unit(n_bytes: float) -> tuple[str, int]:
-    """Return name and size in bytes of the largest unit, up to GiB, that an amount reaches."""
+    """Return the largest byte unit that an amount reaches: its name and size."""
     return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
 
 
@@ -100,7 +100,7 @@ def wrap_lines(lines: Iterable[str]) -> str:
 
 
 def replace_control_characters(text: str) -> str:
-    """Return a text with `?` in place of characters that could control a terminal or reverse the text."""
+    """Return a text with `?` in place of characters that could control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

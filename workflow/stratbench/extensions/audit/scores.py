@@ -217,7 +217,7 @@ def iter_cells_unlike_median(
             # Two values are equally far from their median, so half of the limit applies.
             if abs(value - usual) > (maximum if len(cells) > 2 else maximum / 2):
                 deviations[i].append(EpochDeviation(epoch, value, usual))
-    yield from ((facts, found) for facts, found in zip(cells, deviations, strict=True) if found)
+    yield from ((facts, own) for facts, own in zip(cells, deviations, strict=True) if own)
 
 
 def get_arithmetic_key(facts: Facts) -> tuple[Any, ...]:
@@ -233,7 +233,7 @@ def get_arithmetic_key(facts: Facts) -> tuple[Any, ...]:
 
 
 def compute_max_rounding_difference(facts: Facts, value_name: str, median_value: float) -> float:
-    """Return how far rounding can move a loss or score from the median of comparable cells.
+    """Return how far rounding can move a loss or score from the median.
 
     Args:
         facts: A record.

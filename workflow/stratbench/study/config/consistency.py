@@ -316,7 +316,7 @@ def _iter_optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
-    """Return those of `keys` that have a value as `key = value`, or `neither` if none has."""
+    """Return the keys that have a value as `key = value`, or else `neither`."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
 
@@ -324,7 +324,7 @@ def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
 def iter_strategy_options(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the name, base strategy and all options of each strategy or variant of an experiment."""
+    """Yield each strategy or variant's name, base strategy and options, for an experiment."""
     for name in block["strategies"]:
         variant = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
         base, _ = variant.pop("strategy"), variant.pop("settings", None)

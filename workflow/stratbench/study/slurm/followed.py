@@ -15,7 +15,7 @@ from stratbench.study.slurm import submission
 from stratbench.study.slurm.live_jobs import print_to_stderr
 from stratbench.study.slurm.waiting import WaitingJobs
 
-#: Why a job failed, and the remedy, by the state of the job in SLURM.
+#: Reason of a job's failure, and the remedy, by the job's state in SLURM.
 ENDS = {
     "CANCELLED": "it was cancelled",
     "DEADLINE": "its deadline passed",

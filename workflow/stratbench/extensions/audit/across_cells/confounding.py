@@ -93,7 +93,7 @@ def join_host_names(record: Record) -> str:
 def iter_groups_of_similar_time(
     evidence: AuditData, on_equal_worker_counts: bool
 ) -> Iterator[tuple[Group, list[Group]]]:
-    """Yield each group of repeats with its rivals: the groups whose mean training time is similar.
+    """Yield each group of repeats with its rivals, which are about as fast.
 
     Times are similar if their ratio is below MAX_EXPLAINED_RATIO.
     """
@@ -124,9 +124,9 @@ def find_confounded_order(evidence: AuditData) -> Iterator[Case]:
     meanwhile would cause the same difference. Train all of these strategies again as one study.
     """
     yield from (
-        (found.group, found.run_order)
-        for found in list_groups_not_alternated(evidence)
-        if found.order_may_matter
+        (entry.group, entry.run_order)
+        for entry in list_groups_not_alternated(evidence)
+        if entry.order_may_matter
     )
 
 
@@ -136,9 +136,9 @@ def find_strategies_not_alternated(evidence: AuditData) -> Iterator[Case]:
     scheduler fills gaps with small jobs. There is no sign that the machine changed meanwhile.
     """
     yield from (
-        (found.group, found.run_order)
-        for found in list_groups_not_alternated(evidence)
-        if not found.order_may_matter
+        (entry.group, entry.run_order)
+        for entry in list_groups_not_alternated(evidence)
+        if not entry.order_may_matter
     )
 
 
@@ -246,7 +246,7 @@ def find_training_times_with_trend(evidence: AuditData) -> Iterator[Case]:
 
 @lru_cache(maxsize=1)
 def describe_trends_by_experiment(evidence: AuditData) -> dict[str, str]:
-    """Return a text on each experiment whose training times depend on the order in which its cells ran."""
+    """Return a text on each experiment whose training times depend on the cells' order."""
     experiments: defaultdict[str, list[list[TimedRun]]] = defaultdict(list)
     for group, runs in list_timed_runs(evidence).items():
         timed = [run for run in runs if run.began_unix_s is not None]
@@ -291,7 +291,7 @@ def subtract_group_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 def compute_slope_beyond_chance(
     x: np.ndarray, y: np.ndarray, dof: int, significance_level: float
 ) -> float:
-    """Return the slope of a regression of `y` on `x`, or 0 if it is not significant.
+    """Return the slope of a linear regression, or 0 if it is not significant.
 
     The result is also 0 if the slope is smaller than MIN_CHANGE.
 

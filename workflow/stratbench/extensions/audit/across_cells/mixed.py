@@ -25,7 +25,7 @@ WORKER_SPECIFIC_FIELDS = (
 FIELDS_WITH_ABSENCE = ("settings.", "worker.", "provenance.git.")
 #: Prefixes of the paths of record fields that have only default values if no worker has reported.
 FIELDS_OF_WORKERS = ("strategy.wrap_groups", "strategy.traits.")
-#: Text that stands for the value of a field that other cells or workers have.
+#: Text in place of the value of a field that only other cells or workers have.
 NOT_STATED = "not stated"
 #: Settings that may differ between compared cells, because a study varies them.
 VARIED_SETTINGS = ("strategy", "options", "gpus", "per_worker_batch", "seed")
