@@ -317,7 +317,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("studies demo variants v", {"strategy": "ddp", "settings": {"gradient_accumulation_steps": 0}},
          ["variants.v.settings.gradient_accumulation_steps = 0"]),
         ("datasets digits", {"source": "synthetic"}, ["datasets.digits", "built in"]),
-        ("datasets mine", {}, ["must have exactly one of source, call, images, text"]),
+        ("datasets mine", {}, ["must have exactly one of the keys source, call, images, text"]),
         ("datasets mine", {"source": "synthetc"}, ["Did you mean 'synthetic'?"]),
         ("datasets mine", {"source": "synthetic", "channels": 129}, ["must be at most 128"]),
         ("cluster gpus_per_node", 0, ["cluster.gpus_per_node = 0: must be at least 1"]),
@@ -661,11 +661,11 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
     [
         (
             {"strategy": "fsdp", "shard_group_size": 2}, {"gpus": [3], "global_batch": 63},
-            "strategies = 'v': shard_group_size = 2 does not divide 3 workers into equal groups",
+            "strategies = 'v': shard_group_size = 2 does not divide the 3 workers into equal groups",
         ),
         (
             {"strategy": "fsdp", "shard_group_size": "node"}, {"gpus": [5], "global_batch": 65},
-            "shard_group_size = 3 (those of a node) does not divide 5 workers",
+            "shard_group_size = 3 (those of a node) does not divide the 5 workers",
         ),
         ({"strategy": "fsdp", "shard_group_size": 0}, {}, "shard_group_size = 0: must be at least 1"),
         ({"strategy": "fsdp", "shard_group_size": "rack"}, {}, "whole number or 'all' or 'node'"),
@@ -673,7 +673,7 @@ def test_adamw_brings_torchs_own_values_and_no_momentum():
             {"strategy": "fsdp", "offload": "cpu"}, {"precision": "fp16"},
             "precision = 'fp16': the loss scaler needs",
         ),
-        ({"strategy": "ddp", "powersgd_rank": 4}, {}, "rank = 4: only compress: powersgd uses it"),
+        ({"strategy": "ddp", "powersgd_rank": 4}, {}, "rank = 4: the option has an effect only with"),
         ({"strategy": "ddp", "compress": "powersgd", "powersgd_start_step": 1}, {},
         "powersgd_start_step = 1: must be at least 2"),
         ({"strategy": "ddp", "compress": "bf16"}, {"precision": "fp64"}, "precision = 'fp64'"),
@@ -791,7 +791,7 @@ def test_a_file_that_is_not_yaml_is_told_with_its_line(tmp_path, monkeypatch, te
         Path("config.yaml").write_text(text)
     expected = nullcontext() if told is None else pytest.raises(ConfigError, match=re.escape(told))
     with expected:
-        yaml_traps.check_syntax("config.yaml")
+        yaml_traps.check_yaml_syntax("config.yaml")
 
 
 # ---------------------------------------------------------------- removed keys

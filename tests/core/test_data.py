@@ -227,7 +227,7 @@ def test_a_batch_is_not_unpickled_before_its_md5_is_right(
         prepare_data_set("cifar10", tmp_path / "out", cifar10_root, download=False)
     # Even with the expected MD5, only arrays of numbers come out.
     monkeypatch.setitem(sources.CIFAR10_FILES, "test_batch", md5(content))
-    with pytest.raises(DataError, match="is not part of a CIFAR-10 batch"):
+    with pytest.raises(DataError, match="is not part of a batch file of CIFAR-10"):
         prepare_data_set("cifar10", tmp_path / "out", cifar10_root, download=False)
     assert not marker.exists()
 
@@ -285,9 +285,9 @@ def test_a_download_is_verified_and_the_next_mirror_tried(
 @pytest.mark.parametrize(
     ("name", "spec", "message"),
     [
-        ("imagenet", None, "unknown data set 'imagenet'; known: digits"),
+        ("imagenet", None, "data set 'imagenet': is unknown; use one of digits"),
         ("mine", {"source": "web"}, "source is 'web'"),
-        ("mine", SPEC | {"colour": 1}, "unknown key 'colour'; allowed: source, train_samples"),
+        ("mine", SPEC | {"colour": 1}, "the key 'colour' is unknown; use keys among source, train_samples"),
         ("mine", SPEC | {"size": 0}, "size is 0; it must be a whole number >= 1"),
         ("mine", SPEC | {"classes": True}, "classes is True"),
         ("mnist", SPEC, "is built in"),

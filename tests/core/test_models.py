@@ -115,7 +115,7 @@ def test_input_shapes_follow_the_data_and_the_model() -> None:
         (
             "vit-compact",
             (1, 16, 32),
-            "takes square images; those of the data set have 16x32 pixels",
+            "takes square images, but those of the data set have 16x32 pixels",
         ),
         ("vgg-compact", (64,), "takes images, but the data set has texts"),
         ("gpt-compact", (1, 8, 8), "takes texts, but the data set has images"),
@@ -252,9 +252,9 @@ def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
         lambda: build_model("vgg17", 10),
         lambda: compute_input_shape("vgg17", (3, 32, 32)),
     ):
-        with pytest.raises(ValueError, match=r"'vgg17' is not a model; use one of vgg16, "):
+        with pytest.raises(ValueError, match=r"model 'vgg17': is unknown; use one of vgg16, "):
             ask()
-    with pytest.raises(ValueError, match="takes 3 channels, not 1"):
+    with pytest.raises(ValueError, match="takes images with 3 channels, not 1"):
         build_model("resnet50", 10, (1, 32, 32))
 
 

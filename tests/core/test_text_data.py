@@ -108,7 +108,7 @@ def test_long_texts_are_evaluated_a_few_at_once() -> None:
     [
         (
             {"source": "markov-text", "size": 8},
-            "unknown key 'size'; allowed: source, train_samples",
+            "the key 'size' is unknown; use keys among source, train_samples",
         ),
         ({"source": "tinyshakespeare", "sequence": 0}, "sequence is 0; it must be a whole number"),
         ({"source": "tinyshakespeare", "sequence": 111_540}, "the test text has 111,540 tokens"),

@@ -208,7 +208,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         dtype = get_weights_dtype(precision)
         data = data_on_device(shape, precision)
         net = models.build_for_training(
-            model, CLASSES, shape, s.seed, DEVICE, dtype, build=fake.build_fake_model
+            model, CLASSES, shape, s.seed, DEVICE, dtype, build_function=fake.build_fake_model
         )
         groups = models.list_wrap_groups(model, net)
         made = fake.make_strategy_on_fakes(request)

@@ -185,14 +185,14 @@ def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, traine
         (
             "libraries",
             {"models": {"mine": {"transformers": "LlamaForCausalLM"}}},
-            "models.mine.transformers = 'LlamaForCausalLM': needs the extension `libraries`, which was "
-            "deleted here; put it back, or give `call`",
+            "models.mine.transformers = 'LlamaForCausalLM': needs the extension `libraries`, which "
+            "this installation does not have; restore it, or give `call`",
         ),
         (
             "labelled",
             {"datasets": {"mine": {"waveforms": "sounds"}}},
-            "datasets.mine: data set 'mine': waveforms: needs the extension `labelled`, which was deleted "
-            "here; put it back, or bring arrays by `call`",
+            "datasets.mine: data set 'mine': waveforms: needs the extension `labelled`, which this "
+            "installation does not have; restore it, or provide arrays by `call`",
         ),
     ],
 )

@@ -147,13 +147,13 @@ MISTAKES = {
     "kinds": (images(test_x=holding(1)), None, "test images are float32 [1, 4, 4]"),
     "negative": (images(train_y=np.arange(6) - 1), None, "train_y has the label -1; labels must begin at 0"),
     "gap": (images(train_y=np.arange(6) + 1), None, "has labels up to 6, but not the label 0; labels"),
-    "one class": (images(train_y=np.zeros(6, int)), None, "train_y has one class"),
+    "one class": (images(train_y=np.zeros(6, int)), None, "train_y has only one class"),
     "unknown": (images(test_y=np.arange(6)), None, "has the label 5, but the labels of train_y end at 1"),
     "nan": (images(train_x=holding(np.nan), test_x=holding(1)), None, "train_x[3] has NaN or infinity"),
     "no value": (VALUES | {"train_y": holding(np.nan)[:, 0, 0]}, None, "train_y[3] has NaN or infi"),
     "other values": (VALUES | {"test_y": np.zeros((6, 3), np.float32)}, None, "one of test_y is float32 [3]"),
     "values and labels": (VALUES | {"test_y": np.arange(6)}, None, "but one of test_y is int64 []; make"),
-    "sequence": (images(), 8, "returned images, which `sequence` is not for; remove this key"),
+    "sequence": (images(), 8, "but the key `sequence` is for texts; remove this key"),
     "no sequence": ((TOKENS, TOKENS), None, "returned tokens; give `sequence`"),
     "no tokens": ((TOKENS / 2, TOKENS), 8, "train is float64 [20]; tokens must be integers [N]"),
     "short": ((TOKENS, TOKENS[:8]), 8, "test has 8 tokens, but a sample with sequence = 8 needs 9"),
@@ -246,13 +246,13 @@ def test_odd_image_folders_are_told_with_the_place(tmp_path):
         assert sentence in str(error.value)
 
     (tmp_path / "p/a").mkdir(parents=True)
-    told("has no image (.png, .jpg, .jpeg) in class folders")
+    told("has no image (.png, .jpg, .jpeg) in its subfolders")
     write_image(tmp_path / "p/a/1.png", picture(1))
-    told("has images of 1 class")
+    told("has 1 class; add images")
     write_image(tmp_path / "p/b/2.png", picture(2))
     told("class 'a' has one image, which cannot be divided")
     write_image(tmp_path / "p/test/c/2.png", picture(2))
-    told("has a folder 'test', but no folder 'train'")
+    told("has a subfolder 'test', but no subfolder 'train'")
     (tmp_path / "p/train").mkdir()
     for name in "ab":
         (tmp_path / "p" / name).rename(tmp_path / "p/train" / name)
@@ -342,7 +342,7 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
 
     def identity(place: str = "p") -> str:
         said = own_data.read_own_data("mine", {"images": str(tmp_path / place)})
-        return said.compute_identity(known=known)["sha256"]
+        return said.compute_identity(hash_cache=known)["sha256"]
 
     first = identity()
     with monkeypatch.context() as patched:
@@ -413,7 +413,7 @@ def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):
         ({"text": text, "sise": 8}, "unknown key 'sise'. Did you mean 'size'?"),
         ({"text": text}, "vgg-compact takes images, but the data set has texts"),
         ({"call": "a.b", "sequence": 4}, "vgg-compact takes images, but the data set has texts"),
-        ({"source": "synthetic", "images": folder}, "unknown key 'images'; allowed: source, "),
+        ({"source": "synthetic", "images": folder}, "the key 'images' is unknown; use keys among source, "),
     ):
         with pytest.raises(ConfigError) as error:
             study_of(tmp_path, spec)
@@ -448,5 +448,5 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     (tmp_path / f"{my_data}.py").write_text(CODE + "\n# changed\n")
     _, changed = study_of(tmp_path, spec)
     assert not changed.get_dataset("mine").has_known_metadata
-    with pytest.raises(DataError, match="holds other data than the cell is to be trained on: spec"):
+    with pytest.raises(DataError, match=r"is not that of the cell's settings \(spec"):
         check_prepared_data(tmp_path / "results/data/mine", changed.settings(cell))

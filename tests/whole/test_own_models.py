@@ -290,11 +290,11 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
         ),
         (
             {"call": "a.B", "kwargs": {"x": "$vocabulary"}},
-            "'$vocabulary' does not follow from this data set",
+            "'$vocabulary' is no value that this data set has",
         ),
         (
             {"kwargs": {"a": 1}},
-            "config: models.mine: give one of call, transformers and timm; given: none",
+            "config: models.mine: has no source; give exactly one of call, transformers and timm",
         ),
         (
             {},
@@ -454,7 +454,7 @@ def test_by_class_the_outermost_instances_and_an_unknown_class_is_told():
     said = OwnModel("mine", "a.B", {}, ["Unit", "Linear"])
     assert labels(sharding.group_by_class(net, ["Unit", "Linear"], said)) == ["0.0", "0.1", "1"]
     with pytest.raises(
-        ModelError, match="wrap_classes names 'Blok', but the model has no such module; its classes"
+        ModelError, match="wrap_classes names 'Blok', but no module of the model has this class; use"
     ):
         sharding.group_by_class(net, ["Blok"], said)
 

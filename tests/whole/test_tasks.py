@@ -257,20 +257,20 @@ def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
     ("name", "says"),
     [
         ("Absent", "has no 'Absent'"),
-        ("Nameless", "its score_name is ''; it must be a short text"),
-        ("Injects", "its unit is '<b>\\$x\\$'; it must be a short text"),
-        ("Sideways", "its better is 'bigger'; it must be higher or lower"),
-        ("Free", "its tolerance is -1; it must be a number"),
+        ("Nameless", "its attribute score_name is ''; it must be a short text"),
+        ("Injects", "its attribute unit is '<b>\\$x\\$'; it must be a short text"),
+        ("Sideways", "its attribute better is 'bigger'; it must be higher or lower"),
+        ("Free", "its attribute tolerance is -1; it must be a number"),
         ("Scoreless", "no method score"),
-        ("Odd", "its targets are 'floats'; they must be classes or values"),
+        ("Odd", "its attribute targets is 'floats'; it must be classes or values"),
         ("Needs", "called without arguments, raised TypeError"),
         ("Vector", r"a tensor \[2\]; return the mean"),
         ("Detached", "without a gradient; return the mean"),
         ("OneNumber", r"a tensor \[\]; return a score per sample"),
-        ("Python", "score returned a float; return a tensor"),
+        ("Python", "its method score returned a float; return a tensor"),
         ("Below", r"the weight -1.0; return a number of at least 0"),
-        ("Three", r"loss returned a \(Tensor, float, float\); return a tensor, or \(sum, weight\)"),
-        ("Half", r"loss of outputs \[2, 10\] in float32 and targets \[2\] raised RuntimeError"),
+        ("Three", r"method loss returned a \(Tensor, float, float\); return a tensor, or \(sum, weight\)"),
+        ("Half", r"outputs \[2, 10\] in float32 and targets \[2\], raised RuntimeError"),
     ],
 )
 def test_a_task_that_is_none_says_why_in_one_sentence(own_tasks, name, says):
@@ -321,11 +321,11 @@ def test_a_task_of_long_texts_is_tried_on_a_few_positions(own_tasks, name, posit
     s = settings("single", own_task={"call": f"{own_tasks}:{name}"})
     with _Sizes() as sizes:
         if fails is None:
-            _, kind = task_trial.run_task_trial(s, (300,), 4000, values=False)
+            _, kind = task_trial.run_task_trial(s, (300,), 4000, has_values=False)
             assert kind == (name == "LongTexts", True)
         else:
             with pytest.raises(ModelError, match=fails):
-                task_trial.run_task_trial(s, (300,), 4000, values=False)
+                task_trial.run_task_trial(s, (300,), 4000, has_values=False)
     assert sizes.most <= max(2 * positions * 4000, task_trial.TRIED_NUMBERS)
 
 
@@ -392,10 +392,10 @@ def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
         assert found.score == 1.0
         assert found.loss > 0
     with pytest.raises(
-        ModelError, match=r"outputs for targets \[2, 3\] are \[\]; return the shape"
+        ModelError, match=r"outputs returned \[\] for targets of shape \[2, 3\]; return the shape"
     ):
         tasks.compute_output_shape(tasks.create_own_task(f"{own_tasks}:Empty"), [2, 3], 3)
-    with pytest.raises(ModelError, match=r":Raises': its outputs of \[2, 3\] raised IndexError"):
+    with pytest.raises(ModelError, match=r":Raises': its method outputs raised IndexError"):
         tasks.compute_output_shape(tasks.create_own_task(f"{own_tasks}:Raises"), [2, 3], 3)
 
 
@@ -520,7 +520,7 @@ def test_a_plan_of_steps_ends_within_its_last_epoch():
         log.count_ticket(number, float(number), store)
     assert log.is_complete
     assert [end["end_s"] for end in log.ends] == [7.0, 15.0, 17.0]
-    with pytest.raises(ValueError, match="do not end in the last"):
+    with pytest.raises(ValueError, match="must end within the last epoch"):
         TicketPlan(3, 4, 2, steps=8)
 
 

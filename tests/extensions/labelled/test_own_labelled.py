@@ -111,10 +111,10 @@ def test_odd_waveforms_are_told_with_the_file(tmp_path):
         assert "\n" not in str(error.value)
 
     (tmp_path / "p/go").mkdir(parents=True)
-    told("has no waveform (.wav) in class folders")
+    told("has no waveform (.wav) in its subfolders")
     for i in range(4):
         write_wave(tmp_path / f"p/go/{i}.wav", noise(i))
-    told("the training set has waveforms of 1 class")
+    told("the training set has 1 class; add waveforms")
     write_wave(tmp_path / "p/stop/1.wav", noise(5))
     told("class 'stop' has one waveform, which cannot be divided")
     write_wave(tmp_path / "p/stop/2.wav", noise(5), rate=8000)
@@ -179,7 +179,7 @@ def test_each_class_is_divided_by_the_seed_where_no_test_set_is_given(tmp_path):
         ("text,label\na,1\n,2\n", None, "line 3: the value of text is ''; it must be a text"),
         ("text,label\na,1\nb\n", None, "line 3: the value of label is None; it must be a text or"),
         ('text,label\n"a"b,1\n', None, "line 2: is not CSV"),
-        ("text,label\na,1\nb,1\n", None, "the training set has texts of 1 class"),
+        ("text,label\na,1\nb,1\n", None, "the training set has 1 class; add texts"),
         ("text,label\na,1\nb,1\nc,2\n", None, "class '2' has one text, which cannot be divided"),
         ("text,label\na,1\nb,2\n", "text,label\nc,3\n", "the test set has a class '3', but the training"),
     ],

@@ -166,7 +166,7 @@ def test_a_data_set_says_its_task_and_the_tokens_of_labelled_texts(source):
     assert s.own_model.get("vocabulary") == data.vocabulary
     request = Request(s, data.shape, data.classes, 1, eval_batch=4)
     x, y = request.make_example_batch(2)
-    task = tasks.get_task(s, data.shape, values=False)
+    task = tasks.get_task(s, data.shape, has_values=False)
     outputs = torch.zeros(
         tasks.compute_output_shape(task, y.shape, data.classes), requires_grad=True
     )

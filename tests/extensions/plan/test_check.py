@@ -434,11 +434,11 @@ class Weighs(Good):
 """
 #: A task that none can train by, and what the check and a cell say of it.
 BAD_TASKS = {
-    "Nameless": "its score_name is None; it must be a short text, the score's name",
-    "OneScore": "score of outputs [2, 10] in float32 and targets [2] returned a tensor []; return a score "
-    "per sample, [2] or [2, ...]",
-    "Losses": "loss of outputs [2, 10] in float32 and targets [2] returned a tensor [2]; return the mean as "
-    "a scalar with a gradient, or (sum, weight)",
+    "Nameless": "its attribute score_name is None; it must be a short text, the score's name",
+    "OneScore": "its method score, called with outputs [2, 10] in float32 and targets [2], returned a tensor "
+    "[]; return a score per sample, [2] or [2, ...]",
+    "Losses": "its method loss, called with outputs [2, 10] in float32 and targets [2], returned a tensor "
+    "[2]; return the mean as a scalar with a gradient, or (sum, weight)",
 }
 
 
@@ -523,8 +523,8 @@ def test_a_batch_of_one_sample_that_is_normalised_over_is_refused(tmp_path, monk
     )
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     assert list(checked.refusal_reasons_by_cell.values()) == [
-        "model 'Normalises' (odd_networks.Normalises): it normalises over the batch (BatchNorm), but a "
-        "worker's batch has one sample; use a larger batch, or fewer workers"
+        "model 'Normalises' (odd_networks.Normalises): BatchNorm normalises over a worker's "
+        "batch, which has only one sample; use a larger batch, or fewer workers"
     ]
     assert next(iter(checked.refusal_reasons_by_cell)).gpus == 2
 
@@ -608,7 +608,7 @@ def test_every_strategy_that_the_settings_refuse_is_told_at_once():
             "the workers called different shard groups, or in another order",
         ),
         ("Parts", "fsdp", 8, "fsdp cannot train it: forward reads blocks.0.inner.weight"),
-        ("Normalises", "ddp", 1, "a worker's batch has one sample; use a larger batch"),
+        ("Normalises", "ddp", 1, "batch, which has only one sample; use a larger batch"),
         ("Unused", "ps-sync", 8, None),
         ("Sparse", "ps-sync", 8, None),
         ("Dice", "ps-sync", 8, None),

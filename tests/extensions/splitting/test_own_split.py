@@ -232,9 +232,9 @@ WRONG = {
     "last"]},
                                        "pipeline cannot train it: its step raised"),
     "a norm left out": ("pipeline", {"pipeline_modules": ["embed", "layers.*", "head"]},
-                        "its pieces do not read last.weight, last.bias"),
+                        "its pieces do not use last.weight, last.bias"),
     "a piece that is not there": ("pipeline", {"pipeline_modules": ["embed", "layer.*", "last", "head"]},
-                                  "its pieces name 'layer.*', but the model has no module"),
+                                  "its pipeline_modules name 'layer.*', but the model has no module"),
     "a word that is none": ("tensor", {"tensor_plan": PLAN | {"head": "last"}},
                             "its tensor_plan has the word 'last' for 'head'; use one of embedding"),
     "a path that is none": ("tensor", {"tensor_plan": PLAN | {"layers.*.gate": "colwise"}},
@@ -286,7 +286,7 @@ def test_what_would_learn_from_a_part_of_the_positions_is_refused(cell, trained,
     assert found["status"] == "unsupported"
     name = left_out.replace("*", "0")
     assert f"would train {name}.weight, {name}.bias" in found["reason"]
-    assert "give the modules with these parameters the way `norm`" in found["reason"]
+    assert "give the modules with these parameters the value `norm`" in found["reason"]
 
 
 #: What no shape betrays: a norm in another place, and heads that become narrower instead of fewer.

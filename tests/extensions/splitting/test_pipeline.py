@@ -516,7 +516,7 @@ def test_a_head_that_outweighs_all_leaves_the_layers_to_be_divided_by_memory():
     assert balance_stages([table, *[layer] * 12, head], [8] * 4) == [5, 4, 4, 1]
     without = [u._replace(kept_bytes=0) for u in (table, *[layer] * 12, head)]
     assert balance_stages(without, [4, 3, 2, 1])[0] == 1
-    with pytest.raises(ValueError, match="2 units cannot be divided into 3 stages"):
+    with pytest.raises(ValueError, match="2 units cannot be divided into 3 pipeline stages"):
         balance_stages(units(1, 1), [1] * 3)
 
 
@@ -540,7 +540,7 @@ def test_groups_that_do_not_come_out_even_are_refused():
 @pytest.mark.parametrize(
     ("options", "gpus", "batch", "said"),
     [
-        ({"microbatches": 2}, 4, 32, "microbatches = 2: are fewer than the 4 workers"),
+        ({"microbatches": 2}, 4, 32, "microbatches = 2: is less than the 4 workers"),
         ({"microbatches": 6, "schedule": "interleaved"}, 4, 24, "set a multiple of 4"),
         ({"microbatches": 8}, 2, 12, "a replica's batch of 12 cannot be divided"),
     ],

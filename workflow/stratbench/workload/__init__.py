@@ -1,1 +1,1 @@
-"""The workload of a cell: models, data sets and their precision."""
+"""Models, data sets, training tasks and number formats of cells."""

@@ -1,16 +1,16 @@
-"""Maps several tensors to views of one flat tensor."""
+"""Stores several tensors one after the other in one flat tensor, as views of it."""
 
 from __future__ import annotations
 
 import torch
 
-#: Tensors are aligned like torch's own allocations. With another alignment, vectorised kernels may round
-#: differently, and a run must equal one without flat tensors bit for bit.
+#: Alignment of each tensor's start, as in PyTorch's own allocations. With another alignment, kernels may
+#: round differently than for separate tensors.
 ALIGN_BYTES = 64
 
 
 def compute_flat_offsets(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return each tensor's start in the flat tensor, and its total length, in elements."""
+    """Return the first element of each tensor in the flat tensor, and the flat tensor's length."""
     starts, end = [], 0
     for tensor in tensors:
         align = max(1, ALIGN_BYTES // tensor.element_size())
@@ -19,35 +19,44 @@ def compute_flat_offsets(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     return starts, end
 
 
-def get_flat_view(like: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the view of `flat` at `start` with the shape and strides of `like`.
+def get_flat_view(
+    tensor_like: torch.Tensor, flat_tensor: torch.Tensor, first_element: int
+) -> torch.Tensor:
+    """Return a view of a part of a flat tensor, with the shape and strides of another tensor.
 
     Args:
-        like: Tensor with the shape and strides.
-        flat: Flat tensor.
-        start: First element.
+        tensor_like: Tensor that has the shape and strides.
+        flat_tensor: Flat tensor.
+        first_element: Index in the flat tensor where the part begins.
     """
     dense = (
-        like.numel() == 0
+        tensor_like.numel() == 0
         or 1
-        + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        == like.numel()
+        + sum(
+            (size - 1) * stride
+            for size, stride in zip(tensor_like.shape, tensor_like.stride(), strict=True)
+        )
+        == tensor_like.numel()
     )
     if not dense:
-        raise ValueError(f"a tensor of shape {list(like.shape)} is not dense in memory")
-    return torch.as_strided(flat, like.shape, like.stride(), start)
+        raise ValueError(
+            f"a tensor of shape {list(tensor_like.shape)} has gaps in memory; make it contiguous"
+        )
+    return torch.as_strided(flat_tensor, tensor_like.shape, tensor_like.stride(), first_element)
 
 
-def copy_into_flat(data: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Copy the tensor `data` to `flat` at `start`. Return the view with the shape and strides of `data`.
+def copy_into_flat(
+    source: torch.Tensor, flat_tensor: torch.Tensor, first_element: int
+) -> torch.Tensor:
+    """Copy a tensor into a flat tensor, and return the view that has the shape of the tensor.
 
     Args:
-        data: Tensor to copy.
-        flat: Flat tensor.
-        start: First element.
+        source: Tensor to copy.
+        flat_tensor: Flat tensor.
+        first_element: Index in the flat tensor where the part begins.
     """
-    view = get_flat_view(data, flat, start)
-    view.copy_(data)
+    view = get_flat_view(source, flat_tensor, first_element)
+    view.copy_(source)
     return view
 
 

@@ -1,4 +1,4 @@
-"""Seeds, saves and restores the random generators of Python, numpy and torch, which a model may use."""
+"""Seeds, saves and restores the random generators of Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Message on a model whose initial weights do not follow from the seed.
+#: Message on a model that gets different initial weights from the same seed.
 OTHER_START = (
     "its workers have built it with different initial weights from the same seed; draw weights only from "
     "the generators of torch, numpy and Python's random"
 )
-#: Number of integers in the state of Python's generator.
+#: Number of integers in the state of Python's random generator.
 _PYTHON = 625
 
 
@@ -27,12 +27,13 @@ def seed_random_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)
     if torch.backends.cuda.is_built():
         torch.manual_seed(seed)
-    else:  # manual_seed would also store a stack trace for devices that this build of PyTorch lacks
+    else:
+        # `torch.manual_seed` would also store a stack trace, for the seeding of CUDA later.
         torch.default_generator.manual_seed(seed)
 
 
 class Generators(NamedTuple):
-    """The states of all random generators: Python's and numpy's in their own formats, torch's as tensors."""
+    """The states of the random generators of Python, NumPy and PyTorch at one time."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
@@ -41,7 +42,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def capture_states(cls, device: torch.device | None = None) -> Generators:
-        """Return the present states of all random generators, including those of a CUDA `device`."""
+        """Return the present states of all random generators, including that of a CUDA device."""
         on_cuda = device is not None and device.type == "cuda"
         return cls(
             random.getstate(),
@@ -59,17 +60,20 @@ class Generators(NamedTuple):
             torch.cuda.set_rng_state(self.cuda, device)
 
     def differ_from(self, others: Generators) -> bool:
-        """Return whether random numbers were drawn between these states and `others`."""
+        """Return whether the states differ, because random numbers were drawn between them."""
         pairs = zip(self.tensors(), others.tensors(), strict=True)
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
     def differ_outside_torch(self, others: Generators) -> bool:
-        """Return whether Python's or numpy's generator has advanced between two states of one seed."""
-        # The compared part of numpy's state is the number of used keys and the stored second normal number.
+        """Return whether numbers were drawn from Python's or NumPy's generator between two states.
+
+        Both states must follow from one seed.
+        """
+        # These parts of NumPy's state change with each draw: a position, and a stored normal number.
         return self.python != others.python or self.numpy[2:] != others.numpy[2:]
 
     def tensors(self) -> list[Tensor]:
-        """Return the states as a list of tensors of fixed length, which `from_tensors` converts back.
+        """Return the states as tensors of fixed length, which `from_tensors` converts back.
 
         Python and numpy draw two normal numbers together and store the second; NaN stands for none.
         """
@@ -82,7 +86,7 @@ class Generators(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> Generators:
-        """Return the states that `tensors` has converted to tensors."""
+        """Return the states that were converted to these tensors."""
         numbers, halves, of_torch, *of_cuda = tensors
         half, other = (None if math.isnan(h) else h for h in halves.tolist())
         *ints, position = numbers.tolist()
@@ -97,7 +101,7 @@ class Generators(NamedTuple):
 
 @contextmanager
 def restore_random_generators(device: torch.device | None = None) -> Iterator[Generators]:
-    """Restore all generators after the block, and yield their states before it."""
+    """Restore the states of all random generators after the block. Yield these states."""
     states = Generators.capture_states(device)
     try:
         yield states

@@ -1,4 +1,4 @@
-"""Computes values of fake tensors that do not depend on data: masks and positions that forward creates.
+"""Computes the values of fake tensors that do not depend on data, such as masks and positions.
 
 A model may read such values, as torch's own transformer checks whether its mask is causal. The operations
 that created such a tensor (its recipe) are recorded, and computed with real numbers when its values are read.
@@ -26,28 +26,28 @@ from stratbench.workload.torch_internals import (
     has_mutable_argument,
 )
 
-#: Largest total number of elements of the tensors of a recipe; it allows a mask of 4096 positions.
+#: Largest number of elements of all tensors that a recipe computes. It suffices for a mask of 4096 positions.
 MAX_NUMBERS = 1 << 26
-#: Largest number of consecutive operations of a recipe.
+#: Largest number of operations in a recipe that follow one another.
 MAX_STEPS = 100
-#: Exceptions of a fake tensor whose values are read, or whose shape depends on values. On the meta device it
-#: is a plain error with the text ON_META.
+#: Exceptions that PyTorch raises if an operation on fake tensors needs values. On the meta device it raises a
+#: plain error with the text ON_META instead.
 ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 ON_META = "cannot be called on meta tensors"
 aten = torch.ops.aten
-#: Operators that only use the shape and format of their first operand.
+#: Operators that use only the shape and the format of their first operand, and not its values.
 SHAPED = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
 
 
 class KnownFakes(FakeTensorMode):
-    """`FakeTensorMode` that can read the values of tensors that do not depend on data."""
+    """A `FakeTensorMode` in which values can be read of tensors that do not depend on data."""
 
     def __init__(self) -> None:
-        # Real tensors of the user's code, such as those in a closure, become fake when they are used.
+        # The user's code may use real tensors that it has created before, such as those in a closure.
         super().__init__(allow_non_fake_inputs=True)
-        #: Number of writes to each storage with known values, by the storage's address.
+        #: Number of in-place writes to each storage with known values, by the storage's key.
         self._written: dict[int, int] = {}
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,16 +74,16 @@ class KnownFakes(FakeTensorMode):
     def _make_grouped_product(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
-        """Return the fake result of a grouped matrix product. PyTorch's own rule supports bfloat16 only."""
+        """Return a fake tensor like a grouped matrix product, which PyTorch supports for bfloat16 only."""
         size = [compute_grouped_shape(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
         )
 
     def _compute_real_result(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return an operator's result with real numbers instead of fake tensors.
+        """Return the real result of an operator on fake tensors.
 
-        The result is None if operands are unknown or too large.
+        The result is None if the values of its operands are unknown, or if they are too large.
         """
         recipe = self._build_recipe(op, args, kwargs, 1)
         if (
@@ -93,32 +93,32 @@ class KnownFakes(FakeTensorMode):
             return None
         return _compute_operand(recipe, {})
 
-    def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Store the recipe of an operator's result, if the values of the result are known."""
+    def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Attach a recipe to the result of an operator, if its values do not depend on data."""
         recipe = None
-        if isinstance(out, Tensor) and out.layout is torch.strided:
-            recipe = self._build_recipe(op, args, kwargs, out.numel())
+        if isinstance(result, Tensor) and result.layout is torch.strided:
+            recipe = self._build_recipe(op, args, kwargs, result.numel())
         if has_mutable_argument(op):
             for tensor in _iter_written_operands(op, args, kwargs):
-                # A write also changes the values of views, so all recipes of this storage become invalid.
+                # An in-place write changes all views of a storage. Counting it invalidates their recipes.
                 if (
                     tensor.layout is torch.strided
                     and (key := _get_storage_key(tensor)) in self._written
                 ):
                     self._written[key] += 1
-            if recipe is not None and out is not args[0]:
+            if recipe is not None and result is not args[0]:
                 return
         if recipe is not None:
-            out.recipe = recipe, self._written.setdefault(_get_storage_key(out), 0)
+            result.recipe = recipe, self._written.setdefault(_get_storage_key(result), 0)
 
     def _build_recipe(
-        self, op: Any, args: Any, kwargs: dict[str, Any], numbers: int
+        self, op: Any, args: Any, kwargs: dict[str, Any], num_elements: int
     ) -> Recipe | None:
         first = []
         if op.overloadpacket in SHAPED:
             like, *args = args
             shaped = {"dtype": like.dtype}
-            first = [Recipe(aten.empty.memory_format, [list(like.shape)], shaped, numbers, 1)]
+            first = [Recipe(aten.empty.memory_format, [list(like.shape)], shaped, num_elements, 1)]
         try:
             operands = first + [self._get_operand_recipe(value) for value in args]
             named = {key: self._get_operand_recipe(value) for key, value in kwargs.items()}
@@ -129,35 +129,36 @@ class KnownFakes(FakeTensorMode):
         steps = 1 + max(
             (r.num_operations for r in _iter_recipes([operands, list(named.values())])), default=0
         )
-        return Recipe(op, operands, named, numbers, steps) if steps <= MAX_STEPS else None
+        return Recipe(op, operands, named, num_elements, steps) if steps <= MAX_STEPS else None
 
-    def _get_operand_recipe(self, value: Any) -> Any:
-        """Return the recipe of a known tensor; raise _Unknown for an unknown one."""
-        if isinstance(value, Tensor):
-            recipe, written = getattr(value, "recipe", (None, 0))
-            # A weight's initial values are known, but decisions that depend on them change with the training.
+    def _get_operand_recipe(self, operand: Any) -> Any:
+        """Return an operand with tensors replaced by their recipes. Raise _Unknown without a recipe."""
+        if isinstance(operand, Tensor):
+            recipe, written = getattr(operand, "recipe", (None, 0))
+            # A weight may have known initial values, but these change in the training, so that it has no
+            # recipe.
             if (
                 recipe is None
-                or value.requires_grad
-                or self._written[_get_storage_key(value)] != written
+                or operand.requires_grad
+                or self._written[_get_storage_key(operand)] != written
             ):
                 raise _Unknown
             return recipe
-        if isinstance(value, list | tuple):
-            return [self._get_operand_recipe(v) for v in value]
-        return value
+        if isinstance(operand, list | tuple):
+            return [self._get_operand_recipe(v) for v in operand]
+        return operand
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """The recorded operation that created a tensor.
+    """A recorded operation that created a tensor, from which its values can be computed.
 
     Attributes:
         op: Operator.
         args: Positional operands, in which recipes stand for tensors.
         kwargs: Keyword operands, in which recipes stand for tensors.
         num_elements: Number of elements of the tensor.
-        num_operations: Number of consecutive operations, including those of the operands.
+        num_operations: Number of operations that follow one another, including those of the operands.
     """
 
     op: Any
@@ -168,7 +169,7 @@ class Recipe:
 
 
 class _Unknown(Exception):
-    """An operand of an operation has unknown values."""
+    """The values of an operand are unknown, so that an operation on it has no recipe."""
 
 
 def _get_storage_key(tensor: Tensor) -> int:
@@ -176,7 +177,7 @@ def _get_storage_key(tensor: Tensor) -> int:
 
 
 def _iter_written_operands(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the operands to which an operator writes."""
+    """Yield the tensors among an operator's operands to which it writes."""
     for i, argument in enumerate(get_arguments(op)):
         if argument.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -192,27 +193,30 @@ def _iter_recipes(operands: list[Any]) -> Iterator[Recipe]:
             yield from _iter_recipes(operand)
 
 
-def _collect_recipes(recipe: Recipe, seen: set[Recipe]) -> set[Recipe]:
-    """Return a recipe together with all recipes of its operands, recursively."""
-    if recipe not in seen:
-        seen.add(recipe)
+def _collect_recipes(recipe: Recipe, collected: set[Recipe]) -> set[Recipe]:
+    """Return a recipe, and recursively the recipes of its operands."""
+    if recipe not in collected:
+        collected.add(recipe)
         for part in _iter_recipes([recipe.args, list(recipe.kwargs.values())]):
-            _collect_recipes(part, seen)
-    return seen
+            _collect_recipes(part, collected)
+    return collected
 
 
-def _compute_operand(operand: Any, made: dict[Recipe, Any]) -> Any:
-    """Return an operand with recipes replaced by real tensors, which `made` caches."""
+def _compute_operand(operand: Any, computed_tensors: dict[Recipe, Any]) -> Any:
+    """Return an operand in which each recipe is replaced by the real tensor that it computes."""
     if isinstance(operand, list):
-        return [_compute_operand(each, made) for each in operand]
+        return [_compute_operand(each, computed_tensors) for each in operand]
     if not isinstance(operand, Recipe):
         return operand
-    if operand not in made:
-        args = _compute_operand(operand.args, made)
-        if has_mutable_argument(operand.op):  # other recipes need the value before the write
+    if operand not in computed_tensors:
+        args = _compute_operand(operand.args, computed_tensors)
+        # The operator writes to its operand, whose old value other recipes need.
+        if has_mutable_argument(operand.op):
             args[0] = args[0].clone()
-        kwargs = {key: _compute_operand(value, made) for key, value in operand.kwargs.items()}
+        kwargs = {
+            key: _compute_operand(value, computed_tensors) for key, value in operand.kwargs.items()
+        }
         if "device" in kwargs:
             kwargs["device"] = "cpu"
-        made[operand] = operand.op(*args, **kwargs)
-    return made[operand]
+        computed_tensors[operand] = operand.op(*args, **kwargs)
+    return computed_tensors[operand]

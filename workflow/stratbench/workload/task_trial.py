@@ -1,4 +1,4 @@
-"""Tries a cell's task before any training: its loss, its score, and whether losses of parts add up.
+"""Tries a user's own task before any training: its loss, its score, and how losses of parts add up.
 
 torch is imported inside functions, since the plan's pages import this module.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from stratbench.cell.settings import Settings
 
-#: Approximate number of elements of the outputs whose loss is compared with the mean over their halves.
+#: Approximate number of elements of the random outputs with which the loss of a task is tried.
 TRIED_NUMBERS = 1 << 21
-#: Largest number of positions of a text with which a task is tried: each has scores for the whole vocabulary.
+#: Number of positions of a text with which a task is tried. It is small, since each has a score per token.
 TRIED_POSITIONS = 16
 
 
-#: Message on a loss that does not add up over the parts of a batch, with the remedy.
+#: Message on a task whose loss of a batch is not the mean over the batch's parts.
 NO_SUM = (
     "its loss over a batch is not the mean over the batch's parts: the training depends on the size of "
     "each worker's batch, of its parts (gradient_accumulation_steps) and of micro-batches; return (sum, "
@@ -42,27 +42,27 @@ NO_SUM = (
 
 
 def run_task_trial(
-    s: Settings, shape: Sequence[int], classes: int, values: bool
+    settings: Settings, shape: Sequence[int], classes: int, has_values: bool
 ) -> tuple[Task, LossKind]:
-    """Return a cell's task and the kind of its loss.
+    """Return a cell's task and the kind of its loss; a user's own task is tried first.
 
-    A user's own task is tried first. Cells do this before they train, and `check` does it, too. The trial
+    Cells do this before they train, and so does `stratbench check`. The trial
     takes `TRIED_POSITIONS` positions of a text, or all if the task does not take fewer.
 
     Args:
-        s: Settings of the cell.
+        settings: Settings of the cell.
         shape: Shape of a sample.
         classes: Number of classes, or values of a target.
-        values: Whether the targets are values instead of class numbers.
+        has_values: Whether the targets are values instead of class numbers.
 
     Raises:
         ModelError: If the task fails.
     """
-    task = get_task(s, shape, values)
-    if not s.own_task:
+    task = get_task(settings, shape, has_values)
+    if not settings.own_task:
         return task, task.loss_kind
-    what = OwnTask(s.own_task["call"])
-    each = shape if get_default_task(shape) == "next-token" else (classes,) if values else ()
+    what = OwnTask(settings.own_task["call"])
+    each = shape if get_default_task(shape) == "next-token" else (classes,) if has_values else ()
     if get_default_task(shape) == "next-token" and shape[0] > TRIED_POSITIONS:
         try:
             return task, check_task_outputs(task, what, classes, (2, TRIED_POSITIONS))
@@ -72,77 +72,86 @@ def run_task_trial(
     return task, check_task_outputs(task, what, classes, (2, *each))
 
 
-def _accepts_fakes(task: Task, classes: int, targets: Sequence[int]) -> bool:
-    """Return whether a task takes outputs for targets of a shape, as fake tensors."""
+def _accepts_fakes(task: Task, classes: int, target_shape: Sequence[int]) -> bool:
+    """Return whether a task's loss and score run on fake tensors with targets of a given shape."""
     import torch
 
     from stratbench.workload.known_values import KnownFakes
 
     with KnownFakes():
-        y = torch.empty(targets, dtype=torch.float32 if has_value_targets(task) else torch.int64)
-        x = torch.empty(compute_output_shape(task, targets, classes), requires_grad=True)
+        y = torch.empty(
+            target_shape, dtype=torch.float32 if has_value_targets(task) else torch.int64
+        )
+        x = torch.empty(compute_output_shape(task, target_shape, classes), requires_grad=True)
         try:
             task.loss(x, y), task.score(x, y)
-        except Exception:  # a user's task may raise anything
+        except Exception:  # the task is the user's code, so that any exception is possible
             return False
     return True
 
 
-def check_task_outputs(task: Task, what: OwnTask, classes: int, targets: Sequence[int]) -> LossKind:
-    """Try a task with random outputs for targets of a shape. Return the kind of its loss.
+def check_task_outputs(
+    task: Task, own_task: OwnTask, classes: int, target_shape: Sequence[int]
+) -> LossKind:
+    """Try a user's task on random outputs, and return the kind of its loss.
 
-    It is tried in float32 as in training, and in float64 as in evaluation.
+    The task is tried in float32 as in training, and in float64 as in evaluation.
 
     Args:
         task: The task.
-        what: Specification of the task.
+        own_task: Specification of the task.
         classes: Number of classes.
-        targets: Shape of the targets.
+        target_shape: Shape of the targets.
 
     Raises:
         ModelError: If the task fails, or does not return a loss and scores.
     """
     import torch
 
-    shape = compute_output_shape(task, targets, classes)
+    shape = compute_output_shape(task, target_shape, classes)
     for dtype in (torch.float32, torch.float64):
-        y = torch.zeros(targets, dtype=dtype if has_value_targets(task) else torch.int64)
+        y = torch.zeros(target_shape, dtype=dtype if has_value_targets(task) else torch.int64)
         x = torch.randn(
             shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
         ).requires_grad_()
         shapes = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
-        loss, _ = _compute_loss(task, what, x, y, shapes)
+        loss, _ = _compute_loss(task, own_task, x, y, shapes)
         if loss.dim() or not loss.requires_grad:
             raise ModelError(
-                f"{what}: loss of {shapes} returned a tensor {list(loss.shape)}"
-                f"{'' if loss.requires_grad else ' without a gradient'}; return the mean as a scalar with a "
-                "gradient, or (sum, weight)"
+                f"{own_task}: its method loss, called with {shapes}, returned a tensor "
+                f"{list(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}; return the mean "
+                "as a scalar with a gradient, or (sum, weight)"
             )
         try:
             score = task.score(x, y)
         except Exception as e:
-            raise ModelError(f"{what}: score of {shapes} raised {format_user_error(e)}") from e
-        if not isinstance(score, torch.Tensor):
-            raise ModelError(f"{what}: score returned a {type(score).__name__}; return a tensor")
-        if list(score.shape[:1]) != list(targets[:1]):
             raise ModelError(
-                f"{what}: score of {shapes} returned a tensor {list(score.shape)}; return a score per "
-                f"sample, [{targets[0]}] or [{targets[0]}, ...]"
+                f"{own_task}: its method score, called with {shapes}, raised {format_user_error(e)}"
+            ) from e
+        if not isinstance(score, torch.Tensor):
+            raise ModelError(
+                f"{own_task}: its method score returned a {type(score).__name__}; return a tensor"
             )
-    return _determine_loss_kind(task, what, classes, targets)
+        if list(score.shape[:1]) != list(target_shape[:1]):
+            raise ModelError(
+                f"{own_task}: its method score, called with {shapes}, returned a tensor "
+                f"{list(score.shape)}; return a score per sample, [{target_shape[0]}] or "
+                f"[{target_shape[0]}, ...]"
+            )
+    return _determine_loss_kind(task, own_task, classes, target_shape)
 
 
 def _compute_loss(
-    task: Task, what: OwnTask, x: Tensor, y: Tensor, shapes: str
+    task: Task, own_task: OwnTask, outputs: Tensor, targets: Tensor, shapes_text: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Call a task's loss, and return the loss and its weight, if any.
+    """Call a task's method `loss`, and return the loss and its weight, or None without a weight.
 
     Args:
         task: The task.
-        what: Specification of the task.
-        x: Outputs.
-        y: Targets.
-        shapes: Text on the shapes of both, for messages.
+        own_task: Specification of the task.
+        outputs: Outputs.
+        targets: Targets.
+        shapes_text: Text on the shapes of both, for messages.
 
     Raises:
         ModelError: If the call fails, or does not return a loss.
@@ -150,9 +159,11 @@ def _compute_loss(
     import torch
 
     try:
-        result = task.loss(x, y)
+        result = task.loss(outputs, targets)
     except Exception as e:
-        raise ModelError(f"{what}: loss of {shapes} raised {format_user_error(e)}") from e
+        raise ModelError(
+            f"{own_task}: its method loss, called with {shapes_text}, raised {format_user_error(e)}"
+        ) from e
     parts = result if isinstance(result, tuple) else (result,)
     number = isinstance(parts[-1], torch.Tensor) or (
         len(parts) == 2 and type(parts[-1]) in (int, float)
@@ -160,34 +171,38 @@ def _compute_loss(
     if not (len(parts) <= 2 and isinstance(parts[0], torch.Tensor) and number):
         kinds = ", ".join(type(part).__name__ for part in parts)
         kinds = f"({kinds})" if isinstance(result, tuple) else kinds
-        raise ModelError(f"{what}: loss returned a {kinds}; return a tensor, or (sum, weight)")
-    loss, weight = compute_loss_and_weight(task, x, y)
+        raise ModelError(
+            f"{own_task}: its method loss returned a {kinds}; return a tensor, or (sum, weight)"
+        )
+    loss, weight = compute_loss_and_weight(task, outputs, targets)
     if weight is not None and (weight.dim() or not 0 <= float(weight) < math.inf):
         raise ModelError(
-            f"{what}: loss of {shapes} returned the weight {weight.tolist()}; return a number of at least 0"
+            f"{own_task}: its method loss, called with {shapes_text}, returned the weight "
+            f"{weight.tolist()}; return a number of at least 0"
         )
     return loss, weight
 
 
 def _determine_loss_kind(
-    task: Task, what: OwnTask, classes: int, targets: Sequence[int]
+    task: Task, own_task: OwnTask, classes: int, target_shape: Sequence[int]
 ) -> LossKind:
-    """Return the kind of a task's loss, by comparing a batch with its halves."""
+    """Return the kind of a task's loss, found by comparing a batch's loss with those of its halves."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
     if has_value_targets(task):
         half = 3
-        y = torch.randn((2 * half, *targets[1:]), dtype=torch.float64, generator=draw)
+        y = torch.randn((2 * half, *target_shape[1:]), dtype=torch.float64, generator=draw)
     else:
-        each = math.prod(targets[1:])
+        each = math.prod(target_shape[1:])
         most = min(classes // each + 1, TRIED_NUMBERS // (2 * classes * each))
         half = max(3 if each == 1 else 1, most)
         number = torch.arange(half * each)
-        # Labels that a loss ignores usually are the first or the last, so these labels come first.
+        # A loss that ignores a label usually ignores the first or the last, so that these labels come first.
         varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
-        # Whichever label is ignored, its number differs between the halves.
-        y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *targets[1:])
+        # The second half has only the label 0. So each label occurs unequally often in the two halves, which
+        # shows whether a loss ignores it.
+        y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *target_shape[1:])
     x = torch.randn(
         compute_output_shape(task, y.shape, classes), dtype=torch.float64, generator=draw
     )
@@ -196,7 +211,7 @@ def _determine_loss_kind(
     for a, b in ((x, y), (x[:half], y[:half]), (x[half:], y[half:])):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            loss, weight = _compute_loss(task, what, a.requires_grad_(), b, shapes)
+            loss, weight = _compute_loss(task, own_task, a.requires_grad_(), b, shapes)
         losses.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
     weighs = weight is not None
     (loss, weight), *halves = losses

@@ -1,4 +1,4 @@
-"""Defines training tasks: the loss to minimise, and the score of each answer of a model.
+"""Defines training tasks: the loss to minimise, and the score of a model's outputs.
 
 A user's own task is a class with the same attributes and methods, named as `package.module:Task`. torch is
 imported inside functions, since the Snakefile imports this module.
@@ -27,39 +27,38 @@ if TYPE_CHECKING:
 
 
 class LossKind(NamedTuple):
-    """The relation of a batch's loss to the losses of the batch's parts."""
+    """How the loss of a batch follows from the losses of the parts into which the batch is divided."""
 
-    #: Whether the task returns a sum and its weight instead of a mean.
+    #: Whether the task returns the sum of losses and a weight to divide it by, instead of a mean loss.
     weighs: bool = False
-    #: Whether the mean loss of a batch is the mean over its equal parts, or its sum and weight are theirs
-    #: added.
+    #: Whether the loss of a batch is the mean (or the sum) of the losses of its equal parts.
     adds_up: bool = True
 
 
 class Task:
-    """A loss and a score of a model's outputs [batch, ...] for targets [batch, ...].
+    """A training task: loss and score of a model's outputs [batch, ...] for targets [batch, ...].
 
     The score of a model is the mean over the test set of each answer's score. Workers can therefore divide
     the test set, and the score's standard error is known.
     """
 
-    #: Name of the score in tables and on axes.
+    #: Name of the score in tables and on axes, such as accuracy.
     score_name: str
-    #: Unit of the score: `share`, which is shown in percent, or another unit, which is shown as it is.
+    #: Unit of the score. A score with the unit `share` is shown in percent.
     unit: str
     #: Whether a higher or a lower score is better.
     better: Literal["higher", "lower"]
-    #: Things that throughput counts, such as images or tokens.
+    #: Noun for the things of which throughput counts how many are trained per second, such as images.
     counts: str
-    #: Difference by which a strategy's score may be worse without being excluded, in the unit as shown.
+    #: Largest difference in score at which a decision still accepts a strategy, in the unit as shown.
     tolerance: float
-    #: Kind of the targets: class numbers (int64), or values (float, [batch, values]).
+    #: Kind of the targets: class numbers (int64), or real values to predict (float, [batch, values]).
     targets: Literal["classes", "values"] = "classes"
-    #: How the loss of a batch follows from those of its parts. A trial determines it for a user's own task.
+    #: How a batch's loss follows from its parts. For a user's own task it is found out before the training.
     loss_kind = LossKind()
 
     def outputs(self, targets: Sequence[int], classes: int) -> Sequence[int]:
-        """Return the shape of the model's outputs for targets of a shape.
+        """Return the shape that a model's outputs must have for targets of a given shape.
 
         Args:
             targets: Shape of the targets.
@@ -70,27 +69,30 @@ class Task:
     def loss(
         self, outputs: Tensor, targets: Tensor
     ) -> Tensor | tuple[Tensor, Tensor | int | float]:
-        """Return the mean loss to minimise, a scalar, or a scalar sum and its weight.
+        """Return the mean loss of a batch, or the sum of its losses and a weight to divide the sum by.
 
-        A sum is divided by the weight of the whole global batch, such as its number of counted targets. The
-        loss then does not depend on how the batch is divided.
+        All are scalars. A sum is divided by the weight of the whole global batch, such as its number of
+        counted targets. The loss then does not depend on how the batch is divided.
         """
         raise NotImplementedError
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the score of each answer, [batch], or [batch, ...] with several answers per sample.
+        """Return the score of each prediction: [batch], or [batch, ...] with several per sample.
 
-        An answer whose score is NaN does not count.
+        A prediction whose score is NaN does not count.
         """
         raise NotImplementedError
 
     def guess(self, classes: int) -> float | None:
-        """Return the score of random guessing, or None if unknown."""
+        """Return the expected score of random guessing, or None if unknown."""
         return None
 
 
 class _CrossEntropy(Task):
-    """A task whose outputs are scores per class [batch, ..., classes], and targets classes [batch, ...]."""
+    """A task that is trained by the cross-entropy of class scores.
+
+    Outputs are [batch, ..., classes], and targets are class numbers [batch, ...].
+    """
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy over all targets, in nats."""
@@ -100,7 +102,7 @@ class _CrossEntropy(Task):
 
 
 class Classification(_CrossEntropy):
-    """The task of finding the class of each image; the score is the share of right answers."""
+    """The task of predicting the class of each image; the score is the share of right predictions."""
 
     score_name, unit, better, counts, tolerance = "accuracy", "share", "higher", "images", 1.0
 
@@ -113,19 +115,19 @@ class Classification(_CrossEntropy):
 
 
 class TextClassification(Classification):
-    """The task of finding the class of each text."""
+    """The task of predicting the class of each text."""
 
     counts = "samples"
 
 
 class AudioClassification(Classification):
-    """The task of finding the class of each waveform."""
+    """The task of predicting the class of each waveform."""
 
     counts = "samples"
 
 
 class NextToken(_CrossEntropy):
-    """The task of predicting the next token after each token; the score is the mean cross-entropy."""
+    """The task of predicting each next token of a text; the score is the mean cross-entropy."""
 
     score_name, unit, better, counts, tolerance = "loss", "nats/token", "lower", "tokens", 0.05
 
@@ -141,15 +143,15 @@ class NextToken(_CrossEntropy):
 
 
 class MaskedToken(NextToken):
-    """The task of predicting hidden tokens of a text; the score is their mean cross-entropy.
+    """The task of predicting masked tokens of a text; the score is their mean cross-entropy.
 
-    Tokens that are not hidden have the target IGNORED.
+    Tokens that are not masked have the target IGNORED.
     """
 
     loss_kind = LossKind(weighs=True)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the hidden tokens' cross-entropies in nats, and their number."""
+        """Return the sum of the masked tokens' cross-entropies in nats, and the number of masked tokens."""
         from torch.nn.functional import cross_entropy
 
         pairs = outputs.flatten(0, -2), targets.flatten()
@@ -157,7 +159,7 @@ class MaskedToken(NextToken):
         return total, (targets != IGNORED).sum()
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each hidden token in nats, and NaN for all other tokens."""
+        """Return the cross-entropy of each masked token in nats, and NaN for other tokens."""
         import torch
 
         hidden = targets != IGNORED
@@ -165,12 +167,13 @@ class MaskedToken(NextToken):
         return torch.where(hidden, each, math.nan)
 
     def guess(self, classes: int) -> float:
-        return math.log(classes - 1)  # guesses exclude the mask, which is never the right answer
+        # The mask is one of the classes, but a guess is never the mask.
+        return math.log(classes - 1)
 
 
-#: Target of a token that does not count; it is the one that torch's cross_entropy ignores by default.
+#: Target of a token that has no loss. PyTorch's cross_entropy ignores this number by default.
 IGNORED = -100
-#: Pattern of a user's names and units, which axes, tables and pages print.
+#: Pattern that the name and the unit of a user's score must match, because pages and figures show them.
 _WORD = re.compile(r"[A-Za-z0-9 %/._^()+-]{1,40}", re.ASCII)
 #: Built-in tasks by their names in config.yaml.
 TASKS: dict[str, type[Task]] = {
@@ -180,7 +183,7 @@ TASKS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
     "audio-classification": AudioClassification,
 }
-#: Words for the samples of each task.
+#: Words for a data set's samples in messages, by its usual task.
 _SAMPLES = {
     "classification": "images",
     "next-token": "a text",
@@ -188,13 +191,13 @@ _SAMPLES = {
     "text-classification": "labelled texts",
     "audio-classification": "waveforms",
 }
-#: Task by a sample's number of dimensions, if the data set names no other task.
+#: Task of a data set that names none, by the number of dimensions of a sample.
 _NATURAL = {1: "next-token", 2: "audio-classification", 3: "classification"}
 
 
 @dataclass(frozen=True)
 class OwnTask:
-    """A user's own task: a class, as `module:name`, which is called without arguments."""
+    """Specification of a user's own task: a class without arguments, as `module:name`."""
 
     call: str
 
@@ -203,64 +206,66 @@ class OwnTask:
 
 
 def get_default_task(shape: Sequence[int]) -> str:
-    """Return the name of the default task for a sample's shape."""
+    """Return the name of the default task for samples of a given shape."""
     return _NATURAL[len(shape)]
 
 
-def unsuitable_task_reason(name: str, natural: str | None) -> str | None:
-    """Return why a task does not suit a data set, without imports. None if the task suits.
+def unsuitable_task_reason(task_name: str, usual_task: str | None) -> str | None:
+    """Return why a task does not suit a data set, or None if it does. No user code is imported.
 
     Args:
-        name: Name of the task.
-        natural: The data set's usual task, or None if the data set is not read yet.
+        task_name: Name of the task.
+        usual_task: Name of the data set's usual task, or None if the data set has not been read.
     """
-    if name in TASKS:
-        if natural in (None, name):
+    if task_name in TASKS:
+        if usual_task in (None, task_name):
             return None
-        return f"the data set is {_SAMPLES[natural]}, whose task is {natural}"
-    if natural == "text-classification":
+        return f"the data set is {_SAMPLES[usual_task]}, whose task is {usual_task}"
+    if usual_task == "text-classification":
         return "only text-classification is possible for texts with one label each"
-    if invalid_call_reason(name):
+    if invalid_call_reason(task_name):
         return f"is neither one of {', '.join(TASKS)} nor a class of yours, such as my_tasks:MyTask"
     return None
 
 
-def get_task_name(s: Settings, shape: Sequence[int]) -> str:
-    """Return the name of a cell's task. A user's own task has its class's name."""
-    return s.own_task["call"] if s.own_task else s.task or get_default_task(shape)
+def get_task_name(settings: Settings, shape: Sequence[int]) -> str:
+    """Return the name of a cell's task. The name of a user's own task is `module:Class`."""
+    return (
+        settings.own_task["call"] if settings.own_task else settings.task or get_default_task(shape)
+    )
 
 
-def get_task(s: Settings, shape: Sequence[int], values: bool | None = None) -> Task:
-    """Return the task of a cell: a built-in one or a user's own.
+def get_task(settings: Settings, shape: Sequence[int], has_values: bool | None = None) -> Task:
+    """Return the task of a cell: a built-in task, or one of the user's.
 
     Args:
-        s: Settings of the cell.
+        settings: Settings of the cell.
         shape: Shape of a sample.
-        values: Whether targets are values instead of class numbers; None if unknown.
+        has_values: Whether targets are values instead of class numbers; None if unknown.
 
     Raises:
         ModelError: If a user's own task is invalid, or if the task does not suit the targets.
     """
-    name = get_task_name(s, shape)
-    task = create_own_task(name) if s.own_task else TASKS[name]()
-    if values is not None and values != has_value_targets(task):
-        label = OwnTask(name) if s.own_task else f"task {name!r}"
-        raise ModelError(f"{label}: {describe_wrong_targets(values)}")
+    name = get_task_name(settings, shape)
+    task = create_own_task(name) if settings.own_task else TASKS[name]()
+    if has_values is not None and has_values != has_value_targets(task):
+        label = OwnTask(name) if settings.own_task else f"task {name!r}"
+        raise ModelError(f"{label}: {describe_wrong_targets(has_values)}")
     return task
 
 
 def has_value_targets(task: Task) -> bool:
-    """Return whether a task's targets are values instead of class numbers, which are the default."""
+    """Return whether a task's targets are real values. By default they are class numbers."""
     return getattr(task, "targets", "classes") == "values"
 
 
-def describe_wrong_targets(values: bool) -> str:
-    """Return a message on a task that does not suit the targets, with the remedy.
+def describe_wrong_targets(are_values: bool) -> str:
+    """Return a message, with the remedy, on a task that does not suit the data set's targets.
 
     Args:
-        values: Whether the targets are values instead of class numbers.
+        are_values: Whether the targets are values instead of class numbers.
     """
-    if values:
+    if are_values:
         return (
             "it learns class numbers, but the targets of the data set are values (float32); use a task of "
             'your own with targets = "values"'
@@ -271,35 +276,36 @@ def describe_wrong_targets(values: bool) -> str:
     )
 
 
-def compute_output_shape(task: Task, targets: Sequence[int], classes: int) -> list[int]:
-    """Return the shape of a model's outputs for targets of a shape.
+def compute_output_shape(task: Task, target_shape: Sequence[int], classes: int) -> list[int]:
+    """Return the shape that a model's outputs must have for targets of a given shape.
 
-    The shape follows from the task if it has `outputs`, else from a default.
+    A task's method `outputs` determines the shape. Without this method, there is a default.
 
     Args:
         task: The task.
-        targets: Shape of the targets.
+        target_shape: Shape of the targets.
         classes: Number of classes.
     """
     if not hasattr(task, "outputs"):
-        return list(targets if has_value_targets(task) else (*targets, classes))
+        return list(target_shape if has_value_targets(task) else (*target_shape, classes))
     what = OwnTask(f"{type(task).__module__}:{type(task).__name__}")
     try:
-        shape = list(task.outputs(tuple(targets), classes))
+        shape = list(task.outputs(tuple(target_shape), classes))
     except Exception as e:
         raise ModelError(
-            f"{what}: its outputs of {list(targets)} raised {format_user_error(e)}"
+            f"{what}: its method outputs raised {format_user_error(e)} for targets of shape "
+            f"{list(target_shape)}"
         ) from e
-    if not shape or any(type(n) is not int or n < 1 for n in shape) or shape[0] != targets[0]:
+    if not shape or any(type(n) is not int or n < 1 for n in shape) or shape[0] != target_shape[0]:
         raise ModelError(
-            f"{what}: its outputs for targets {list(targets)} are {shape}; return the shape of the "
-            f"model's outputs, [{targets[0]}, ...]"
+            f"{what}: its method outputs returned {shape} for targets of shape {list(target_shape)}; return "
+            f"the shape of the model's outputs, [{target_shape[0]}, ...]"
         )
     return shape
 
 
 def create_own_task(call: str) -> Task:
-    """Create a user's own task, and check its attributes and methods.
+    """Create a user's own task, and check that it has the attributes and methods of a task.
 
     Raises:
         ModelError: If the task lacks an attribute or method that a task must have.
@@ -327,10 +333,10 @@ def create_own_task(call: str) -> Task:
         else:
             good = good and bool(_WORD.fullmatch(value))
         if not good:
-            raise ModelError(f"{what}: its {name} is {value!r}; it must be {means}")
+            raise ModelError(f"{what}: its attribute {name} is {value!r}; it must be {means}")
     if getattr(task, "targets", "classes") not in ("classes", "values"):
         raise ModelError(
-            f"{what}: its targets are {task.targets!r}; they must be classes or values"
+            f"{what}: its attribute targets is {task.targets!r}; it must be classes or values"
         )
     for name in ("loss", "score"):
         if not inspect.ismethod(getattr(task, name, None)):
@@ -343,17 +349,17 @@ def describe_task(
     name: str,
     classes: int,
     shape: Sequence[int],
-    least_loss: float | None,
+    min_loss: float | None,
     kind: LossKind | None = None,
 ) -> Mapping[str, Any]:
-    """Return a record's entry on the task, with all names for tables, figures and decisions.
+    """Return a record's entry `task`, with the names that tables, figures and decisions use.
 
     Args:
         task: The task.
         name: Name of the task.
         classes: Number of classes.
         shape: Shape of a sample.
-        least_loss: Least possible mean loss of any model, if known.
+        min_loss: Least possible mean loss of any model, if known.
         kind: Kind of the task's loss, or None if it was not tried.
     """
     guess = getattr(task, "guess", lambda classes: None)(classes)
@@ -366,10 +372,10 @@ def describe_task(
         "tolerance": task.tolerance,
         "guess": None if guess is None else float(guess),
         "counts": task.counts,
-        # A sample of text counts as its number of tokens.
+        # Throughput counts the tokens of a text, except if a whole text has one label.
         "counts_per_sample": shape[0] if len(shape) == 1 and not of_whole_text else 1,
-        # The least loss is known for the mean cross-entropy only.
-        "least_loss": least_loss if isinstance(task, _CrossEntropy) else None,
+        # The least possible loss of generated data is known as a cross-entropy, and not for other losses.
+        "least_loss": min_loss if isinstance(task, _CrossEntropy) else None,
         "loss_weighs": kind and kind.weighs,
         "loss_adds_up": kind and kind.adds_up,
     }
@@ -378,7 +384,7 @@ def describe_task(
 def compute_loss_and_weight(
     task: Task, outputs: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a task's mean loss and None, or its loss sum and weight (float64 scalar).
+    """Return the mean loss of a batch and None, or the sum of its losses and the weight (float64).
 
     Args:
         task: The task.
@@ -389,13 +395,14 @@ def compute_loss_and_weight(
     if not isinstance(loss, tuple):
         return loss, None
     total, weight = loss
-    if isinstance(weight, (int, float)):  # new_full creates it on the device without a copy
+    if isinstance(weight, (int, float)):
+        # `new_full` creates the weight on the device, without a copy from the host.
         return total, total.detach().new_full((), weight).double()
     return total, weight.detach().to(total.device).double()
 
 
 def divide_or_zero(value: float | Tensor, weight: Tensor) -> Tensor:
-    """Return a value divided by a weight, or 0 if the weight is 0."""
+    """Return a value divided by a weight, or 0 where the weight is 0."""
     import torch
 
     some = weight > 0
@@ -405,22 +412,23 @@ def divide_or_zero(value: float | Tensor, weight: Tensor) -> Tensor:
 class Evaluated(NamedTuple):
     """The mean loss and score of an evaluation over the test set."""
 
-    #: Mean loss.
+    #: Mean loss over the test set.
     loss: float
-    #: Mean score of all counted answers.
+    #: Mean score of all predictions that have a score.
     score: float
-    #: Standard error of the score.
+    #: Standard error of this mean score.
     error: float
-    #: Number of answers without a score.
+    #: Number of predictions without a score (NaN).
     left_out: int
 
 
 def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the eight sums over a test batch that `compute_evaluation` needs, as float64 [8].
+    """Return sums over a test batch, from which `compute_evaluation` computes loss and score.
 
-    Sums of batches and workers are to be added. They are the sum of losses and its weight, then, with the sum
-    a of a sample's scores and the number n of its answers, those of a, n, a², a n and n², and the number of
-    answers without a score. float64 avoids rounding errors over a large test set.
+    The caller adds up these sums over batches and workers. The result is float64 [8]: the sum of losses, and
+    its weight. Then, with the sum a of a sample's scores and the number n of its predictions, the sums of a,
+    n, a², a n and n². The last value is the number of predictions without a score. float64 avoids rounding
+    errors over a large test set.
 
     Args:
         task: The task.
@@ -443,14 +451,14 @@ def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([loss.double(), weight, a.sum(), n.sum(), a @ a, a @ n, n @ n, left_out])
 
 
-def compute_evaluation(sums: Sequence[float]) -> Evaluated:
-    """Return the mean loss and the mean score of all counted answers.
+def compute_evaluation(batch_sums: Sequence[float]) -> Evaluated:
+    """Return the mean loss and the mean score over the test set.
 
-    They follow from the sums of all batches. Samples are independent, but answers within a sample are not.
-    The standard error is that of a ratio of two sums over samples (Cochran, Sampling techniques, 1977,
-    section 6.4). With equal numbers of answers it is that of a mean over samples.
+    They follow from the sums of all batches. Samples are independent, but predictions within a sample are
+    not. The standard error is that of a ratio of two sums over samples (Cochran, Sampling techniques, 1977,
+    section 6.4). With equal numbers of predictions per sample, it is that of a mean over samples.
     """
-    loss, weight, a, n, aa, an, nn, left_out = sums
+    loss, weight, a, n, aa, an, nn, left_out = batch_sums
     score = a / n if n else math.nan
     deviation = math.sqrt(max(0.0, aa - 2 * score * an + score**2 * nn)) / n if n else math.nan
     return Evaluated(loss / weight if weight else 0.0, score, deviation, round(left_out))

@@ -1,4 +1,4 @@
-"""Uses of PyTorch's private and undocumented names by training, strategies and servers.
+"""Wraps all private and undocumented names of PyTorch that training, strategies and servers use.
 
 To upgrade PyTorch, check this module first. `plan.footprint.torch_internals` has the names that only the plan
 uses.
@@ -44,12 +44,12 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-#: Operators of the fused attention for tensors on a CPU, real or fake.
+#: PyTorch's operator for fused attention of CPU tensors, real or fake.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-#: Operator of a matrix product per group of rows, by which experts are computed.
+#: PyTorch's operator for matrix products per group of rows, as in mixtures of experts.
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm
-#: Operators besides products whose results `activation_checkpointing: selective` stores, as in torchtitan.
+#: Operators whose results `activation_checkpointing: selective` always stores, as in torchtitan.
 KEPT_BY_SELECTIVE = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     CPU_ATTENTION.default,
@@ -59,7 +59,8 @@ KEPT_BY_SELECTIVE = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
 }
-#: Name of the method by which a pipeline's workers vote on shapes, up to PyTorch 2.14 and from 2.15 on.
+#: Method by which workers of a pipeline exchange whether they know tensor shapes: up to PyTorch 2.14, and
+#: later.
 PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
@@ -67,12 +68,12 @@ PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a unique key of a storage, even of a fake storage without address."""
+    """Return a unique key of a tensor's storage, also of a fake storage, which has no address."""
     return storage._cdata
 
 
 def get_write_count(tensor: Tensor) -> int:
-    """Return the number of in-place writes to a tensor."""
+    """Return how many times a tensor was changed in place."""
     return tensor._version
 
 
@@ -81,7 +82,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether several elements of a tensor share memory, or may share it."""
+    """Return whether two elements of a tensor share memory, or may share it."""
     return bool(torch._debug_has_internal_overlap(tensor))
 
 
@@ -90,7 +91,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and format by a factor, in place, with one kernel."""
+    """Multiply several tensors by a factor, in place and in one kernel."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -120,7 +121,7 @@ def has_mutable_argument(op: OpOverload) -> bool:
 
 
 def make_flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return formulas of floating-point operations for operators that PyTorch does not count.
+    """Return functions that count floating-point operations for operators that PyTorch does not count.
 
     They are attention on CPU tensors and grouped products. Up to version 2.14, PyTorch counts only CUDA's
     fused attention. All attention scores count, also those that a causal mask hides.
@@ -137,7 +138,8 @@ def make_flop_formulas() -> dict[Any, Callable[..., int]]:
         return sdpa_backward_flop_count(*shapes[:4])
 
     def count_grouped(a: Sequence[int], b: Sequence[int], *_: Any, **_named: Any) -> int:
-        # If only one operand is three-dimensional, its groups divide the rows of the other one.
+        # If only one operand is three-dimensional, each of its groups is multiplied by a part of the other's
+        # rows.
         groups = a[0] if len(a) > len(b) else 1
         return 2 * math.prod(a) // groups * b[-1]
 
@@ -148,23 +150,23 @@ def make_flop_formulas() -> dict[Any, Callable[..., int]]:
     }
 
 
-def compute_grouped_shape(a: Tensor, b: Tensor, offsets: Tensor | None) -> list[int]:
-    """Return the shape of the result of a grouped matrix product.
+def compute_grouped_shape(a: Tensor, b: Tensor, group_ends: Tensor | None) -> list[int]:
+    """Return the shape of the result of a matrix product per group (`GROUPED_PRODUCT`).
 
     Args:
         a: First operand.
         b: Second operand.
-        offsets: Ends of the groups.
+        group_ends: Ends of the groups.
     """
     if a.dim() == b.dim():
-        groups = a.shape[:1] if a.dim() == 3 else offsets.shape
+        groups = a.shape[:1] if a.dim() == 3 else group_ends.shape
         return [*groups, a.shape[-2], b.shape[-1]]
     return [a.shape[-2], b.shape[-1]]
 
 
 @contextmanager
 def replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a module's attribute within the block, where PyTorch has no option for it.
+    """Replace an attribute of a Python module until the block ends.
 
     Args:
         module: The module.
@@ -181,7 +183,7 @@ def replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def skip_truncated_normals() -> Iterator[None]:
-    """Skip the drawing of truncated normal numbers within the block. Fake tensors have no values."""
+    """Skip initialisations by truncated normal numbers until the block ends, for fake tensors."""
     with replace_attribute(init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
         yield
 
@@ -190,7 +192,7 @@ def skip_truncated_normals() -> Iterator[None]:
 
 
 def assign_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
-    """Return the indices of the parameters of each bucket, as DDP forms buckets.
+    """Return how DDP divides parameters into buckets: the parameters' indices, by bucket.
 
     A bucket has at most `cap_bytes`.
     """
@@ -199,20 +201,20 @@ def assign_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
 
 
 def read_ddp_log(module: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
-    """Return DDP's log of its steps and buckets."""
+    """Return DDP's own log of the times of its steps and of its buckets."""
     return module._get_ddp_logging_data()
 
 
 def log_each_ddp_step(module: nn.parallel.DistributedDataParallel) -> None:
-    """Make DDP time every step for its log instead of every 100th step."""
+    """Make DDP log the time of every step, instead of every 100th step."""
     module._set_ddp_runtime_logging_sample_rate(1)
 
 
 class ObservableScaler(torch.amp.GradScaler):
-    """A GradScaler that passes its overflow flags to `observe` before it uses the flags."""
+    """A GradScaler whose overflow flags can be read or changed before it uses them."""
 
     def process_overflow_flags(self, flags: Iterable[Tensor]) -> None:
-        """Read or change a GradScaler's overflow flags.
+        """Read or change the overflow flags before the GradScaler uses them.
 
         Args:
             flags: A flag per device, which is not 0 if a gradient on the device is not finite.
@@ -225,21 +227,21 @@ class ObservableScaler(torch.amp.GradScaler):
         return flags
 
 
-def unscale_gradients(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients by the inverse loss scale, in place, by GradScaler's kernel.
+def unscale_gradients(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply gradients by the inverse loss scale, in place, as GradScaler does.
 
     Args:
         gradients: Gradients on one device.
         found_inf: Flag of shape [1], which is set to 1 if a gradient is not finite.
-        inverse: Inverse loss scale, of shape [1].
+        inverse_scale: Inverse loss scale, of shape [1].
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
 def disable_pipeline_shape_vote(schedule: Any) -> None:
-    """Disable a pipeline's vote on whether workers know the shapes of received tensors.
+    """Disable the exchange of tensor shapes between the workers of a pipeline.
 
-    The workers know them. Unknown shapes would be sent as pickles, which this program does not unpickle.
+    The workers already know the shapes. PyTorch would send them as pickles, which stratbench never unpickles.
 
     Raises:
         RuntimeError: If the schedules of the installed PyTorch have neither of the known methods.
@@ -249,7 +251,7 @@ def disable_pipeline_shape_vote(schedule: Any) -> None:
         names = ", ".join(PIPELINE_VOTES)
         raise RuntimeError(
             f"{type(schedule).__name__} of the installed PyTorch has none of the methods {names}; install a "
-            "supported version"
+            "version of PyTorch that stratbench supports"
         )
     setattr(schedule, vote, _declare_static_shapes)
 
@@ -262,9 +264,10 @@ def _declare_static_shapes(stages: Sequence[Any], *_: Any, **__: Any) -> None:
 
 
 def list_receive_buffers(stages: Iterable[Any]) -> list[Tensor]:
-    """Return the receive buffers that a worker's pipeline stages keep, if any."""
+    """Return the buffers in which a worker's pipeline stages receive tensors from other workers."""
     infos = [i for s in stages for i in (*s.args_recv_info.values(), *s.grad_recv_info.values())]
-    # The model's own input has no receive buffer. From PyTorch 2.15 on, no receive buffer is kept.
+    # The input of the model has no receive buffer. From PyTorch 2.15 on, stages keep no receive buffers at
+    # all.
     buffers = [getattr(i, "buffer", None) for each in infos for i in each]
     return [buffer for buffer in buffers if buffer is not None]
 
@@ -273,23 +276,24 @@ def list_receive_buffers(stages: Iterable[Any]) -> list[Tensor]:
 
 
 def import_compiler() -> None:
-    """Import torch.compile's modules, which each optimizer's constructor would import."""
+    """Import the modules of torch.compile, which creating the first optimizer would import."""
     import torch._dynamo  # noqa: F401
 
 
 def configure_compiler() -> None:
-    """Allow torch.compile to compile code for many shapes, without further processes."""
+    """Let torch.compile compile code for many shapes, and within this process."""
     from torch._dynamo import config
     from torch._inductor import config as inductor
 
-    # The same code needs a graph for the shape of each layer.
+    # A model's layers share code, but each shape needs its own graph. PyTorch's limits are too low for that.
     config.recompile_limit = max(config.recompile_limit, 256)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4096)
-    inductor.compile_threads = 1  # the worker compiles without further processes
+    # With more than one thread, PyTorch would start further processes.
+    inductor.compile_threads = 1
 
 
 def watch_compiler(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Make torch.compile call `start` before and `end` after each compilation."""
+    """Register functions that torch.compile calls before and after each compilation."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(start)
@@ -299,31 +303,31 @@ def watch_compiler(start: Callable[[Any], None], end: Callable[[Any], None]) -> 
 # ------------------------------------------------------------ process groups and memory
 
 
-def resolve_group(value: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operator's argument names, or None for other arguments."""
-    # A text or an object among the arguments may also be something else than a group.
+def resolve_group(argument: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an operator's argument is or names, or None for other arguments."""
+    # An argument that is a text or a ScriptObject may also be something other than a process group.
     try:
-        if isinstance(value, torch.ScriptObject):
-            return dist.ProcessGroup.unbox(value)
-        if isinstance(value, str):
-            return dist.distributed_c10d._resolve_process_group(value)
+        if isinstance(argument, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(argument)
+        if isinstance(argument, str):
+            return dist.distributed_c10d._resolve_process_group(argument)
     except (RuntimeError, LookupError):
         pass
     return None
 
 
-def set_collective_timeout(limit: timedelta) -> None:
-    """Set the timeout of the collectives of the default process group."""
-    dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
+def set_collective_timeout(timeout: timedelta) -> None:
+    """Set the timeout of collectives in the default process group."""
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
 
 
 def abort_collectives() -> None:
-    """End all NCCL collectives that are in progress."""
+    """Abort all NCCL collectives that are in progress."""
     dist.distributed_c10d._abort_process_group()
 
 
 def wait_for_collectives() -> None:
-    """Wait until PyTorch's watchdog has seen the end of all collectives."""
+    """Wait until all collectives have ended and PyTorch's watchdog thread has seen it."""
     dist.group.WORLD._wait_for_pending_works()
 
 

@@ -1,4 +1,4 @@
-"""Imports and fingerprints a user's code, and detects whether its files have changed.
+"""Imports users' code, hashes its files, and detects whether they have changed.
 
 The Snakefile imports this module: neither torch nor a user's code is imported before the code is called.
 """
@@ -24,13 +24,13 @@ from typing import Any, Protocol
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.words import format_names
 
-#: Environment variable with the folders of the user's code, in the format of PATH.
+#: Environment variable with the folders of the user's code, separated as in PATH.
 CODE_VARIABLE = "STRATBENCH_CODE"
-#: Packages whose versions are not part of a fingerprint, since each record has them.
+#: Packages whose versions are not part of the code's identity, since each record has them anyway.
 RECORDED = frozenset({"torch", "torchvision", "numpy", "stratbench"})
-#: Folders of installed packages.
+#: Names of folders with installed packages.
 _PACKAGES = {"site-packages", "dist-packages"}
-#: Pattern of a call: `module.name` or `module:name`.
+#: Pattern of a user's class or function in config.yaml (a call): `module.name` or `module:name`.
 _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*", re.ASCII)
 
 
@@ -39,39 +39,39 @@ class ModelError(RuntimeError):
 
 
 class Refused(ModelError):
-    """A strategy cannot train a model, which is a result of the cell and not a failure."""
+    """A strategy cannot train a model. This is a result of the cell and not a failure."""
 
 
 class Unsuitable(ValueError):
-    """A library's model cannot be built from its config for a data set; the message has the reason."""
+    """A model of a library cannot be built for a data set; the message has the reason."""
 
 
 class Called(Protocol):
-    """A user's class or function that is called, such as a model; its text names it in messages."""
+    """A user's class or function that a config names, such as a model. `str` of it is for messages."""
 
     @property
     def call(self) -> str: ...
 
 
 def invalid_call_reason(call: str) -> str | None:
-    """Return what is wrong with the syntax of a call. None if it is valid. Nothing is imported."""
+    """Return why the text of a call, such as `module:name`, is invalid, or None if it is valid."""
     if _CALL.fullmatch(call):
         return None
     return "is not a module and a name within it; write my_net.MyNet or my_net:MyNet"
 
 
 def get_top_module(call: str) -> str:
-    """Return the name of the top-level module or package that a call names."""
+    """Return the name of the top-level module or package in a call, such as `my_net` in `my_net:MyNet`."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
 
 def list_code_folders() -> list[Path]:
-    """Return the folders of the user's code, which the job's environment names."""
+    """Return the folders of the user's code, which an environment variable names."""
     return [Path(p) for p in os.environ.get(CODE_VARIABLE, "").split(os.pathsep) if p]
 
 
 def find_source_files(call: str, folders: Iterable[Path]) -> dict[str, Path]:
-    """Return the files of a call's module or package, and of its imports.
+    """Return the files of the module or package that a call names, and of what these files import.
 
     Only files in the user's folders count.
 
@@ -107,11 +107,11 @@ def _list_module_files(folder: Path, name: str, namespace: bool) -> list[Path]:
 
 
 def _list_imports(path: Path) -> list[str]:
-    """Return the top-level modules that a Python file imports, or none if it is invalid."""
+    """Return the top-level modules that a Python file imports, or none if its syntax is invalid."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return []  # the code that imports the file reports the error
+        return []  # a syntax error is reported when the file is imported
     modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -124,7 +124,7 @@ def _list_imports(path: Path) -> list[str]:
 def compute_code_fingerprint(
     call: str, folders: Iterable[Path], packages: Iterable[str] = ()
 ) -> dict[str, str | None]:
-    """Return the identity of a call's code: the `sha256` of its files, and a `version`.
+    """Return what identifies the code of a call: the `sha256` of its files, and a `version`.
 
     The version is that of the called package, or of all packages that the files import, such as `peft 0.21.2,
     transformers 5.24.0`.
@@ -149,7 +149,7 @@ def compute_code_fingerprint(
 
 
 def hash_named_files(files: Mapping[str, Path]) -> str:
-    """Return the SHA-256 of the names and contents of some files, in their order."""
+    """Return the SHA-256 of the names and contents of files, in the given order."""
     digest = hashlib.sha256()
     for name, path in files.items():
         content = path.read_bytes()
@@ -158,7 +158,7 @@ def hash_named_files(files: Mapping[str, Path]) -> str:
 
 
 def unimportable_code_reason(call: str, folders: Iterable[Path]) -> str | None:
-    """Return why a call cannot be imported, judged by files alone. None if it can.
+    """Return why a call cannot be imported, judged by its files alone, or None if it can.
 
     A package with several files is only located.
 
@@ -167,7 +167,7 @@ def unimportable_code_reason(call: str, folders: Iterable[Path]) -> str | None:
         folders: Folders of the user's code.
     """
     top = get_top_module(call)
-    # Jobs also search the working directory.
+    # Python also searches the working directory.
     folders = [*folders, Path.cwd()]
     file = next((f for f in (folder / f"{top}.py" for folder in folders) if f.is_file()), None)
     if fault := shadowed_module_reason(call, folders):
@@ -194,9 +194,9 @@ def unimportable_code_reason(call: str, folders: Iterable[Path]) -> str | None:
 
 
 def shadowed_module_reason(call: str, folders: Iterable[Path]) -> str | None:
-    """Return a message if a file of a call hides an installed module.
+    """Return a message if a file of the user's code hides an installed module of the same name.
 
-    A file hides a module of the same name. The result is None if no file does so.
+    The result is None if no file does so.
     """
     for name in dict.fromkeys(path.partition("/")[0] for path in find_source_files(call, folders)):
         if _is_installed_module(name.removesuffix(".py")):
@@ -205,7 +205,7 @@ def shadowed_module_reason(call: str, folders: Iterable[Path]) -> str | None:
 
 
 def _is_installed_module(name: str) -> bool:
-    """Return whether Python or an installed package has a module with a name."""
+    """Return whether Python or an installed package provides a module of the given name."""
     if name in sys.stdlib_module_names:
         return True
     places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
@@ -213,10 +213,10 @@ def _is_installed_module(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _list_bound_names(tree: ast.Module) -> set[str]:
-    """Return all names that a file binds or uses, and `*` for a star import."""
+def _list_bound_names(module_tree: ast.Module) -> set[str]:
+    """Return all names that a file defines, imports or uses, and `*` for a star import."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(module_tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.alias):
@@ -227,105 +227,112 @@ def _list_bound_names(tree: ast.Module) -> set[str]:
 
 
 @cache
-def _find_version(package: str) -> str | None:
-    from importlib import metadata  # this import takes as long as all others of this file
+def _find_version(package_name: str) -> str | None:
+    # This slow import takes as long as all other imports of this module.
+    from importlib import metadata
 
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # the package's distribution has another name
-        names = metadata.packages_distributions().get(package)
+        return metadata.version(package_name)
+    except metadata.PackageNotFoundError:  # the package may be installed under another name
+        names = metadata.packages_distributions().get(package_name)
         return metadata.version(names[0]) if names else None
 
 
-def check_code_unchanged(what: str, spec: Mapping[str, Any]) -> None:
-    """Raise ModelError if the files of a call have changed since the cell was planned.
+def check_code_unchanged(label: str, spec: Mapping[str, Any]) -> None:
+    """Raise ModelError if the files of a user's code have changed since the run was started.
 
     Args:
-        what: Name of the model or task in messages.
+        label: Name of the model or task in messages.
         spec: Specification with the call and the hash of its files.
     """
     now = compute_code_fingerprint(spec["call"], list_code_folders())["sha256"]
     if spec["sha256"] != now:
         raise ModelError(
-            f"{what} ({spec['call']}): its code has changed since the run was started, or is not in the "
+            f"{label} ({spec['call']}): its code has changed since the run was started, or is not in the "
             "folders of `code` on this machine; start the run again"
         )
 
 
-def import_callable(own: Called) -> Callable[..., Any]:
-    """Return the function or class that a call names. Raise ModelError if the import fails."""
-    target = import_user_object(own, own.call)
+def import_callable(user_callable: Called) -> Callable[..., Any]:
+    """Return the class or function that a call names. Raise ModelError if the import fails."""
+    target = import_user_object(user_callable, user_callable.call)
     if not callable(target):
         raise ModelError(
-            f"{own}: is a {type(target).__name__}, which cannot be called; name a class or function"
+            f"{user_callable}: is a {type(target).__name__}, which cannot be called; name a class or function"
         )
     return target
 
 
-def import_user_object(own: Called, path: str) -> Any:
-    """Import and return an object of the user's code, `module:NAME` or `module.NAME`.
+def import_user_object(user_callable: Called, object_path: str) -> Any:
+    """Import an object of the user's code, given as `module:NAME` or `module.NAME`, and return it.
 
     Raises:
         ModelError: If it cannot be imported.
     """
-    sys.dont_write_bytecode = True  # no file is written to the user's folders
+    # Python must not write files (`__pycache__`) to the user's folders.
+    sys.dont_write_bytecode = True
     for folder in reversed(list_code_folders()):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
-    module, colon, name = path.partition(":")
+    module, colon, name = object_path.partition(":")
     known, names = (
-        (module, name.split(".")) if colon else (get_top_module(path), path.split(".")[1:])
+        (module, name.split("."))
+        if colon
+        else (get_top_module(object_path), object_path.split(".")[1:])
     )
-    target: Any = _import_module(own, known)
+    target: Any = _import_module(user_callable, known)
     for name in names:
         if not hasattr(target, name) and isinstance(target, ModuleType):
             inner = f"{target.__name__}.{name}"
             if hasattr(target, "__path__") and util.find_spec(inner) is not None:
-                target = _import_module(own, inner)
+                target = _import_module(user_callable, inner)
                 continue
         if not hasattr(target, name):
             raise ModelError(
-                f"{own}: {getattr(target, '__name__', known)} has no {name!r}; correct the name"
+                f"{user_callable}: {getattr(target, '__name__', known)} has no {name!r}; correct the name"
             )
         target = getattr(target, name)
     return target
 
 
-def _import_module(own: Called, name: str) -> ModuleType:
+def _import_module(user_callable: Called, module_name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module_name)
     except (Exception, SystemExit) as e:
-        missing = isinstance(e, ModuleNotFoundError) and e.name == name.partition(".")[0]
+        missing = isinstance(e, ModuleNotFoundError) and e.name == module_name.partition(".")[0]
         remedy = "; name its folder in `code`, or install it" if missing else ""
-        raise ModelError(f"{own}: importing {name} raised {format_user_error(e)}{remedy}") from e
+        raise ModelError(
+            f"{user_callable}: importing {module_name} raised {format_user_error(e)}{remedy}"
+        ) from e
 
 
-def different_calls_reason(model: str, strategy: str, where: str) -> str:
-    """Return the message that workers have called different shard groups of a model.
+def different_calls_reason(model: str, strategy: str, step_name: str) -> str:
+    """Return the message that the workers called different shard groups of a model in one step.
 
     Args:
         model: Name of the model.
         strategy: Name of the strategy.
-        where: The step, such as `step 7`, or `the evaluation`.
+        step_name: The step, such as `step 7`, or `the evaluation`.
     """
     return (
-        f"model {model!r}: {strategy} cannot train it: in {where} the workers called different "
+        f"model {model!r}: {strategy} cannot train it: in {step_name} the workers called different "
         "shard groups, or in another order, so that they gathered and summed unrelated tensors; call all "
         "groups in each forward, and choose with torch.where or a factor of 0 or 1"
     )
 
 
 def format_user_error(e: BaseException) -> str:
-    """Return an exception as one line of text, with its place in the user's code."""
+    """Return an exception as one line of text, with the file and line of the user's code."""
     lines = str(e).strip().splitlines()
     text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
     return text + _format_user_code_place(e)
 
 
 def _format_user_code_place(e: BaseException) -> str:
-    """Return the last file and line of the user's code in a traceback, as text.
+    """Return the file and line of the user's code that an exception comes from, as text.
 
-    Without such a line, it is that of an installed package other than PyTorch.
+    If no line of the user's code is in the traceback, it is a line of an installed package other than
+    PyTorch.
     """
     own, packages = "", ""
     for frame in extract_tb(e.__traceback__):

@@ -1,16 +1,16 @@
-"""Imports PyTorch with the parts that every training needs, faster than `import torch._dynamo` does."""
+"""Imports PyTorch and the parts of it that every training needs, without garbage collection."""
 
 from __future__ import annotations
 
 import gc
 
-# The import creates a million permanent objects. The garbage collector would check them for 0.5 s of the 2.5
-# s. It is disabled during the import, and later ignores the objects because they are frozen.
+# The import creates a million objects, which the garbage collector would check again and again. It is
+# disabled during the import, and ignores these objects later (`freeze`).
 gc.disable()
 try:
     from stratbench.workload.torch_internals import import_compiler
 
-    # Without this, every optimizer's constructor would import these modules, in 1.5 s per process.
+    # Without this call, creating the first optimizer would import these modules in each process.
     import_compiler()
 finally:
     gc.freeze()

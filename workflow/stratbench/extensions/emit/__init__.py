@@ -1,4 +1,4 @@
-"""The extension `emit`: writes a cell as a config or script for your own trainer."""
+"""The extension `emit`: writes a cell as a config file or script for the user's own trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds the chosen cell, and tracks which of its settings the file uses or names."""
+"""Holds the settings of the cell to emit, and tracks which of them the emitted file contains."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from stratbench.strategies.mesh import Mesh
 from stratbench.workload.network.models import get_model
 from stratbench.workload.network.registry import FAMILIES, get_metadata
 
-#: Settings that define how a cell is measured and what it trains. A trainer has its own.
+#: Settings that no emitted file contains: the user's trainer has its own model, data and measurement.
 MEASUREMENT_SETTINGS = {
     *("strategy", "options", "model", "dataset", "own_model", "own_task", "task", "data_spec"),
     *("warmup_steps", "profile", "more"),
 }
-#: Beginning of a record's text on sharded classes (`workload.network.sharding.describe_sharding_groups`).
+#: Beginning of the record's text that lists the module classes to shard. The list of classes follows it.
 INSTANCES_OF = "instances of "
-#: Values that switch a setting off.
+#: Values of a setting that is switched off. No comment is written about such a setting.
 OFF = (None, False, 0, "none")
 
 
 class Choice:
-    """Settings of the chosen cell's record, and which of them the file already contains.
+    """Settings of the cell to emit, and the set of those that the emitted file already contains.
 
     Attributes:
-        cell, settings, record: The chosen cell.
-        options: The strategy's options.
-        mesh: Division of the workers.
+        cell, settings, record: Name, settings and record of the cell.
+        options: Options of the cell's strategy.
+        mesh: Numbers of workers that divide the model and the data.
     """
 
     def __init__(self, record: Record) -> None:
@@ -48,23 +48,25 @@ class Choice:
         self._notes: list[str] = []
 
     def take_setting(self, key: str) -> Any:
-        """Return a setting's value, and mark the setting as written to the file."""
+        """Return a setting's value, and mark the setting as contained in the file."""
         self._written.add(key)
         return self._values[key]
 
     def take_option(self, key: str, default: Any = None) -> Any:
-        """Return a strategy option or `default`, and mark the option as written to the file."""
+        """Return a strategy option's value or `default`, and mark the option as contained in the file."""
         self._written.add(key)
         return self.options.get(key, default)
 
-    def add_note(self, text: str, *keys: str) -> None:
-        """Add `text` to the file's comments, after `keys` and their values.
+    def add_note(self, comment: str, *setting_keys: str) -> None:
+        """Add a comment to the emitted file, as `KEY = VALUE: COMMENT` for the given keys.
 
-        The keys are settings or options.
+        Args:
+            comment: Text of the comment.
+            setting_keys: Settings or strategy options that the comment is about.
         """
-        self._written.update(keys)
-        values = ", ".join(f"{key} = {self._format_value(key)}" for key in keys)
-        self._notes.append(f"{values}: {text}" if values else text)
+        self._written.update(setting_keys)
+        values = ", ".join(f"{key} = {self._format_value(key)}" for key in setting_keys)
+        self._notes.append(f"{values}: {comment}" if values else comment)
 
     def _format_value(self, key: str) -> str:
         value = self.options[key] if key in self.options else self._values[key]
@@ -72,7 +74,7 @@ class Choice:
 
     @property
     def comments(self) -> list[str]:
-        """Comment lines of the file: notes, and each setting that the file cannot express."""
+        """Comments of the emitted file, including one per setting that the file does not contain."""
         everything: Mapping[str, Any] = self.options | self._values
         left = [
             f"{key} = {self._format_value(key)}: this file has no name for it"
@@ -99,7 +101,7 @@ class Choice:
 
     @property
     def micro_batch_size(self) -> int:
-        """Number of samples that a worker computes at once."""
+        """Number of samples in one forward pass of a worker."""
         return self.take_setting("per_worker_batch") // self.settings.gradient_accumulation_steps
 
     @property
@@ -109,7 +111,7 @@ class Choice:
 
     @property
     def shard_group_size(self) -> int:
-        """Number of workers that share one copy of the model states."""
+        """Number of workers among which one copy of the model states is divided."""
         self._written.add("shard_group_size")
         if self.options.get("shard_group_size") == "node":
             return min(self.settings.gpus, self.workers_per_node)
@@ -118,14 +120,13 @@ class Choice:
 
     @property
     def block_class_names(self) -> list[str]:
-        """Class names of the modules that are sharded one by one.
+        """Names of the module classes whose instances FSDP shards one at a time.
 
-        The list is empty if a rule by size made the groups.
+        The list is empty if FSDP's groups of modules were formed by size.
         """
         network = get_metadata(get_model(self.settings))
         if network.own_model is not None:
-            # A model may declare these classes itself, as those of transformers do. Then the record has
-            # them.
+            # A model of transformers declares these classes itself, and the record's text lists them.
             rule = self.record["model"].get("own", {}).get("sharding") or ""
             named = rule.removeprefix(INSTANCES_OF).split(", ") if INSTANCES_OF in rule else ()
             return list(network.own_model.wrap_classes or named)
@@ -133,7 +134,7 @@ class Choice:
 
     @property
     def title_comments(self) -> list[str]:
-        """Comment lines on the chosen cell and its measurements."""
+        """Comments that name the cell and give its measured step time and peak memory."""
         s, time, memory = self.settings, self.record.get("time") or {}, self.record.get("memory")
         lines = [
             f"{self.cell.strategy} ({s.strategy}), {s.model} on {s.dataset}, "
@@ -150,11 +151,11 @@ class Choice:
         return [*lines, f"measured on {where}: {', '.join(measured)}"] if measured else lines
 
 
-def format_comments(lines: list[str], sign: str = "#") -> str:
-    """Return lines as comments of at most 110 characters each."""
+def format_comments(lines: list[str], comment_sign: str = "#") -> str:
+    """Return texts as comment lines of at most 110 characters, each with the comment sign."""
     return "".join(
         textwrap.fill(
-            line, 110, initial_indent=f"{sign} ", subsequent_indent=f"{sign}   ",
+            line, 110, initial_indent=f"{comment_sign} ", subsequent_indent=f"{comment_sign}   ",
             break_long_words=False, break_on_hyphens=False,
         )
         + "\n"

@@ -1,7 +1,7 @@
-"""Defines the error for cells that cannot be written for a target."""
+"""Defines the error for a cell that cannot be emitted in the requested file format."""
 
 from __future__ import annotations
 
 
 class EmitError(Exception):
-    """A cell cannot be written for a target, for the reason in the message."""
+    """A cell cannot be emitted in the requested file format; the message has the reason."""

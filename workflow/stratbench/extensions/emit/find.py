@@ -1,4 +1,4 @@
-"""Finds the record to write, by path, by name or by `decide`."""
+"""Finds the record of the cell to emit: by path, by the cell's name, or as `decide` chose it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from stratbench.cell import record
 from stratbench.extensions.emit.errors import EmitError
 
-#: Syntax of a cell's name, relative to the cells of its study.
+#: Syntax of a cell's name, as shown in messages.
 NAME = "EXPERIMENT/STRATEGY/MODEL/Ngpu[/repK]"
 
 
 def find_record(results: Path, study: str | None, cell: str | None) -> record.Record:
-    """Read the record of a cell, by path, by name, or as `decide` chose.
+    """Read the record of the cell that is named, or else of the one that `decide` chose.
 
     Args:
         results: The folder with the results of all studies.
@@ -35,7 +35,7 @@ def find_record(results: Path, study: str | None, cell: str | None) -> record.Re
 
 
 def find_record_path_by_name(results: Path, study: str | None, cell: str) -> Path:
-    """Find a record by its path or its cell's name, and return the path.
+    """Return the path of a record, given this path or the name of its cell.
 
     Args:
         results: The folder with the results of all studies.
@@ -46,7 +46,7 @@ def find_record_path_by_name(results: Path, study: str | None, cell: str) -> Pat
     for path in (named, named / "record.json"):
         if path.is_file():
             return path
-    # An absolute path is not searched, because it would search the whole disk.
+    # A pattern with an absolute path or `..` would search outside the folder of results.
     is_name = not named.is_absolute() and ".." not in named.parts
     matches = {
         folder.parent.name: sorted((folder / cell).glob("**/record.json"))
@@ -72,13 +72,14 @@ def find_record_path_by_name(results: Path, study: str | None, cell: str) -> Pat
 
 
 def find_chosen_record_path(results: Path, study: str | None) -> Path:
-    """Return the record's path of the strategy that `decide` chose, for its first repeat."""
+    """Return the path of a record of the cell that `decide` chose, namely its first repeat."""
     folders = [folder.parent for folder in sorted(results.glob(f"{study or '*'}/cells"))]
     names = ("decision/answers.json", "answers.json")
     decided = {f: f / name for f in folders for name in reversed(names) if (f / name).is_file()}
     if not decided:
         raise EmitError(
-            f"{results / (study or '*')}: has no decision; run `stratbench decide`, or name a cell as {NAME}"
+            f"{results / (study or '*')}: no study has a decision; run `stratbench decide`, or name a cell "
+            f"as {NAME}"
         )
     if len(decided) > 1:
         raise EmitError(
@@ -93,9 +94,9 @@ def find_chosen_record_path(results: Path, study: str | None) -> Path:
         if (short := a.get("short") or {}).get("strategy")
     ]
     if not cells:
-        raise EmitError(f"{file}: the decision has no chosen cell; name a cell as {NAME}")
+        raise EmitError(f"{file}: the decision chose no cell; name a cell as {NAME}")
     if len(cells) > 1:
         raise EmitError(
-            f"{file}: the decision has {len(cells)} chosen cells; name one of {', '.join(cells)}"
+            f"{file}: the decision chose {len(cells)} cells; name one of {', '.join(cells)}"
         )
     return find_record_path_by_name(results, folder.name, cells[0])

@@ -11,16 +11,17 @@ from stratbench.cell.files import write_atomic
 from stratbench.extensions.emit.errors import EmitError
 
 
-def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `emit` and its arguments to the command line.
+def add_subcommand(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the subcommand `emit` and its arguments to the command line.
 
     Args:
-        add: Adds a subcommand with a name, a function and a help text, and returns the subcommand's parser.
+        add_parser: Adds a subcommand with a name, a function and a help text, and returns the subcommand's
+            parser.
     """
     from stratbench.extensions.emit.find import NAME
     from stratbench.extensions.emit.table import TARGETS
 
-    emit = add("emit", run_emit, "write a cell as a file for your own trainer", study=False)
+    emit = add_parser("emit", run_emit, "write a cell as a file for your own trainer", study=False)
     emit.add_argument(
         "cell",
         nargs="?",
@@ -43,18 +44,22 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
         default=Path("results"),
         help="folder with the results of all studies; default: results",
     )
-    emit.add_argument("--study", help="name of the study, if several studies have the cell")
+    emit.add_argument(
+        "--study", help="name of the study; needed if several studies have a cell of this name"
+    )
 
 
-def run_emit(args: argparse.Namespace, others: list[str]) -> int:
-    """Print the file, or write it to --output, and return the exit code."""
+def run_emit(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
+    """Print the emitted file, or write it to `--output`. Return the process's exit code."""
     from stratbench.extensions.emit.choice import Choice
     from stratbench.extensions.emit.find import find_record
     from stratbench.extensions.emit.table import format_file_for_target
 
     try:
-        if others:
-            raise EmitError(f"unknown arguments: {' '.join(others)}; see stratbench emit --help")
+        if unknown_arguments:
+            raise EmitError(
+                f"unknown arguments: {' '.join(unknown_arguments)}; see stratbench emit --help"
+            )
         text = format_file_for_target(
             Choice(find_record(args.results, args.study, args.cell)), args.to
         )

@@ -1,4 +1,4 @@
-"""Lists the strategies that each target supports, with the target's name for each."""
+"""Lists the file formats of `--to`, and the strategies that each format supports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from stratbench.extensions.emit.choice import Choice
 from stratbench.extensions.emit.errors import EmitError
 
-#: Targets of `--to`, with a description of the file. Each is a module of `targets`.
+#: Description of the emitted file for each target of `--to`.
 TARGETS = {
     "accelerate": "an Accelerate config (YAML)",
     "trainer": "TrainingArguments of transformers' Trainer (Python)",
@@ -17,14 +17,15 @@ TARGETS = {
     "pytorch": "plain PyTorch that trains (Python)",
     "variant": "a variant and experiment of config.yaml (YAML)",
 }
-#: Name of DeepSpeed in each target.
+#: Word for DeepSpeed in the files of each target.
 DEEPSPEED = {
     "accelerate": "DEEPSPEED",
     "trainer": "deepspeed",
     "deepspeed": "zero_optimization",
     "lightning": "DeepSpeedStrategy",
 }
-#: Name of each strategy in each target. A strategy without an entry is only supported by `variant`.
+#: Word for each strategy in the files of each target. Strategies without a word can be emitted as `variant`
+#: only.
 NAMES_IN_TARGETS: dict[str, dict[str, str]] = {
     "single": {"accelerate": "NO", "trainer": "", "lightning": "auto", "pytorch": ""},
     "ddp": {
@@ -46,13 +47,13 @@ NAMES_IN_TARGETS: dict[str, dict[str, str]] = {
 
 
 def list_supporting_targets(strategy: str) -> list[str]:
-    """Return the names of the targets that support a strategy."""
-    called = NAMES_IN_TARGETS.get(strategy, {})
-    return [target for target in TARGETS if target in called or target == "variant"]
+    """Return the targets of `--to` that support a strategy."""
+    names = NAMES_IN_TARGETS.get(strategy, {})
+    return [target for target in TARGETS if target in names or target == "variant"]
 
 
 def format_file_for_target(choice: Choice, target: str) -> str:
-    """Return the chosen cell as the text of a file for `target`.
+    """Return the text of the file that describes the cell to a target of `--to`.
 
     Raises:
         EmitError: If the target does not support the strategy; the message names the targets that do.
@@ -61,15 +62,15 @@ def format_file_for_target(choice: Choice, target: str) -> str:
     if target not in known:
         engine = TARGETS[target].partition(" (")[0]
         raise EmitError(
-            f"--to {target}: {engine} cannot express {choice.cell.strategy}, whose strategy is {strategy}; "
+            f"--to {target}: {engine} cannot express the strategy {strategy} of {choice.cell.strategy}; "
             f"choose {', '.join(known)}"
         )
     if choice.settings.workers_are_jobs and target != "variant":
         raise EmitError(
-            f"--to {target}: {choice.cell.strategy} has workers that are separate jobs, which may join and "
-            "leave, and only stratbench trains so; choose --to variant"
+            f"--to {target}: {choice.cell.strategy} trains with workers that are separate jobs "
+            "(`elastic: true`), which only stratbench supports; choose --to variant"
         )
-    write: Callable[[Choice, str], str] = import_module(
+    format_target_file: Callable[[Choice, str], str] = import_module(
         f"stratbench.extensions.emit.targets.{target}"
-    ).write
-    return write(choice, NAMES_IN_TARGETS.get(strategy, {}).get(target, ""))
+    ).format_target_file
+    return format_target_file(choice, NAMES_IN_TARGETS.get(strategy, {}).get(target, ""))

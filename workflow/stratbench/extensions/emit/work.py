@@ -1,4 +1,4 @@
-"""Provides the workload of a cell for the script of `--to pytorch`: its model, loss and batches."""
+"""Provides a cell's model, loss and batches to the script that `--to pytorch` emits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from stratbench.workload.network.precision import get_batch_memory_format, get_w
 
 
 class Work:
-    """The network with the cell's initial weights, and one worker's batches in the cell's order.
+    """The cell's model with its initial weights, and one worker's batches in the cell's order.
 
     Attributes:
-        model: The network on the device, in training mode.
+        model: The model on the device, in training mode.
     """
 
     def __init__(self, path: str, data: str, rank: int, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Work:
         return loss if weight is None else loss / weight
 
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this worker's batches of an epoch, up to the last step of the training."""
+        """Yield this worker's batches of an epoch, up to the last training step."""
         s, data = self.settings, self.data
         order, augmentation = data.draw_epoch_tables(s.seed, epoch, s.augment).to_device(
             data.index_device

@@ -1,6 +1,6 @@
-"""Generated texts with hidden tokens, texts with labels, and tones.
+"""Generates data sets: masked texts, labelled texts, and waveforms of noisy tones.
 
-numpy is imported inside functions: the Snakefile imports this.
+numpy is imported inside functions, since the Snakefile imports this module.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from stratbench.workload.tasks import IGNORED
 if TYPE_CHECKING:
     import numpy as np
 
-    from stratbench.workload.data.generated import Chunk
+    from stratbench.workload.data.sources import InputsAndTargets
 
-#: One of this many tokens of a masked text is hidden (BERT hides 15 %).
+#: Distance between masked tokens of a text: one token in seven is masked (in BERT 15 %).
 MASKED_EVERY = 7
-#: The share of noisy labels that name another class than the sample's own.
+#: Share of samples whose label is a wrong class, drawn at random.
 LABEL_NOISE = 0.1
 CHUNK_WAVEFORMS = 64
 
@@ -29,16 +29,16 @@ CHUNK_WAVEFORMS = 64
 def generate_masked_markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
-    """Return texts of a Markov chain with every seventh token hidden.
+    """Return texts of a Markov chain in which every seventh token is masked.
 
-    The hidden tokens are returned too (`hide_tokens`). The last token of the vocabulary hides others, and is
-    none of the chain's. A hidden one depends on its two neighbours alone, which gives the least possible
-    loss.
+    Targets are the masked tokens (`hide_tokens`). The mask is the last token of the vocabulary, which the
+    chain itself does not generate. A masked token depends on its two neighbours only, so that the least
+    possible loss is known.
 
     Args:
         train_samples: Number of training samples.
         test_samples: Number of test samples.
-        vocabulary: Number of different tokens, with the one that hides others.
+        vocabulary: Number of different tokens, including the mask.
         sequence: Tokens of a sample.
         seed: Seed of the random numbers.
     """
@@ -47,10 +47,10 @@ def generate_masked_markov_text(
     hides = vocabulary - 1
     chain = MarkovChain(hides, seed)
 
-    def generate_chunks(samples: int, stream: int) -> Iterator[Chunk]:
+    def generate_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             count = min(CHUNK_SAMPLES, samples - start)
-            rng = np.random.default_rng([seed, stream, start])
+            rng = np.random.default_rng([seed, random_stream, start])
             yield hide_tokens(chain.draw(rng, count, sequence), hides, rng)
 
     return make_generated_source(
@@ -58,26 +58,26 @@ def generate_masked_markov_text(
     )
 
 
-def hide_tokens(text: np.ndarray, hides: int, rng: np.random.Generator) -> Chunk:
-    """Return texts [n, length] with every seventh token hidden, and the hidden tokens.
+def hide_tokens(texts: np.ndarray, mask_token: int, rng: np.random.Generator) -> InputsAndTargets:
+    """Return texts [n, length] in which every seventh token is masked, and the masked tokens.
 
-    A hidden token is `hides` in the texts, and the other tokens are IGNORED in the second array. The first
-    hidden token is another in each text, and none is the first or the last of its text.
+    A hidden token is `mask_token` in the texts, and the other tokens are IGNORED in the second array. The
+    first hidden token is another in each text, and none is the first or the last of its text.
     """
     import numpy as np
 
-    count, length = text.shape
+    count, length = texts.shape
     position = np.arange(length)
     first = rng.integers(1, min(MASKED_EVERY, length - 2) + 1, (count, 1))
     hidden = (position >= first) & ((position - first) % MASKED_EVERY == 0)
     hidden[:, -1] = False
-    return np.where(hidden, hides, text), np.where(hidden, text, IGNORED)
+    return np.where(hidden, mask_token, texts), np.where(hidden, texts, IGNORED)
 
 
 def compute_entropy_between_neighbours(chain: MarkovChain) -> float:
-    """Return the entropy of a token, in nats, where its two neighbours are known.
+    """Return the entropy in nats of a Markov chain's token whose two neighbours are known.
 
-    By the chain rule: that of two tokens after a known one, less that of the second of them alone.
+    By the chain rule, it is the entropy of the next two tokens, minus that of the second one of these.
     """
     import numpy as np
 
@@ -94,7 +94,7 @@ def compute_entropy_between_neighbours(chain: MarkovChain) -> float:
 def generate_labelled_markov_text(
     train_samples: int, test_samples: int, classes: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
-    """Return texts of one Markov chain per class, and the label of each text's chain.
+    """Return labelled texts: each class has its own Markov chain, which generates its texts.
 
     Sample i is of class i modulo `classes`, and its label is noisy (`_make_noisy_labels`).
 
@@ -110,10 +110,10 @@ def generate_labelled_markov_text(
 
     chains = [MarkovChain(vocabulary, seed, number) for number in range(classes)]
 
-    def generate_chunks(samples: int, stream: int) -> Iterator[Chunk]:
+    def generate_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             of = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
-            rng = np.random.default_rng([seed, classes + stream, start])
+            rng = np.random.default_rng([seed, classes + random_stream, start])
             text = np.empty((len(of), sequence), np.int64)
             for number, chain in enumerate(chains):
                 text[of == number] = chain.draw(rng, int((of == number).sum()), sequence)
@@ -127,10 +127,10 @@ def generate_labelled_markov_text(
 def generate_tones(
     train_samples: int, test_samples: int, classes: int, channels: int, length: int, seed: int
 ) -> Source:
-    """Return waveforms [channels, length]: a tone of the class's pitch, and noise of equal amplitude.
+    """Return labelled waveforms [channels, length]: a tone with the class's pitch, plus noise.
 
-    The tone's phase is random. Sample i is of class i modulo `classes`, and its label is noisy
-    (`_make_noisy_labels`).
+    The noise has about the amplitude of the tone, whose phase is random. Sample i is of class i modulo
+    `classes`, and its label is noisy (`_make_noisy_labels`).
 
     Args:
         train_samples: Number of training samples.
@@ -142,14 +142,14 @@ def generate_tones(
     """
     import numpy as np
 
-    # Pitches are whole cycles of a waveform, so that the tones are orthogonal.
+    # A tone has a whole number of cycles per waveform, so that tones of different classes are orthogonal.
     step = (length // 2 - 1) // classes
     angle = 2 * np.pi * np.arange(length) / length
 
-    def generate_chunks(samples: int, stream: int) -> Iterator[Chunk]:
+    def generate_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_WAVEFORMS):
             of = np.arange(start, min(start + CHUNK_WAVEFORMS, samples)) % classes
-            rng = np.random.default_rng([seed, stream, start])
+            rng = np.random.default_rng([seed, random_stream, start])
             phase = rng.uniform(0, 2 * np.pi, (len(of), channels, 1))
             tone = np.sin((of[:, None, None] + 1) * step * angle + phase)
             noise = rng.standard_normal(tone.shape)
@@ -160,16 +160,16 @@ def generate_tones(
     )
 
 
-def _make_noisy_labels(of: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
-    """Return class labels, each replaced by another class with probability LABEL_NOISE."""
+def _make_noisy_labels(labels: np.ndarray, classes: int, rng: np.random.Generator) -> np.ndarray:
+    """Return class labels, each of which is wrong with the probability LABEL_NOISE."""
     import numpy as np
 
-    other = (of + rng.integers(1, classes, len(of))) % classes
-    return np.where(rng.random(len(of)) < LABEL_NOISE, other, of)
+    other = (labels + rng.integers(1, classes, len(labels))) % classes
+    return np.where(rng.random(len(labels)) < LABEL_NOISE, other, labels)
 
 
 def _compute_min_loss(classes: int) -> float:
-    """Return the minimum mean loss of a noisy label, in nats.
+    """Return the least possible mean loss in nats of a model that predicts noisy labels.
 
     The minimum is the entropy of the label conditional on its class. No model's expected accuracy is higher
     than 1 - LABEL_NOISE.

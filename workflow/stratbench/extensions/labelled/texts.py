@@ -1,4 +1,4 @@
-"""Reads a user's texts with hidden tokens, and labelled texts from CSV or JSON Lines."""
+"""Reads a user's texts as masked texts, and labelled texts from CSV or JSON Lines files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from stratbench.extensions.labelled.generated import hide_tokens
 from stratbench.workload.data.kinds import FileKind, Samples
 from stratbench.workload.data.own_files import (
-    ByClass,
-    Labelled,
+    LabelledSamples,
+    SamplesByClass,
     divide_into_train_and_test,
     open_tokenizer,
     read_tokens,
@@ -25,50 +25,58 @@ from stratbench.workload.data.sources import DataError, Source, Split
 if TYPE_CHECKING:
     import numpy as np
 
+    from stratbench.workload.data.kinds import SourceAndClassCount
+    from stratbench.workload.data.sources import InputsAndTargets
+
+    #: Number of a row's line in the file, and the row's values by column.
+    NumberedRow = tuple[int, dict[str, Any]]
+
 TEXTS = Samples("text")
-#: Number of different tokens of labelled texts without a tokenizer, which are the bytes of UTF-8. The byte 0,
-#: which no text has, is the padding.
+#: Number of different tokens if there is no tokenizer. The tokens are then the bytes of UTF-8, and byte 0 is
+#: the padding.
 BYTES = 256
-#: Smallest number of tokens of a text with a hidden token, which is neither the first nor the last.
+#: Smallest number of tokens of a masked text. Neither its first nor its last token is masked.
 SHORTEST_MASKED = 3
-#: Names that tokenizers give to the padding and to the mask.
-FILLS, HIDES = ("[PAD]", "<pad>"), ("[MASK]", "<mask>")
+#: Names that tokenizers give to the padding token and to the mask token.
+PADDING_NAMES, MASK_NAMES = ("[PAD]", "<pad>"), ("[MASK]", "<mask>")
 _CHUNK = 1024
 
 
 def read_masked_text_files(
-    name: str,
+    dataset_name: str,
     files: Sequence[Path],
     tokenizer: Path | None,
     sequence: int,
     test_share: float,
     seed: int,
-) -> tuple[Source, int]:
-    """Return a text cut into samples with hidden tokens, and the number of different tokens.
+) -> SourceAndClassCount:
+    """Return samples of a text with masked tokens, and the number of different tokens.
 
     The files are concatenated to one text. The mask is the tokenizer's own, or a new token after the last one
     of the text.
 
     Args:
-        name: Name of the data set.
+        dataset_name: Name of the data set.
         files: Files of the text.
         tokenizer: A tokenizer.json, if any.
         sequence: Tokens per sample.
         test_share: Fraction of the tokens, at the end, for the test set.
-        seed: Seed of the places of hidden tokens.
+        seed: Seed of the choice of masked tokens.
     """
-    tokens, size = read_tokens(name, files, tokenizer)
-    opened = open_tokenizer(name, tokenizer) if tokenizer else None
-    hides = find_special_token(opened, HIDES, size)
-    parts = split_text(name, tokens, size, sequence, test_share)
+    tokens, size = read_tokens(dataset_name, files, tokenizer)
+    opened = open_tokenizer(dataset_name, tokenizer) if tokenizer else None
+    hides = find_special_token(opened, MASK_NAMES, size)
+    parts = split_text(dataset_name, tokens, size, sequence, test_share)
 
-    def make_split(part: np.ndarray, stream: int) -> Split:
+    def make_split(tokens: np.ndarray, random_stream: int) -> Split:
         import numpy as np
 
-        samples = len(part) // sequence
-        texts = part[: samples * sequence].reshape(-1, sequence)
+        samples = len(tokens) // sequence
+        texts = tokens[: samples * sequence].reshape(-1, sequence)
         chunks = (
-            hide_tokens(texts[at : at + _CHUNK], hides, np.random.default_rng([seed, stream, at]))
+            hide_tokens(
+                texts[at : at + _CHUNK], hides, np.random.default_rng([seed, random_stream, at])
+            )
             for at in range(0, samples, _CHUNK)
         )
         return Split(samples, chunks)
@@ -76,17 +84,20 @@ def read_masked_text_files(
     return Source(make_split(parts[0], 1), make_split(parts[1], 2), []), max(size, hides + 1)
 
 
-def find_special_token(tokenizer: Any, names: Sequence[str], size: int) -> int:
-    """Return the number of a tokenizer's special token, or `size` if it has none.
+def find_special_token(tokenizer: Any, token_names: Sequence[str], new_number: int) -> int:
+    """Return the number of a tokenizer's special token, such as the mask.
 
-    The number `size` is that of a new token.
+    Args:
+        tokenizer: The tokenizer, or None.
+        token_names: Possible names of the token.
+        new_number: Number that is returned if the tokenizer has no such token.
     """
-    known = (tokenizer.token_to_id(name) for name in names) if tokenizer else ()
-    return next((number for number in known if number is not None), size)
+    known = (tokenizer.token_to_id(name) for name in token_names) if tokenizer else ()
+    return next((number for number in known if number is not None), new_number)
 
 
 def read_labelled_texts(
-    name: str,
+    dataset_name: str,
     files: Sequence[Path],
     test: Path | None,
     tokenizer: Path | None,
@@ -96,13 +107,13 @@ def read_labelled_texts(
     sequence: int,
     test_share: float,
     seed: int,
-) -> tuple[Source, int]:
-    """Return the labelled texts of CSV or JSON Lines files, and the number of classes.
+) -> SourceAndClassCount:
+    """Return the labelled texts in CSV or JSON Lines files, and the number of classes.
 
     A text is cut or padded to `sequence` tokens. Tokens are a tokenizer's, or bytes of UTF-8.
 
     Args:
-        name: Name of the data set.
+        dataset_name: Name of the data set.
         files: Files of the training set.
         test: File of the test set, if any.
         tokenizer: A tokenizer.json, if any.
@@ -114,32 +125,34 @@ def read_labelled_texts(
         seed: Seed of the division.
     """
     columns = (text_column, label_column)
-    of_test = _read_texts_by_label(name, [test], columns) if test else None
-    by_label = _read_texts_by_label(name, files, columns), of_test
-    train, test_set, classes = divide_into_train_and_test(name, by_label, TEXTS, test_share, seed)
-    opened = open_tokenizer(name, tokenizer) if tokenizer else None
+    of_test = _read_texts_by_label(dataset_name, [test], columns) if test else None
+    by_label = _read_texts_by_label(dataset_name, files, columns), of_test
+    train, test_set, classes = divide_into_train_and_test(
+        dataset_name, by_label, TEXTS, test_share, seed
+    )
+    opened = open_tokenizer(dataset_name, tokenizer) if tokenizer else None
     tokens = BYTES
     if opened:
         size = opened.get_vocab_size()
-        fills = find_special_token(opened, FILLS, size)
+        fills = find_special_token(opened, PADDING_NAMES, size)
         tokens = max(size, fills + 1)
         opened.enable_truncation(sequence)
         opened.enable_padding(length=sequence, pad_id=fills)
     if vocabulary < tokens:
         raise DataError(
-            f"data set {name!r}: vocabulary = {vocabulary}: the texts need {tokens:,} tokens; set "
-            f"`vocabulary: {tokens}`"
+            f"data set {dataset_name!r}: vocabulary = {vocabulary}: the texts have {tokens:,} different "
+            f"tokens; set `vocabulary: {tokens}`"
         )
 
-    def make_split(texts: Labelled) -> Split:
+    def make_split(texts: LabelledSamples) -> Split:
         return Split(len(texts), _iter_text_chunks(opened, texts, sequence))
 
     return Source(make_split(train), make_split(test_set), []), classes
 
 
 def _iter_text_chunks(
-    tokenizer: Any, texts: Labelled, sequence: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    tokenizer: Any, texts: LabelledSamples, sequence: int
+) -> Iterator[InputsAndTargets]:
     import numpy as np
 
     for start in range(0, len(texts), _CHUNK):
@@ -152,21 +165,23 @@ def _iter_text_chunks(
         yield np.array(rows, np.int64), np.array(labels)
 
 
-def _read_texts_by_label(name: str, files: Sequence[Path], columns: tuple[str, str]) -> ByClass:
-    by_label: ByClass = {}
+def _read_texts_by_label(
+    dataset_name: str, files: Sequence[Path], columns: tuple[str, str]
+) -> SamplesByClass:
+    by_label: SamplesByClass = {}
     for path in files:
-        for text, label in read_columns(name, path, columns):
+        for text, label in read_columns(dataset_name, path, columns):
             by_label.setdefault(label, []).append(text)
     return by_label
 
 
-def read_columns(name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the values of some columns or keys of a file.
+def read_columns(dataset_name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return each row of a table file as a tuple of the values in the given columns.
 
     The file is CSV with a header, or JSON Lines.
 
     Args:
-        name: Name of the data set, for messages.
+        dataset_name: Name of the data set, for messages.
         path: The file.
         columns: Columns or keys.
 
@@ -175,56 +190,62 @@ def read_columns(name: str, path: Path, columns: Sequence[str]) -> list[tuple[st
     """
     read = _iter_json_rows if path.suffix in (".jsonl", ".ndjson") else _iter_csv_rows
     rows = []
-    for line, row in read(name, path):
+    for line, row in read(dataset_name, path):
         for column in columns:
             if column not in row:
                 known = ", ".join(map(str, row))
                 raise DataError(
-                    f"data set {name!r}: {path}, line {line}: has no column {column!r}, but only {known}"
+                    f"data set {dataset_name!r}: {path}, line {line}: has no column {column!r}, but only "
+                    f"{known}"
                 )
         values = tuple(row[column] for column in columns)
         for column, value in zip(columns, values, strict=True):
             if type(value) not in (str, int) or not str(value).strip("\0 \t\r\n"):
                 raise DataError(
-                    f"data set {name!r}: {path}, line {line}: the value of {column} is {value!r}; it must be "
-                    "a text or a whole number"
+                    f"data set {dataset_name!r}: {path}, line {line}: the value of {column} is {value!r}; "
+                    "it must be a text or a whole number"
                 )
         rows.append(tuple(map(str, values)))
     if not rows:
-        raise DataError(f"data set {name!r}: {path} has no rows; add rows, or remove the file")
+        raise DataError(
+            f"data set {dataset_name!r}: {path} has no rows; add rows, or remove the file"
+        )
     return rows
 
 
-def _open_lines(name: str, path: Path) -> io.StringIO:
-    """Return a table file's lines, without the byte-order mark that spreadsheets write."""
-    return io.StringIO(read_utf8(name, path).removeprefix("\ufeff"), newline="")
+def _open_lines(dataset_name: str, path: Path) -> io.StringIO:
+    """Return the text of a table file, without the byte-order mark that spreadsheets write."""
+    return io.StringIO(read_utf8(dataset_name, path).removeprefix("\ufeff"), newline="")
 
 
-def _iter_csv_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    csv.field_size_limit(1 << 30)  # a text may be longer than the default limit of 128 KiB
-    reader = csv.DictReader(_open_lines(name, path), strict=True)
+def _iter_csv_rows(dataset_name: str, path: Path) -> Iterator[NumberedRow]:
+    # A text may be longer than 128 KiB, the default limit.
+    csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(_open_lines(dataset_name, path), strict=True)
     try:
         for row in reader:
             yield reader.line_num, row
     except csv.Error as error:
         raise DataError(
-            f"data set {name!r}: {path}, line {reader.reader.line_num}: is not CSV ({error}); correct it"
+            f"data set {dataset_name!r}: {path}, line {reader.reader.line_num}: is not CSV ({error}); "
+            "correct it"
         ) from error
 
 
-def _iter_json_rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for line, text in enumerate(_open_lines(name, path), 1):
+def _iter_json_rows(dataset_name: str, path: Path) -> Iterator[NumberedRow]:
+    for line, text in enumerate(_open_lines(dataset_name, path), 1):
         if not text.strip():
             continue
         try:
             row = json.loads(text)
         except ValueError as error:
             raise DataError(
-                f"data set {name!r}: {path}, line {line}: is not JSON ({error}); correct it"
+                f"data set {dataset_name!r}: {path}, line {line}: is not JSON ({error}); correct it"
             ) from error
         if not isinstance(row, dict):
             raise DataError(
-                f"data set {name!r}: {path}, line {line}: is not a JSON object; write one object per line"
+                f"data set {dataset_name!r}: {path}, line {line}: is not a JSON object; write one object per "
+                "line"
             )
         yield line, row
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from stratbench.extensions.labelled.texts import read_columns
 from stratbench.workload.data.kinds import FileKind, Samples
 from stratbench.workload.data.own_files import (
-    ByClass,
-    Labelled,
+    LabelledSamples,
+    SamplesByClass,
     divide_into_train_and_test,
     list_class_folders,
     list_sample_files,
@@ -21,100 +21,107 @@ from stratbench.workload.data.sources import DataError, Source, Split
 if TYPE_CHECKING:
     import numpy as np
 
+    from stratbench.workload.data.kinds import SourceAndClassCount
+    from stratbench.workload.data.sources import InputsAndTargets
+
 WAVEFORMS = Samples("waveform", (".wav",))
-#: Columns of the table that has each file's label.
+#: Columns of a user's table that has the label of each WAV file.
 COLUMNS = ("file", "label")
 _CHUNK = 64
 
 
 def read_waveform_folder(
-    name: str, folder: Path, labels: Path | None, length: int, test_share: float, seed: int
-) -> tuple[Source, int]:
-    """Return the waveforms of a folder, and the number of classes.
+    dataset_name: str, folder: Path, labels: Path | None, length: int, test_share: float, seed: int
+) -> SourceAndClassCount:
+    """Return the waveforms in a folder of WAV files, and the number of classes.
 
     All files must have one sample rate. Channels are averaged. A waveform is cut to `length` values, or
     padded with zeros.
 
     Args:
-        name: Name of the data set.
+        dataset_name: Name of the data set.
         folder: Folder of the WAV files.
         labels: Table with each file's label, or None if the folder has class folders.
         length: Values per waveform.
         test_share: Share of each class for the test set, if there is none.
         seed: Seed of the division.
     """
-    by_label = (_list_files_by_label(name, folder, labels), None) if labels else None
-    by_class = by_label or list_class_folders(name, folder, WAVEFORMS)
-    train, test, classes = divide_into_train_and_test(name, by_class, WAVEFORMS, test_share, seed)
+    by_label = (_list_files_by_label(dataset_name, folder, labels), None) if labels else None
+    by_class = by_label or list_class_folders(dataset_name, folder, WAVEFORMS)
+    train, test, classes = divide_into_train_and_test(
+        dataset_name, by_class, WAVEFORMS, test_share, seed
+    )
     first = train[0][0]
-    with _open_wave(name, first) as file:
+    with _open_wave(dataset_name, first) as file:
         rate = file.getframerate()
 
-    def iter_chunks(files: Labelled) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def iter_chunks(files: LabelledSamples) -> Iterator[InputsAndTargets]:
         import numpy as np
 
         for start in range(0, len(files), _CHUNK):
             part = files[start : start + _CHUNK]
-            values = [_read_waveform(name, path, length, rate, first) for path, _ in part]
+            values = [_read_waveform(dataset_name, path, length, rate, first) for path, _ in part]
             yield np.stack(values)[:, None], np.array([label for _, label in part])
 
     splits = Split(len(train), iter_chunks(train)), Split(len(test), iter_chunks(test))
     return Source(*splits, []), classes
 
 
-def _list_files_by_label(name: str, folder: Path, labels: Path) -> ByClass:
-    """Return the WAV files of each label, from a table of files and labels."""
+def _list_files_by_label(dataset_name: str, folder: Path, table: Path) -> SamplesByClass:
+    """Return the WAV files by label, as a user's table states them."""
     files: dict[str, Path] = dict(list_sample_files([folder], WAVEFORMS))
-    by_label: ByClass = {}
-    for file, label in read_columns(name, labels, COLUMNS):
+    by_label: SamplesByClass = {}
+    for file, label in read_columns(dataset_name, table, COLUMNS):
         if (path := files.pop(PurePath(file).as_posix(), None)) is None:
             raise DataError(
-                f"data set {name!r}: {labels} names {file!r}, which is not a {WAVEFORMS} in {folder}, or "
-                "names it twice; correct the table"
+                f"data set {dataset_name!r}: {table} names {file!r}, which is not a {WAVEFORMS} in "
+                f"{folder}, or names it twice; correct the table"
             )
         by_label.setdefault(label, []).append(path)
     return by_label
 
 
-def _open_wave(name: str, path: Path) -> wave.Wave_read:
+def _open_wave(dataset_name: str, path: Path) -> wave.Wave_read:
     try:
         return wave.open(str(path), "rb")
     except (OSError, wave.Error, EOFError) as error:
         raise DataError(
-            f"data set {name!r}: {path} cannot be read as 16-bit PCM ({error or 'it ends early'}); convert "
-            "or remove it"
+            f"data set {dataset_name!r}: {path} cannot be read as 16-bit PCM ({error or 'it ends early'}); "
+            "convert or remove it"
         ) from error
 
 
-def _read_waveform(name: str, path: Path, length: int, rate: int, first: Path) -> np.ndarray:
-    """Return the first values of a waveform, from -1 to 1, as float32 [length].
+def _read_waveform(
+    dataset_name: str, path: Path, length: int, sample_rate: int, file_with_this_rate: Path
+) -> np.ndarray:
+    """Return the values of a WAV file from -1 to 1, cut or padded to float32 [length].
 
     Args:
-        name: Name of the data set.
+        dataset_name: Name of the data set.
         path: File of the waveform.
         length: Number of values.
-        rate: Sample rate that the file must have.
-        first: File that has this rate, for messages.
+        sample_rate: Sample rate that the file must have.
+        file_with_this_rate: Another file of the data set, with this sample rate; messages name it.
     """
     import numpy as np
 
-    with _open_wave(name, path) as file:
+    with _open_wave(dataset_name, path) as file:
         channels, width, own_rate, frames, *_ = file.getparams()
         if width != 2:
             raise DataError(
-                f"data set {name!r}: {path} has {8 * width}-bit values; convert it to 16-bit PCM"
+                f"data set {dataset_name!r}: {path} has {8 * width}-bit values; convert it to 16-bit PCM"
             )
-        if own_rate != rate:
+        if own_rate != sample_rate:
             raise DataError(
-                f"data set {name!r}: {path} has {own_rate:,} values per second, but {first} has {rate:,}; "
-                "resample all files to one rate"
+                f"data set {dataset_name!r}: {path} has {own_rate:,} values per second, but "
+                f"{file_with_this_rate} has {sample_rate:,}; resample all files to one rate"
             )
         count = min(frames, length)
         stored = file.readframes(count)
     if not count or len(stored) != 2 * channels * count:
         raise DataError(
-            f"data set {name!r}: {path} has {len(stored) // (2 * channels)} of {frames} values; repair or "
-            "remove it"
+            f"data set {dataset_name!r}: {path} has {len(stored) // (2 * channels)} of {frames} values; "
+            "repair or remove it"
         )
     values = np.zeros(length, np.float32)
     values[:count] = np.frombuffer(stored, "<i2").reshape(-1, channels).mean(1) / 32768

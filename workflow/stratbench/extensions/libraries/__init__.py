@@ -1,4 +1,4 @@
-"""The extension `libraries`: models of transformers and timm, with adapters of peft."""
+"""The extension `libraries`: models of transformers and timm, also with LoRA adapters of peft."""
 
 from __future__ import annotations
 

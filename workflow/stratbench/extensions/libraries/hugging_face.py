@@ -1,6 +1,6 @@
-"""Builds transformers models from configs, and divides them by the library's own plans.
+"""Builds models of transformers from configs, and declares how they can be divided.
 
-The entries that `libraries` makes name functions of this module, which imports torch and transformers.
+This module imports torch and transformers. The config entries of models name its functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stratbench.workload.users_code import Unsuitable
 
 
 class Scores(nn.Module):
-    """A transformers model that returns only its scores.
+    """A model of transformers whose forward returns only the scores.
 
     `scores` is the number of scores per token or sample: the model's vocabulary size or number of labels. It
     may be more than the data set has.
@@ -28,18 +28,19 @@ class Scores(nn.Module):
         self._no_split_modules = sorted(network._no_split_modules or ())
         heads = ("num_key_value_heads", "num_attention_heads")
         counts = (getattr(network.config, key, None) for key in heads)
-        #: Number of heads of keys and values, which have the fewest; 0 without attention.
+        #: Number of attention heads that workers may divide: the heads of keys and values. 0 without
+        #: attention.
         self.num_heads = next((n for n in counts if type(n) is int), 0)
 
-        #: Whether the model takes waveforms of one channel, without a dimension for the channel.
+        #: Whether the model takes waveforms [batch, length], without a dimension for the single channel.
         self.takes_values = network.main_input_name == "input_values"
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x.squeeze(1) if self.takes_values else x).logits
 
 
-def network(
-    cls: type,
+def build_network(
+    model_class: type,
     config: Mapping[str, Any] | None = None,
     arguments: Mapping[str, Any] | None = None,
     weights: str | None = None,
@@ -52,10 +53,10 @@ def network(
     image_size: int | list[int] | None = None,
     length: int | None = None,
 ) -> Scores:
-    """Return the model of a class of transformers.
+    """Return a model of transformers for a data set.
 
     Args:
-        cls: The class, or one that chooses it by the config's `model_type` (AutoModelForCausalLM).
+        model_class: The class, or one that chooses it by the config's `model_type` (AutoModelForCausalLM).
         config: Content of a config.json, or None for the class's own defaults.
         arguments: Overrides of the config.
         weights: Folder with safetensors, or None for random weights.
@@ -78,17 +79,17 @@ def network(
             f"model_type = {model_type!r}: the installed transformers has no such model; correct it, or "
             "install a newer version"
         )
-    kind = CONFIG_MAPPING[model_type] if model_type else cls.config_class
+    kind = CONFIG_MAPPING[model_type] if model_type else model_class.config_class
     names = getattr(kind, "attribute_map", {})
     values = {names.get(key, key): value for key, value in values.items()}
     if vocab_size is not None:
         tokens = values.setdefault("vocab_size", vocab_size)
-        # Special tokens that the vocabulary does not have are removed.
+        # The config must not name special tokens that are beyond the vocabulary.
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             number = values.get(key, getattr(kind, key, None))
             if type(number) is int and number >= tokens:
                 values[key] = None
-    if labels := _count_labels(cls, vocab_size, num_classes):
+    if labels := _count_labels(model_class, vocab_size, num_classes):
         values = {"num_labels": labels} | values
     if image_size is not None:
         values = {"image_size": image_size, "num_channels": in_channels} | values
@@ -101,19 +102,21 @@ def network(
     _check_data_kind(kind, data)
     if vocab_size is not None:
         _adapt_to_text(made, values, vocab_size, sequence)
-    if not issubclass(cls, PreTrainedModel):
-        if kind not in cls._model_mapping:
+    if not issubclass(model_class, PreTrainedModel):
+        if kind not in model_class._model_mapping:
             raise Unsuitable(
-                f"{cls.__name__} has no class for {kind.__name__}; name a class in the config's "
-                "`architectures`"
+                f"{model_class.__name__} has no model class for {kind.__name__}; name a class in "
+                "`architectures` of the config"
             )
-        cls = cls._model_mapping[kind]
-    if (wanted := _INPUTS.get(cls.main_input_name)) != data:
+        model_class = model_class._model_mapping[kind]
+    if (wanted := _INPUTS.get(model_class.main_input_name)) != data:
         raise Unsuitable(
-            f"the data set has {data}, but {cls.__name__} takes {wanted or 'other data'}; use another class"
+            f"the data set has {data}, but {model_class.__name__} takes {wanted or 'other data'}; name "
+            "another class in `transformers`"
         )
-    made.use_cache = False  # the cache is for generation, which a training does not need
-    drawn = cls(made) if weights is None else _load_weights(cls, made, weights)
+    # The cache of keys and values is for generating text, which a training does not do.
+    made.use_cache = False
+    drawn = model_class(made) if weights is None else _load_weights(model_class, made, weights)
     if lora is not None:
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -121,7 +124,7 @@ def network(
     return Scores(drawn, made.num_labels if labels else made.vocab_size)
 
 
-#: Kind of data by the name that a class of transformers has for its input.
+#: Kind of data that a model takes, by the name of its input in transformers.
 _INPUTS = {
     "input_ids": "texts",
     "pixel_values": "images",
@@ -130,35 +133,35 @@ _INPUTS = {
 }
 
 
-def _count_labels(cls: type, vocab_size: int | None, num_classes: int | None) -> int | None:
-    """Return the number of labels that the model's head scores per sample, or None.
+def _count_labels(model_class: type, vocab_size: int | None, num_classes: int | None) -> int | None:
+    """Return the number of labels that the model scores per sample.
 
-    The result is None if the head scores tokens.
+    The result is None if the model scores tokens instead of labels.
     """
-    return num_classes if vocab_size is None or "ForSequence" in cls.__name__ else None
+    return num_classes if vocab_size is None or "ForSequence" in model_class.__name__ else None
 
 
-def _check_data_kind(kind: type[PreTrainedConfig], data: str) -> None:
-    """Raise Unsuitable if the data are texts or images that the config cannot take."""
+def _check_data_kind(config_class: type[PreTrainedConfig], data_kind: str) -> None:
+    """Raise Unsuitable if the data are texts or images, but the model's config is not for these."""
     for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
-        if data == wanted and not hasattr(kind, key):
+        if data_kind == wanted and not hasattr(config_class, key):
             raise Unsuitable(
-                f"the data set has {data}, but {kind.__name__} has no {key}; use another model"
+                f"the data set has {data_kind}, but {config_class.__name__} has no {key}; use another model"
             )
 
 
 def _adapt_to_text(
     config: PreTrainedConfig, values: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
-    """Raise the config's longest sequence to the data set's, if it is shorter.
+    """Increase the config's maximum number of positions to the length of the data set's samples.
 
     Raises:
         Unsuitable: If the user has set a shorter sequence or a smaller vocabulary.
     """
     if config.vocab_size < vocab_size:
         raise Unsuitable(
-            f"vocab_size = {config.vocab_size}: the data set has {vocab_size} tokens; remove the key, or set "
-            f"at least {vocab_size}"
+            f"vocab_size = {config.vocab_size}: the data set has {vocab_size} different tokens; remove the "
+            f"key, or set at least {vocab_size}"
         )
     key = type(config).attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if (getattr(config, key, None) or sequence) < sequence:
@@ -171,9 +174,9 @@ def _adapt_to_text(
 
 
 def _load_weights(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, folder: str
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: str
 ) -> PreTrainedModel:
-    model, report = cls.from_pretrained(
+    model, report = model_class.from_pretrained(
         folder,
         config=config,
         dtype="float32",
@@ -184,13 +187,13 @@ def _load_weights(
     )
     if missing := sorted(report["missing_keys"]):
         raise Unsuitable(
-            f"{folder} lacks the weights {', '.join(missing[:3])}; use a folder with all weights, or "
+            f"{folder} lacks the weights {', '.join(missing[:3])}; use a folder with all weights, or set "
             "weights: false"
         )
     return model
 
 
-#: Values of stratbench's tensor plans by the equivalent values of transformers' plans.
+#: Words of stratbench's tensor plans, by the words of transformers' plans that mean the same.
 _WORDS = {
     **{word: word for word in ("colwise", "rowwise")},
     "colwise_gather_output": "scores",
@@ -199,14 +202,21 @@ _WORDS = {
 
 
 def tensor_plan(built: Scores) -> dict[str, str]:
-    """Return the tensor plan that transformers declares for the model. Raises ValueError without a plan."""
+    """Return how transformers declares that workers divide the model's layers (its tensor plan).
+
+    Raises:
+        ValueError: If transformers has no such plan, or the plan is not supported.
+    """
     model, name = built.network, type(built.network).__name__
     base = model.config.base_model_tp_plan
     if any(hasattr(module, "base_layer") for module in built.modules()):
-        raise ValueError("`tensor` does not divide layers with adapters; remove lora")
+        raise ValueError(
+            "strategy `tensor` cannot divide layers with LoRA adapters; remove the key lora"
+        )
     if not base:
         raise ValueError(
-            f"transformers has no plan by which the layers of {name} can be divided; state tensor_plan"
+            f"transformers has no plan by which the layers of {name} can be divided; give the model a "
+            "tensor_plan"
         )
     below = f"network.{model.base_model_prefix}."
     theirs = {f"{below}{path}": word for path, word in base.items()}
@@ -216,11 +226,11 @@ def tensor_plan(built: Scores) -> dict[str, str]:
         ours = _WORDS.get(word)
         if ours is None or (ours == "head norm" and not path.endswith(("q_norm", "k_norm"))):
             raise ValueError(
-                f"transformers' plan for {name} has {word!r} for {path}, which `tensor` does not support; "
-                "state tensor_plan"
+                f"transformers' plan for {name} has {word!r} for {path}, which the strategy `tensor` does "
+                "not support; give the model a tensor_plan"
             )
         plan[path] = ours
-    # A matrix that is both embedding and head is divided as an embedding.
+    # The embedding and the head may share one matrix. It is then divided as an embedding.
     first = model.get_input_embeddings()
     if getattr(model.get_output_embeddings(), "weight", None) is first.weight:
         plan |= {path: "embedding" for path, module in built.named_modules() if module is first}
@@ -230,14 +240,16 @@ def tensor_plan(built: Scores) -> dict[str, str]:
 def pipeline_modules(built: Scores) -> tuple[Any, ...]:
     """Return the model's forward as a chain of modules, by transformers' pipeline plan.
 
-    Raises ValueError if transformers has no plan for the model.
+    Raises:
+        ValueError: If transformers has no pipeline plan for the model.
     """
     model, base = built.network, built.network.base_model
     body, head = model.config.base_model_pp_plan, type(model)._pp_plan
     if not body or not head or base is model:
         name = type(model).__name__
         raise ValueError(
-            f"transformers has no plan by which {name} can be cut into stages; state pipeline_modules"
+            f"transformers has no plan by which {name} can be cut into stages; give the model "
+            "pipeline_modules"
         )
     chain: list[Any] = []
     for i, key in enumerate(body):
@@ -251,9 +263,9 @@ def pipeline_modules(built: Scores) -> tuple[Any, ...]:
 
 
 class _SingleLayer:
-    """Pipeline piece that computes one layer of a transformers model without its head.
+    """A step of a pipeline stage that computes one layer of a model of transformers.
 
-    The piece calls the model itself, which creates masks and positions for its layers.
+    It calls the whole model with all other layers replaced, because the model creates masks and positions.
     """
 
     def __init__(self, layers: str, number: int, after: tuple[str, ...]) -> None:
@@ -274,7 +286,7 @@ class _SingleLayer:
 
 
 class _Identity(nn.Module):
-    """A layer that returns its input, in place of the layers that a piece does not compute."""
+    """A layer that returns its input. It replaces the layers that `_SingleLayer` must not compute."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x

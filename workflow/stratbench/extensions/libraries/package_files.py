@@ -18,30 +18,33 @@ def find_package_folder(package: str) -> Path | None:
 
 
 def missing_package_reason(package: str) -> str:
-    """Return the message on a package that is not installed."""
+    """Return the message that a package is not installed, with the command that installs it."""
     return f"the package {package} is not installed here; pip install {package}"
 
 
-def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return a question such as "; did you mean 'NAME'?", or an empty text.
+def suggest_name(name: str, known_names: Iterable[str]) -> str:
+    """Return "; did you mean 'NAME'?" for a wrong name, or "" without a similar known name.
 
-    The suggested name is the shortest that contains all words, or else the closest one.
+    The suggestion is the shortest known name that contains all words of `name`, or else the most similar one.
     """
-    words, ordered = set(name.lower().split("_")), sorted(known, key=lambda key: (len(key), key))
+    words, ordered = (
+        set(name.lower().split("_")),
+        sorted(known_names, key=lambda key: (len(key), key)),
+    )
     wider = [key for key in ordered if words <= set(key.lower().split("_"))]
     names = wider or get_close_matches(name, ordered, n=1, cutoff=0.5)
     return f"; did you mean {names[0]!r}?" if names else ""
 
 
 def read_classes(file: Path) -> dict[str, ast.ClassDef]:
-    """Return the classes of a file, by name."""
+    """Return the syntax trees of the classes that a Python file defines, by class name."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def iter_config_keys(node: ast.ClassDef) -> Iterator[str]:
-    """Yield all keys that a transformers config class accepts, including aliases."""
-    for each in node.body:
+def iter_config_keys(config_class: ast.ClassDef) -> Iterator[str]:
+    """Yield all keys that a config class of transformers accepts, including other names of keys."""
+    for each in config_class.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             yield each.target.id
         elif isinstance(each, ast.FunctionDef) and each.name == "__init__":

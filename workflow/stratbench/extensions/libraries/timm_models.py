@@ -1,4 +1,4 @@
-"""Checks models of timm in config.yaml by reading timm's files, without importing timm."""
+"""Checks timm models that config.yaml names. It reads timm's files and does not import timm."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ CALL = "timm:create_model"
 
 
 class Timm(Library):
-    """Library timm: an entry in `models` of config.yaml names a model in timm's registry."""
+    """The library timm. An entry of `models` in config.yaml names a model in timm's registry."""
 
-    def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-        """Return the call of timm.create_model as a dict, with the model's name and its arguments."""
+    def make_call(self, spec: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+        """Return the call of `timm.create_model`, as a dict with its function and its arguments."""
         for key in ("weights", "lora"):
             if key in spec:
-                raise ValueError(f".{key}: belongs to a model of transformers; remove it")
+                raise ValueError(
+                    f".{key}: is a key of models of transformers, not of timm; remove it"
+                )
         return {"call": CALL, "kwargs": {"model_name": spec["timm"], **spec.get("arguments", {})}}
 
     def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
-        """Return why timm cannot make the model, or None if it can. timm is not imported."""
+        """Return why timm cannot build the model, or None if it can. timm is not imported."""
         folder = find_package_folder("timm")
         if folder is None:
             return missing_package_reason("timm")
@@ -37,27 +39,30 @@ class Timm(Library):
         if not isinstance(name, str):
             return None
         known = _read_model_names(folder)
-        network = name.partition(".")[0]  # the part after the dot names weights
+        # The part of the name after a dot names the pretrained weights.
+        network = name.partition(".")[0]
         if not known or network in known or ":" in name:
             return None
         return f"timm has no {network!r}{suggest_name(network, known)}"
 
     def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
-        """Return the task of every model of timm."""
+        """Return the task of all timm models, which is classification."""
         return "classification"
 
     def list_data_arguments(
-        self, kwargs: Mapping[str, Any], facts: Mapping[str, Any]
+        self, kwargs: Mapping[str, Any], data_values: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return timm's arguments on the data: image channels, and the size for fixed-size models."""
-        if "channels" not in facts:
+        """Return the arguments that follow from the data: channels, and the size for fixed-size models."""
+        if "channels" not in data_values:
             return {}
         import timm
 
         name = kwargs.get("model_name")
         config = timm.get_pretrained_cfg(name, allow_unregistered=True) if name else None
         is_fixed = config is not None and config.fixed_input_size
-        return {"in_chans": facts["channels"]} | ({"img_size": facts["size"]} if is_fixed else {})
+        return {"in_chans": data_values["channels"]} | (
+            {"img_size": data_values["size"]} if is_fixed else {}
+        )
 
 
 @cache

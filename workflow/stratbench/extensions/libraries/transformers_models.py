@@ -1,4 +1,4 @@
-"""Checks models of transformers in config.yaml by reading the package's files, without importing it."""
+"""Checks models of transformers that config.yaml names, without importing transformers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from stratbench.workload.data.own_files import hash_files
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network.libraries import Library
 
-#: Module that builds a network of transformers, and says how it can be divided.
+#: Module that builds models of transformers, and declares how workers can divide them.
 BUILDER = "stratbench.extensions.libraries.hugging_face"
-#: Keys of a config, transformers' names and older ones, that say how many heads keys and values have.
+#: Keys of a config.json that may hold the number of attention heads, in the order of precedence.
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
-#: A part of the names of transformers' classes with a head, and the tasks that it is for.
+#: Tasks that a model class of transformers is for, by a part of the class name.
 HEADS = {
     "ForCausalLM": ("next-token",),
     "LMHead": ("next-token",),
@@ -38,24 +38,24 @@ HEADS = {
     "ForImageClassification": ("classification",),
 }
 WEIGHTS = Samples("file of weights", (".safetensors",))
-#: How a file of transformers says that its models take waveforms or what is made of these.
+#: Pattern in a file of transformers whose models take waveforms or spectrograms.
 _TAKES_SOUND = re.compile(r"main_input_name = .input_(values|features)")
 
 
 class Transformers(Library):
-    """Library transformers: an entry in `models` names a config.json, its folder, or a class."""
+    """The library transformers. An entry of `models` names a config.json, its folder, or a class."""
 
     built_by: ClassVar[str | None] = BUILDER
 
-    def make_call(self, spec: Mapping[str, Any], known: Path) -> dict[str, Any]:
-        """Return the call that builds a model, as a dict with class, config and arguments."""
+    def make_call(self, spec: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+        """Return the call that builds a model, as a dict with its class, config and arguments."""
         named, arguments = spec["transformers"], dict(spec.get("arguments", {}))
         name, config = _resolve_class_and_config(named)
         kwargs: dict[str, Any] = {"config": config} if config else {}
         if arguments:
             kwargs["arguments"] = arguments
         if spec.get("weights"):
-            kwargs |= _describe_weights(named, known)
+            kwargs |= _describe_weights(named, hash_cache)
         if spec.get("lora"):
             kwargs["lora"] = spec["lora"]
         made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
@@ -112,12 +112,12 @@ class Transformers(Library):
         )
 
     def list_head_tasks(self, call: str) -> tuple[str, ...]:
-        """Return the tasks that a model's head supports, by a part of its class name."""
+        """Return the tasks that the model class of a call is for, judged by the class name."""
         name = _find_class_of_call(call) or ""
         return next((learns for part, learns in HEADS.items() if part in name), ())
 
     def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
-        """Return the task for which a transformers entry's model class has a head, or None."""
+        """Return the task that the model class of an entry of `models` is for, or None if unknown."""
         if "transformers" not in spec:
             return None
         name, _ = _resolve_class_and_config(spec["transformers"])
@@ -130,37 +130,41 @@ class Transformers(Library):
         return "audio-classification" if takes_sound else "text-classification"
 
     def get_entry_vocabulary(self, spec: Mapping[str, Any]) -> int | None:
-        """Return the vocabulary size by an entry's arguments or config, or None if unknown."""
+        """Return the vocabulary size in an entry's arguments or config, or None if neither has it."""
         if "transformers" not in spec:
             return None
         _, config = _resolve_class_and_config(spec["transformers"])
         return (config | (spec.get("arguments") or {})).get("vocab_size")
 
-    def find_builder(self, named: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that builds a class from its config. Other callables are returned unchanged."""
-        if not isinstance(named, type):
-            return named
-        return partial(import_module(BUILDER).network, named)
+    def find_builder(self, called_object: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that builds a model of the called class; other callables stay unchanged."""
+        if not isinstance(called_object, type):
+            return called_object
+        return partial(import_module(BUILDER).build_network, called_object)
 
 
 def _find_class_of_call(call: str) -> str | None:
-    """Return the name of the transformers class that `call` names, or None for other packages."""
+    """Return the class name in a call such as `transformers:NAME`, or None for other packages."""
     package, _, name = call.partition(":")
     return name if package == "transformers" else None
 
 
-def _resolve_class_and_config(named: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of a model's class, and its config ({} for a class name)."""
-    path = Path(named).expanduser()
-    if re.fullmatch(r"[A-Za-z]\w*", named, re.ASCII) and not path.exists():
-        return named, {}
-    config = _read_config(named, path)
+def _resolve_class_and_config(class_or_path: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of a model class, and the config of the model.
+
+    Args:
+        class_or_path: Name of the class, whose config is then {}, or path of a config.json or of its folder.
+    """
+    path = Path(class_or_path).expanduser()
+    if re.fullmatch(r"[A-Za-z]\w*", class_or_path, re.ASCII) and not path.exists():
+        return class_or_path, {}
+    config = _read_config(class_or_path, path)
     return _find_class_of_config(config), config
 
 
-def _read_config(named: str, path: Path) -> dict[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    where = f".transformers = {format_wrong_value(named)}"
+def _read_config(class_or_path: str, config_path: Path) -> dict[str, Any]:
+    file = config_path / "config.json" if config_path.is_dir() else config_path
+    where = f".transformers = {format_wrong_value(class_or_path)}"
     if not file.is_file():
         raise ValueError(
             f"{where}: there is no file {file}; name a config.json, a folder with one, or a class such as "
@@ -169,81 +173,83 @@ def _read_config(named: str, path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as e:
-        raise ValueError(f"{where}: {file} is no JSON: {e}") from e
+        raise ValueError(f"{where}: {file} is not JSON ({e}); correct the file") from e
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{where}: {file} has no model_type; name the config.json of a model")
+        raise ValueError(
+            f"{where}: {file} has no key model_type; name the config.json of a model of transformers"
+        )
     return config
 
 
 def _find_class_of_config(config: Mapping[str, Any]) -> str:
-    """Return the model class that a config names, if the class has a head.
+    """Return the name of the model class for a config.
 
-    Otherwise the result is AutoModelForCausalLM.
+    If the config names no class with a head, the result is AutoModelForCausalLM.
     """
     named = [*(config.get("architectures") or []), ""][0]
     return named if re.search(r"For[A-Z]|LMHead", named) else "AutoModelForCausalLM"
 
 
-def _describe_weights(named: str, known: Path) -> dict[str, Any]:
-    """Return the folder of a model's weights, and a hash that distinguishes cells.
+def _describe_weights(weights_folder: str, hash_cache: Path) -> dict[str, Any]:
+    """Return the arguments for a model's weights: their folder, and a hash of their files.
 
-    Every start of a run needs the hash: files with the size and modification time in `known` are not read.
+    Every start of a run needs the hash: files with the size and modification time in `hash_cache` are not
+    read.
     """
-    folder = Path(named).expanduser()
+    folder = Path(weights_folder).expanduser()
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         raise ValueError(
-            f".weights = true: {named} is no folder with *.safetensors, and no other file of weights is "
-            "read; convert them with transformers (save_pretrained), or remove `weights`"
+            f".weights = true: {weights_folder} is no folder with *.safetensors, and no other file of "
+            "weights is read; convert them with transformers (save_pretrained), or remove `weights`"
         )
     try:
-        sha256 = hash_files([file.resolve() for file in files], WEIGHTS, known)
+        sha256 = hash_files([file.resolve() for file in files], WEIGHTS, hash_cache)
     except DataError as e:
         raise ValueError(f".weights = true: {e}") from e
     return {"weights": str(folder.resolve()), "weights_sha256": sha256}
 
 
 @cache
-def _find_file_of_class(folder: Path, name: str) -> Path | None:
-    """The file of transformers that defines a class.
+def _find_file_of_class(package_folder: Path, class_name: str) -> Path | None:
+    """Return the file of transformers that defines a model class, or None.
 
-    First those of families whose names begin its own.
+    Files of model families with whose name the class name begins are read first.
     """
 
     def is_likely(path: Path) -> bool:
-        return name.lower().startswith(path.parent.name.replace("_", ""))
+        return class_name.lower().startswith(path.parent.name.replace("_", ""))
 
-    files = sorted(folder.glob("models/*/modeling_*.py"), key=is_likely, reverse=True)
-    text = f"\nclass {name}("
+    files = sorted(package_folder.glob("models/*/modeling_*.py"), key=is_likely, reverse=True)
+    text = f"\nclass {class_name}("
     return next((f for f in files if text in f.read_text(encoding="utf-8")), None)
 
 
-def _list_classes_with_heads(folder: Path) -> set[str]:
-    auto = folder / "models" / "auto" / "modeling_auto.py"
+def _list_classes_with_heads(package_folder: Path) -> set[str]:
+    auto = package_folder / "models" / "auto" / "modeling_auto.py"
     text = auto.read_text(encoding="utf-8") if auto.is_file() else ""
     return set(re.findall(r'"(\w+(?:For[A-Z]|LMHead)\w*)"', text))
 
 
 @cache
-def _read_config_keys(folder: Path, modeling: Path, name: str) -> frozenset[str]:
-    """Return the keys that the config of a model's class takes.
+def _read_config_keys(package_folder: Path, modeling_file: Path, class_name: str) -> frozenset[str]:
+    """Return the keys that the config of a model class accepts.
 
-    Empty where its files do not show them.
+    The set is empty if the files of transformers do not show these keys.
     """
-    text = modeling.read_text(encoding="utf-8").partition(f"\nclass {name}(")[2]
+    text = modeling_file.read_text(encoding="utf-8").partition(f"\nclass {class_name}(")[2]
     named = re.search(r"\bconfig: (\w+)", text.partition("\nclass ")[0])
     if named is None:
         return frozenset()
-    configs = modeling.with_name(modeling.name.replace("modeling_", "configuration_"))
+    configs = modeling_file.with_name(modeling_file.name.replace("modeling_", "configuration_"))
     classes: dict[str, ast.ClassDef] = {}
-    for file in (folder / "configuration_utils.py", configs):
+    for file in (package_folder / "configuration_utils.py", configs):
         if file.is_file():
             classes |= read_classes(file)
     keys, left = {"attn_implementation", "experts_implementation", "num_labels"}, [named[1]]
     while left:
         definition = classes.get(left.pop())
-        # The class is not defined in the files of transformers that were read.
-        if definition is None:
+        if definition is None:  # another file defines this config class
             return frozenset()
         keys |= set(iter_config_keys(definition))
         ours = [

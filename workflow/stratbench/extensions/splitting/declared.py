@@ -1,6 +1,6 @@
-"""Declarations of a model: how its layers and its forward can be divided.
+"""Reads what a model declares on how workers can divide its layers and its forward.
 
-The Snakefile imports this, so torch is imported inside functions only.
+The Snakefile imports this module, so torch is imported inside functions only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from stratbench.extensions.splitting.pieces import Piece
 
 
-def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
-    """Return what a model declares for `key`, such as `tensor_plan`, or None without a declaration.
+def _get_declaration(network: str | Model, key: str, built_model: nn.Module) -> Any:
+    """Return what a model declares under a key, such as `tensor_plan`, or None without a declaration.
 
-    A user may give it as `module:NAME`, the name of a declaration or of a function of the model.
+    A user may declare it as `module:NAME`: the name of the value, or of a function of the model that returns
+    it.
     """
     model = get_metadata(network)
     if model.own_model is None:
@@ -29,24 +30,24 @@ def _get_declaration(network: str | Model, key: str, built: nn.Module) -> Any:
     declared = getattr(model.own_model, key)
     if isinstance(declared, str):
         declared = users_code.import_user_object(model.own_model, declared)
-    return declared(built) if callable(declared) else declared
+    return declared(built_model) if callable(declared) else declared
 
 
 def _has_declaration(network: str | Model, key: str) -> bool:
-    """Return whether a model has a declaration for a key, without importing anything."""
+    """Return whether a model declares something under a key. Nothing is imported."""
     model = get_metadata(network)
     return getattr(model.own_model or FAMILIES[model.family], key) is not None
 
 
 def has_tensor_plan(network: str | Model) -> bool:
-    """Return whether the model has a tensor plan."""
+    """Return whether the model declares how workers divide its layers (a tensor plan)."""
     return _has_declaration(network, "tensor_plan")
 
 
 def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
-    """Return how workers divide the layers of a model, by module path.
+    """Return how workers divide each module of a model, by module path (its tensor plan).
 
-    A `*` in a path is any name.
+    A `*` in a path matches any name.
 
     Raises:
         ValueError: If the model has no such plan.
@@ -54,25 +55,29 @@ def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
     return _get_declaration(network, "tensor_plan", model)
 
 
-def get_number_of_heads(network: str | Model, built: nn.Module | None = None) -> int:
-    """Return the number of attention heads that workers must divide, or 0 without attention.
+def get_number_of_heads(network: str | Model, built_model: nn.Module | None = None) -> int:
+    """Return the number of attention heads of a model that workers divide, or 0 without attention.
 
     Args:
         network: Name or description of the model.
-        built: The built model, which may have an attribute with this number. None: not built.
+        built_model: The built model, which may have an attribute `num_heads`, or None if it is not built.
     """
     model = get_metadata(network)
     declared = model.own_model.num_heads if model.own_model else model.num_heads
-    return declared or getattr(built, "num_heads", 0)
+    return declared or getattr(built_model, "num_heads", 0)
 
 
 def has_pieces(network: str | Model) -> bool:
-    """Return whether the model declares its forward as a chain of pieces."""
+    """Return whether a model declares its forward as a chain of pieces, for pipeline stages."""
     return _has_declaration(network, "pipeline_modules")
 
 
 def make_declared_pieces(network: str | Model, model: nn.Module) -> list[Piece]:
-    """Return a model's forward as a chain of pieces. Raise ValueError if a declared piece is missing."""
+    """Return the chain of pieces of a model's forward, as the model declares it.
+
+    Raises:
+        ValueError: If the model has no module with a declared path.
+    """
     from stratbench.extensions.splitting import pieces
 
     return pieces.make_pieces(model, _get_declaration(network, "pipeline_modules", model))

@@ -1,4 +1,4 @@
-"""Divides attention among tensor-parallel workers, in particular nn.MultiheadAttention by heads.
+"""Divides attention layers among tensor-parallel workers, in particular nn.MultiheadAttention.
 
 Importing this file imports torch.
 """
@@ -19,7 +19,7 @@ from stratbench.workload.users_code import Refused
 
 
 class FirstInput(ParallelStyle):
-    """Style that gathers a module's first input once for all submodules that read it.
+    """Parallel style that gathers a module's first input once, for all submodules that use it.
 
     The input is divided by `layout`. Other inputs, such as rotary embeddings, are not changed.
     (PrepareModuleInput of torch needs the number of inputs, which a plan does not state.)
@@ -37,36 +37,36 @@ class FirstInput(ParallelStyle):
 
 def _gather_first_input(
     mesh: DeviceMesh,
-    layout: Placement,
+    input_layout: Placement,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's arguments with the first input gathered.
+    """Return a module's arguments, with the first one gathered from all workers.
 
-    A forward hook calls this function.
+    This function is a forward pre-hook.
     """
     name = next(iter(signature(module.forward).parameters), None)
     x = args[0] if args else kwargs.get(name)
     if not isinstance(x, Tensor):
         raise Refused(
-            f"its tensor_plan has 'input' for a {type(module).__name__}, whose first input is a "
-            f"{type(x).__name__}; use 'input' for a module whose first input is a tensor"
+            f"its tensor_plan says 'input' for a {type(module).__name__}, whose first argument is a "
+            f"{type(x).__name__}; use 'input' only for modules whose first argument is a tensor"
         )
     if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+        x = DTensor.from_local(x, mesh, (input_layout,), run_check=False)
     x = x.redistribute(placements=(Replicate(),))
     return ((x, *args[1:]), kwargs) if args else (args, kwargs | {name: x})
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with the weights of an nn.MultiheadAttention; the input is [batch, positions, width].
+    """Self-attention over [batch, positions, width], with the weights of an nn.MultiheadAttention.
 
     Queries, keys and values have one projection each. If the projections are divided, this worker has some of
     the heads. Attention weights are never returned.
     """
 
-    #: nn.TransformerEncoderLayer reads these; the values disable its fused implementation.
+    #: Attributes that nn.TransformerEncoderLayer reads. These values disable its fused implementation.
     batch_first, in_proj_bias = True, None
 
     def __init__(self, whole: nn.MultiheadAttention) -> None:
@@ -87,10 +87,12 @@ class SelfAttention(nn.Module):
         **_: Any,
     ) -> tuple[Tensor, None]:
         if key_padding_mask is not None:
-            raise Refused("attention that is divided by heads does not support key_padding_mask")
+            raise Refused(
+                "attention divided by heads (strategy `tensor`) does not support key_padding_mask"
+            )
         if attn_mask is not None and not attn_mask.is_floating_point():
-            # A mask of nn.MultiheadAttention is True where attention is forbidden, and here where it is
-            # allowed.
+            # In nn.MultiheadAttention's mask True forbids attention. In scaled_dot_product_attention it
+            # allows it.
             attn_mask = ~attn_mask
         q, k, v = (
             project(query).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -102,7 +104,7 @@ class SelfAttention(nn.Module):
 
 
 def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Make a linear layer with these weights, which are a part of a larger tensor."""
+    """Make a linear layer that has a part of a larger tensor as its weights."""
     made = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach(), weight.requires_grad)
     if bias is not None:
@@ -111,7 +113,7 @@ def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def explain_indivisible(module: nn.Module) -> str | None:
-    """Return why a module's attention cannot be divided by heads, or None if it can."""
+    """Return why an attention module cannot be divided by heads, or None if it can."""
     if not isinstance(module, nn.MultiheadAttention):
         return "is not an nn.MultiheadAttention"
     if not module.batch_first:

@@ -1,8 +1,8 @@
-"""Divides a model's forward into a chain of pieces, so that it can be cut into stages.
+"""Divides a model's forward into a chain of pieces, from which pipeline stages are made.
 
-A plan is a tuple of pieces in the order of forward. A piece is the path of a module that forward calls, in
-which `*` is any name. Or it is a function of the model and the previous output, with the paths of the modules
-and parameters that it reads.
+A pipeline plan declares the pieces in the order of forward. A piece is the path of a module that forward
+calls, in which `*` matches any name. Or it is a function of the model and the previous output, with the paths
+of the modules and parameters that the function uses.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from operator import attrgetter
 from torch import Tensor, nn
 
 from stratbench.cell.text.words import format_names
+from stratbench.workload.network.sharding import ShardGroups
 
-#: Pieces of a model: each is the path of a module, or a function with the paths that it reads.
-Plan = tuple[str | tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]], ...]
+#: Declared pieces of a forward. Each is a module's path, or a function and the paths of modules that it uses.
+PipelinePlan = tuple[str | tuple[Callable[[nn.Module, Tensor], Tensor], tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of a forward: its name, its function, and the modules and parameters that it reads."""
+    """One step of a forward: its name, its function, and the paths of modules and parameters it uses."""
 
     name: str
     call: Callable[[nn.Module, Tensor], Tensor]
     module_paths: tuple[str, ...]
 
     def iter_parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """Yield the parameters that the piece reads, repeated if the piece reads them repeatedly."""
+        """Yield the parameters of the model that the piece uses; a parameter used twice comes twice."""
         for path in self.module_paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)
 
     def contains_module(self, model: nn.Module, module: nn.Module) -> bool:
-        """Return whether the piece calls a module, directly or within another module."""
+        """Return whether the piece calls a module of the model, itself or within another module."""
         each = (attrgetter(path)(model) for path in self.module_paths)
         return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
 
 
-def make_pieces(model: nn.Module, plan: Plan) -> list[Piece]:
-    """Return the pieces of a model for a plan, in the order of forward.
+def make_pieces(model: nn.Module, plan: PipelinePlan) -> list[Piece]:
+    """Return the pieces of a model's forward that a pipeline plan declares, in this order.
 
     Raises:
         ValueError: If the model has no module with a path of the plan.
@@ -61,42 +62,43 @@ def make_pieces(model: nn.Module, plan: Plan) -> list[Piece]:
         ]
         if not names:
             raise ValueError(
-                f"its pieces name {entry!r}, but the model has no module with this path; correct the path"
+                f"its pipeline_modules name {entry!r}, but the model has no module with this path; correct "
+                "the path"
             )
         pieces += [Piece(name, _make_module_call(name), (name,)) for name in names]
     return pieces
 
 
 def iter_unread_parameters(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
-    """Yield a message if a user's pieces do not read all parameters of a model."""
+    """Yield a message if a model has parameters that no piece of its forward uses."""
     read = {p for piece in pieces for p in piece.iter_parameters(model)}
     if left := [name for name, p in model.named_parameters() if p not in read]:
         yield (
-            f"its pieces do not read {format_names(left)}; add the modules that do, in the order of "
-            "forward"
+            f"its pieces do not use {format_names(left)}; add the modules that do to pipeline_modules, in "
+            "the order of forward"
         )
 
 
-def _make_module_call(path: str) -> Callable[[nn.Module, Tensor], Tensor]:
-    return lambda model, x: attrgetter(path)(model)(x)
+def _make_module_call(module_path: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda model, x: attrgetter(module_path)(model)(x)
 
 
 def list_units(
-    model: nn.Module, pieces: list[Piece], groups: list[tuple[str, list[nn.Module]]]
+    model: nn.Module, pieces: list[Piece], shard_groups: ShardGroups
 ) -> list[list[Piece]]:
-    """Return the units into which a model may be cut, as lists of consecutive pieces.
+    """Return the smallest parts that a pipeline stage may consist of, as lists of pieces.
 
-    A unit begins with the first module of a shard group. The part after the last group is a unit, too, if it
-    has parameters.
+    Such a unit begins with the first module of a shard group. The pieces after the last group are a unit,
+    too, if they have parameters.
 
     Args:
         model: The model.
         pieces: Pieces of the model.
-        groups: Shard groups of the model.
+        shard_groups: Shard groups of the model.
     """
     at = [
         [i for i, p in enumerate(pieces) if any(p.contains_module(model, m) for m in modules)]
-        for _, modules in groups
+        for _, modules in shard_groups
     ]
     starts = {0} | {places[0] for places in at if places}
     after = 1 + max((places[-1] for places in at if places), default=-1)

@@ -1,4 +1,4 @@
-"""Strategy `pipeline`: workers compute consecutive layers and pass activations on (pipeline parallelism)."""
+"""Strategy `pipeline`: each worker computes consecutive layers (pipeline parallelism)."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from stratbench.extensions.splitting.stages import MeasuredUnit, Stage, StageModule
     from stratbench.workload.network.models import Model
 
-#: Reason why a model with BatchNorm cannot be divided.
+#: Reason why a model with BatchNorm cannot be cut into pipeline stages.
 BATCHNORM = (
     "BatchNorm would normalise over micro-batches instead of the batch, which changes the training"
 )
-#: Number of stages per worker, by schedule.
+#: Number of pipeline stages per worker, by the option `schedule`.
 STAGES_PER_WORKER = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 class Pipeline(ModelSplit):
-    """Pipeline parallelism by torch.distributed.pipelining, with micro-batches.
+    """Pipeline parallelism by torch.distributed.pipelining.
 
     Schedule `gpipe` computes all forwards, then all backwards (Huang et al., GPipe, 2019). `1f1b` computes a
     backward as soon as possible, so that a worker holds activations of at most as many micro-batches as there
@@ -95,7 +95,7 @@ class Pipeline(ModelSplit):
         return self.options.microbatches
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the predicted share of time that workers wait.
+        """Return the predicted share of a step's time in which workers wait for other stages.
 
         The share is (S - 1) / (v m + S - 1). There are S workers, m micro-batches and v stages per worker
         (Narayanan et al., 2021, section 2.2). The result is None for zero-bubble, for which there is no
@@ -112,18 +112,18 @@ class Pipeline(ModelSplit):
         workers = cls(o).mesh(gpus).stages
         if o.microbatches < workers:
             raise ValueError(
-                f"microbatches = {o.microbatches}: are fewer than the {workers} workers of a pipeline, so "
-                f"that some would always wait; set at least {workers}"
+                f"microbatches = {o.microbatches}: is less than the {workers} workers of a pipeline, so "
+                f"that some workers would always wait; set at least {workers}"
             )
         if STAGES_PER_WORKER[o.schedule] > 1 and o.microbatches % workers:
             raise ValueError(
-                f"microbatches = {o.microbatches}: schedule: {o.schedule} takes them in rounds of the "
-                f"{workers} workers of a pipeline; set a multiple of {workers}"
+                f"microbatches = {o.microbatches}: is not a multiple of the {workers} workers of a "
+                f"pipeline, as schedule: {o.schedule} requires; set a multiple of {workers}"
             )
         if per_worker_batch % o.microbatches:
             raise ValueError(
                 f"microbatches = {o.microbatches}: a replica's batch of {per_worker_batch} cannot be divided "
-                "into so many equal parts; change it or the batch"
+                "into so many equal parts; change microbatches or the batch"
             )
 
     @classmethod
@@ -148,8 +148,8 @@ class Pipeline(ModelSplit):
         yield from super().iter_refused_values(options, values)
         if values.get("slowdown"):
             yield (
-                ".slowdown: how long a step takes is known of the whole network, and a worker has a part "
-                "of it; remove the key"
+                ".slowdown: is relative to the step time of the whole model, but each worker has only a "
+                "part of the model; remove the key"
             )
         strategy = cls(cls.Options(**options))
         zero_bubble = strategy.options.schedule == "zero-bubble"
@@ -172,8 +172,7 @@ class Pipeline(ModelSplit):
                     yield (
                         f".gradient_accumulation_steps = {parts}: a part of a replica's batch of {batch} "
                         f"cannot be divided into {strategy.num_batch_parts} micro-batches; change it, "
-                        "microbatches or "
-                        "the batch"
+                        "microbatches or the batch"
                     )
 
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
@@ -200,17 +199,17 @@ class Pipeline(ModelSplit):
             yield f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
 
     def count_stages(self, gpus: int) -> int:
-        """Return the number of stages of each pipeline on `gpus` workers."""
+        """Return the number of stages of a pipeline if the cell has `gpus` workers."""
         return self.mesh(gpus).stages * STAGES_PER_WORKER[self.options.schedule]
 
     def count_pending_microbatches(self, stages: int) -> list[int]:
-        """Return the largest number of micro-batches whose activations each stage holds at once."""
+        """Return the largest number of micro-batches whose activations a stage holds, by stage."""
         most = self.options.microbatches
         if self.options.schedule == "gpipe":
             return [most] * stages
         return [min(most, stages - i) for i in range(stages)]
 
-    # --- the stages of this worker -----------------------------------------------------------------
+    # --- creation of this worker's stages ---------------------------------------------------------
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
@@ -224,7 +223,7 @@ class Pipeline(ModelSplit):
         )
         self._pipe, self._copies = mesh.get_group("stages"), mesh.get_group("replicas")
         cut, n = self.cut_into_stages(model, worker), self.count_stages(worker.world_size)
-        #: For each stage: its pieces, its operations per sample, and the shape of its output per sample.
+        #: Lists over all stages: pieces, floating-point operations per sample, and output shape per sample.
         self._cut = [pieces for pieces, _ in cut]
         self._work = [sum(u.flops for u in units) for _, units in cut]
         self._shapes = [units[-1].shape for _, units in cut]
@@ -235,7 +234,7 @@ class Pipeline(ModelSplit):
         self._drop_parameters_of_others(
             model, [i for i in range(n) if i % workers == coordinate.stage]
         )
-        #: Modules of the stages that this worker has, by number of the stage.
+        #: Modules of each stage of this worker, by the stage's number.
         self._parts: dict[int, StageModule] = {
             i: StageModule(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
             for i in range(coordinate.stage, n, workers)
@@ -246,7 +245,8 @@ class Pipeline(ModelSplit):
         self._is_last = True
         self._pending_reductions: list[tuple[Tensor, torch.distributed.Work]] = []
         self._sent: set[nn.Parameter] = set()
-        # Gradients of parameters that several stages share are complete only after all of these stages.
+        # The stage that uses each parameter. A parameter of several stages is left out, because its gradient
+        # is complete only after all of these stages.
         self._by_stage = {
             p: i for i, part in self._parts.items() for p in part.held if p not in shared
         }
@@ -261,7 +261,7 @@ class Pipeline(ModelSplit):
     ) -> list[tuple[list[Piece], list[MeasuredUnit]]]:
         """Cut the model into stages of similar work.
 
-        The result has the pieces and the measured units of each stage.
+        The result has, for each stage, its pieces and the costs of its units.
         """
         from stratbench.extensions.splitting.pieces import list_units
         from stratbench.extensions.splitting.stages import balance_stages
@@ -274,9 +274,9 @@ class Pipeline(ModelSplit):
         return [(list(chain(*units[i:j])), measured[i:j]) for i, j in pairwise(ends)]
 
     def _open_connections(self) -> None:
-        """Open the connections between stages by sending a value over each boundary.
+        """Connect the workers of neighbouring stages by sending one value between them.
 
-        NCCL connects two workers at the first send.
+        NCCL connects two workers at their first send.
         """
         import torch
         import torch.distributed as dist
@@ -292,7 +292,7 @@ class Pipeline(ModelSplit):
                 dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
 
     def measure_model_units(self, model: nn.Module, units: list[list[Piece]]) -> list[MeasuredUnit]:
-        """Count the cost of each unit of the model on fake tensors.
+        """Return the cost of each unit of the model, computed on fake tensors.
 
         Raises:
             ModelError: If forward needs values of tensors, which fake tensors do not have.
@@ -306,20 +306,21 @@ class Pipeline(ModelSplit):
 
         like = next(model.parameters())
         cpu, layout = torch.device("cpu"), torch.contiguous_format
-        # The plan calls this under its own fake-tensor mode, which has to be left first.
+        # `stratbench plan` calls this method within a fake-tensor mode. The new mode must not be nested in
+        # that one.
         with unset_fake_temporarily(), KnownFakes():
             x, _ = make_example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
             try:
                 return measure_units(model, units, x)
             except ASKS_FOR_VALUES as e:
                 raise ModelError(
-                    f"model {self.worker.settings.model!r}: pipeline counts the work of its layers without "
-                    f"data, but forward needs values of tensors ({e.func}); for experts of transformers, set "
-                    "arguments: {experts_implementation: batched_mm}"
+                    f"model {self.worker.settings.model!r}: pipeline measures its layers on tensors without "
+                    f"values, but forward reads values of tensors ({e.func}); if the model has experts of "
+                    "transformers, set arguments: {experts_implementation: batched_mm}"
                 ) from e
 
     def _find_shared_parameters(self, model: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters that several stages use, and create process groups to add their gradients."""
+        """Return the parameters that several stages use. Create process groups to add their gradients."""
         import torch.distributed as dist
 
         mesh, rank = self.worker.mesh, self.worker.rank
@@ -328,9 +329,9 @@ class Pipeline(ModelSplit):
             for p in dict.fromkeys(p for piece in pieces for p in piece.iter_parameters(model)):
                 users.setdefault(p, []).append(i)
         several = {p: stages for p, stages in users.items() if len(stages) > 1}
-        #: Process group of the workers of this pipeline that share a parameter, by parameter.
+        #: For each parameter that several workers use: the process group of these workers.
         self._tied: dict[nn.Parameter, ProcessGroup] = {}
-        #: Shared parameters whose gradient another worker counts in the gradient norm.
+        #: Parameters of several workers whose gradient another worker includes in the gradient norm.
         self._counted_elsewhere: set[nn.Parameter] = set()
         groups: dict[tuple[int, ...], ProcessGroup] = {}
         for p, stages in several.items():
@@ -347,9 +348,11 @@ class Pipeline(ModelSplit):
                         self._counted_elsewhere.add(p)
         return set(several)
 
-    def _drop_parameters_of_others(self, model: nn.Module, own: list[int]) -> None:
-        """Remove all parameters that no stage of this worker uses, to free their memory."""
-        used = {p for i in own for piece in self._cut[i] for p in piece.iter_parameters(model)}
+    def _drop_parameters_of_others(self, model: nn.Module, own_stages: list[int]) -> None:
+        """Remove the parameters that no stage of this worker uses, to free their memory."""
+        used = {
+            p for i in own_stages for piece in self._cut[i] for p in piece.iter_parameters(model)
+        }
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if p not in used:
@@ -360,24 +363,24 @@ class Pipeline(ModelSplit):
 
         return {"received": list_receive_buffers(self._stages)}
 
-    # --- a step ------------------------------------------------------------------------------------
+    # --- a training step ---------------------------------------------------------------------------
 
-    def _get_schedule(self, samples: int) -> Any:
-        """Return the schedule for batches of `samples` samples.
+    def _get_schedule(self, batch_samples: int) -> Any:
+        """Return the schedule of micro-batches for a batch of `batch_samples` samples.
 
-        A new schedule is made if the size changes.
+        A new schedule is made if the number of samples changes.
         """
-        if samples != self._batch:
-            self._batch = samples
-            self._schedule = self.make_schedule(samples)
+        if batch_samples != self._batch:
+            self._batch = batch_samples
+            self._schedule = self.make_schedule(batch_samples)
         return self._schedule
 
     def forget_batch(self) -> None:
         """Free the pipeline's schedule and buffers, which depend on the batch size."""
         self._schedule, self._stages, self._batch = None, [], 0
 
-    def make_schedule(self, samples: int) -> Any:
-        """Make the stages and their schedule for batches of `samples` samples.
+    def make_schedule(self, batch_samples: int) -> Any:
+        """Make this worker's stages and their schedule of micro-batches, for one batch size.
 
         The receive buffers are allocated in the first step.
         """
@@ -385,47 +388,47 @@ class Pipeline(ModelSplit):
         from stratbench.workload.torch_internals import disable_pipeline_shape_vote
 
         o = self.options
-        self._stages = [self._make_stage(i, samples // o.microbatches) for i in self._parts]
+        self._stages = [self._make_stage(i, batch_samples // o.microbatches) for i in self._parts]
         kind = SCHEDULES[o.schedule]
         stages = self._stages if STAGES_PER_WORKER[o.schedule] > 1 else self._stages[0]
-        # Gradients are not scaled, because the loss is divided by the number of micro-batches.
+        # The loss is already divided by the number of micro-batches, so that gradients need no scaling.
         schedule = kind(stages, o.microbatches, loss_fn=self._compute_loss, scale_grads=False)
         disable_pipeline_shape_vote(schedule)
         return schedule
 
-    def _make_stage(self, i: int, samples: int) -> Stage:
+    def _make_stage(self, stage_number: int, microbatch_samples: int) -> Stage:
         from stratbench.extensions.splitting.stages import Stage
 
         stage = Stage(
-            self._parts[i], i, len(self._cut), self.worker.device,
-            input_args=self._make_example(i - 1, samples), output_args=self._make_example(i, samples),
-            group=self._pipe,
+            self._parts[stage_number], stage_number, len(self._cut), self.worker.device,
+            input_args=self._make_example(stage_number - 1, microbatch_samples),
+            output_args=self._make_example(stage_number, microbatch_samples), group=self._pipe,
         )  # fmt: skip
-        stage.mark, stage.last = self._mark_phase, partial(self._note_last_backward, i)
+        stage.mark, stage.last = self._mark_phase, partial(self._note_last_backward, stage_number)
         return stage
 
-    def _make_example(self, i: int, samples: int) -> Tensor:
-        """Return a tensor like the output of stage `i` for `samples` samples.
+    def _make_example(self, stage_number: int, samples: int) -> Tensor:
+        """Return a tensor shaped like a stage's output for a number of samples.
 
-        The output of stage -1 is the input.
+        Stage number -1 stands for the model's input.
         """
         import torch
 
         from stratbench.workload.data.device_data import make_example_batch
 
         device, layout = self.worker.device, torch.contiguous_format
-        if i < 0:
+        if stage_number < 0:
             return make_example_batch(
                 samples, self.worker.input_shape, 1, device, self._dtype, layout
             )[0]
-        shape = (samples, *self._shapes[i])
+        shape = (samples, *self._shapes[stage_number])
         return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
 
     def _mark_phase(self, phase: str) -> None:
         self.worker.mark_phase_end(phase)
 
-    def _note_last_backward(self, stage: int, last: bool) -> None:
-        self._ending = stage if last and self._is_last else None
+    def _note_last_backward(self, stage: int, is_last_backward: bool) -> None:
+        self._ending = stage if is_last_backward and self._is_last else None
 
     def _compute_loss(self, scores: Tensor, y: Tensor) -> Tensor:
         self._mark_phase("bubble")
@@ -448,13 +451,16 @@ class Pipeline(ModelSplit):
             self._is_last = True
         self._divisor, self._losses = parts * self.options.microbatches, []
         if self.scaler is not None:
-            self.scaler.scale(torch.zeros((), device=self.worker.device))  # creates the scale
+            # GradScaler creates its scale at the first call. Only the last stage's worker calls it in the
+            # step.
+            self.scaler.scale(torch.zeros((), device=self.worker.device))
         schedule = self._get_schedule(len(x))
         inputs = (x,) if 0 in self._parts else ()
         target = y if len(self._cut) - 1 in self._parts else None
         schedule.step(*inputs, target=target, return_outputs=False)
         for stage in self._stages:
-            stage.clear_runtime_states()  # frees sent gradients, which would stay until the next step
+            # Free the gradients that were sent to other stages. PyTorch would keep them until the next step.
+            stage.clear_runtime_states()
         if self.options.schedule == "zero-bubble":
             self._fix_gradient_strides()
         if not self._losses:
@@ -473,12 +479,12 @@ class Pipeline(ModelSplit):
                 p.grad = torch.empty_like(p).copy_(p.grad)
 
     def _start_averaging(self, parameter: nn.Parameter) -> None:
-        """Hook that starts to average a gradient over the replicas when the gradient is complete."""
+        """Start to average a gradient over the replicas if it is complete. This is a gradient hook."""
         if self._by_stage.get(parameter) == self._ending is not None:
             self._average_gradient(parameter)
 
     def _average_gradient(self, parameter: nn.Parameter) -> None:
-        """Start the all-reduce that averages a gradient over the replicas."""
+        """Start the all-reduce that averages a parameter's gradient over the replicas."""
         import torch
         import torch.distributed as dist
 
@@ -518,7 +524,7 @@ class Pipeline(ModelSplit):
             yield self._compute_scores
 
     def _compute_scores(self, x: Tensor) -> Tensor:
-        """Return the model's output (scores) for a batch.
+        """Return the model's scores for a batch in evaluation.
 
         The worker of the last stage gets the scores, and other workers get zeros. All workers must call it.
         """

@@ -1,4 +1,4 @@
-"""Base class of strategies that divide the model itself, so that workers exchange activations."""
+"""Base class of the strategies `tensor` and `pipeline`, which divide the model among workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModelSplit(Counted):
-    """Base class of strategies whose workers each have a part of the model.
+    """Base class of strategies in which each worker has only a part of the model.
 
     Several groups of such workers are replicas. The model declares how it is divided.
     """
@@ -26,22 +26,22 @@ class ModelSplit(Counted):
     rigid = "each worker has a part of the model, which is lost with the worker"
     uses_wrap_groups = True
     divides_network = True
-    #: Name of the parts in messages, and the key by which a user declares the division.
+    #: Noun for the model's parts in messages, and the config key by which a user declares the division.
     parts_name: ClassVar[str]
     stated_by: ClassVar[str]
 
     @classmethod
     def explain_indivisible(cls, network: str | Model) -> str | None:
-        """Return the reason that this strategy cannot divide a model, or None if it can.
+        """Return why this strategy cannot divide a model, or None if it can.
 
-        The model is not built yet.
+        The model need not be built.
         """
         raise NotImplementedError
 
     def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
-        """Return the reason that a model cannot be divided among this many workers.
+        """Return why a model cannot be divided among `gpus` workers, or None if it can.
 
-        The text includes the remedy. The result is None if the model can be divided.
+        The text includes the remedy.
         """
         raise NotImplementedError
 
@@ -62,7 +62,9 @@ class ModelSplit(Counted):
                 yield f".models = {name!r}: {reason}"
                 continue
             for gpus in values["gpus"]:
-                with suppress(ValueError):  # another check reports groups of uneven size
+                # `mesh` raises ValueError if the groups of workers would differ in size. `check` reports
+                # that.
+                with suppress(ValueError):
                     if reason := strategy.find_divisibility_reason(network, gpus):
                         yield f".gpus = {values['gpus']}: {name}: {reason}"
 
@@ -71,7 +73,10 @@ class ModelSplit(Counted):
         yield from refusals.iter_unshardable_model_reasons(worker.trial)
 
     def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
-        """Return undivided parameters whose gradient is incomplete on a worker. All workers must call it."""
+        """Return the undivided parameters whose gradient differs between workers.
+
+        All workers must call this method.
+        """
         return []
 
     def is_model_divided(self, gpus: int) -> bool:
@@ -81,7 +86,7 @@ class ModelSplit(Counted):
 
     def traits(self, gpus: int) -> base.Traits:
         divides = self.is_model_divided(gpus)
-        # The number of parts is None, because norms are on all workers and stages are unequal.
+        # None, because the parts of the workers are unequal: a worker has all norms, or a larger stage.
         parts = None if divides else 1
         return base.Traits(
             is_synchronous_on_one_worker=True,
@@ -93,7 +98,11 @@ class ModelSplit(Counted):
         )
 
 
-def describe_divisible_models(able: Callable[[str], bool]) -> str:
-    """Return the end of a sentence that lists the models accepted by `able`."""
-    names = ", ".join(filter(able, models.MODELS))
+def describe_divisible_models(is_divisible: Callable[[str], bool]) -> str:
+    """Return a clause that lists the built-in models that a strategy can divide.
+
+    Args:
+        is_divisible: Returns whether the strategy can divide the model of a name.
+    """
+    names = ", ".join(filter(is_divisible, models.MODELS))
     return f"these models do: {names}; a model of your own can as well (docs/split-your-model.md)"

@@ -1,4 +1,4 @@
-"""Divides a model into stages of a pipeline, and computes the stages by PyTorch's schedules.
+"""Divides a model into pipeline stages of similar work, and computes these stages.
 
 Importing this file imports torch.
 """
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stratbench.extensions.splitting.pieces import Piece
 from stratbench.workload.torch_internals import get_storage_key, is_view, make_flop_formulas
 
-#: Class of torch.distributed.pipelining for each schedule.
+#: Class in torch.distributed.pipelining for each value of the option `schedule`.
 SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
@@ -30,16 +30,16 @@ SCHEDULES = {
 }
 
 
-#: Size of a parameter with its training states in multiples of its own size: gradient and AdamW's two
+#: Bytes of a parameter's training states per byte of the parameter: itself, its gradient and AdamW's two
 #: moments.
 STATES = 4
 
 
 class MeasuredUnit(NamedTuple):
-    """Cost of one unit of a model per sample.
+    """Cost per sample of one unit, a part of a model that a pipeline cannot divide further.
 
-    The cost has the operations of forward, the bytes of its parameters, the shape of its output, and the
-    bytes that forward saves for backward.
+    The cost has the floating-point operations of forward, the bytes of the parameters, the shape of the
+    output, and the bytes of activations that forward keeps for backward.
     """
 
     flops: int
@@ -49,7 +49,7 @@ class MeasuredUnit(NamedTuple):
 
 
 def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[MeasuredUnit]:
-    """Measure the cost of each unit of a model for one sample.
+    """Return the cost of each unit of a model for one sample.
 
     The model runs on fake tensors of the active mode.
 
@@ -69,12 +69,14 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
         kept: dict[int, int] = {}
 
         def record_kept_tensor(
-            t: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights
+            saved_tensor: Tensor,
+            saved_bytes: dict[int, int] = kept,
+            weight_storages: set[int] = weights,
         ) -> Tensor:
-            storage = t.untyped_storage()
-            if (key := get_storage_key(storage)) not in weights:
-                kept[key] = storage.nbytes()
-            return t
+            storage = saved_tensor.untyped_storage()
+            if (key := get_storage_key(storage)) not in weight_storages:
+                saved_bytes[key] = storage.nbytes()
+            return saved_tensor
 
         with (
             saved_tensors_hooks(record_kept_tensor, lambda t: t),
@@ -89,71 +91,80 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
     return figures
 
 
-def balance_stages(units: Sequence[MeasuredUnit], waiting: Sequence[int]) -> list[int]:
-    """Divide consecutive units into stages of balanced work.
+def balance_stages(units: Sequence[MeasuredUnit], pending_microbatches: Sequence[int]) -> list[int]:
+    """Return the number of consecutive units in each stage, such that the work is balanced.
 
-    The stage with the most work has the least possible work. Among equal divisions, the stage with the most
-    memory has the least. Memory is that of states and of micro-batches of one sample, so that no cut depends
-    on the batch. The result is the number of units of each stage.
+    The largest work of a stage is as small as possible. Among such divisions, the largest memory of a stage
+    is as small as possible. Memory is that of training states and of micro-batches of one sample, so that the
+    division does not depend on the batch.
 
     Args:
         units: The measured units.
-        waiting: For each stage, the largest number of micro-batches whose backward is pending at once.
+        pending_microbatches: For each stage, the largest number of micro-batches whose backward is pending at
+            once.
 
     Raises:
         ValueError: If there are fewer units than stages.
     """
-    stages = len(waiting)
+    stages = len(pending_microbatches)
     if len(units) < stages:
-        raise ValueError(f"{len(units)} units cannot be divided into {stages} stages")
+        raise ValueError(
+            f"the model's {len(units)} units cannot be divided into {stages} pipeline stages; use fewer "
+            "workers"
+        )
     flops, saved_bytes = (
         [0, *accumulate(each)] for each in zip(*((u[0], u[3]) for u in units), strict=True)
     )
     held = [0, *accumulate(STATES * u.parameter_bytes for u in units)]
 
-    def compute_stage_work(_stage: int, start: int, end: int) -> float:
-        return flops[end] - flops[start]
+    def compute_stage_work(_stage: int, first_unit: int, end_unit: int) -> float:
+        return flops[end_unit] - flops[first_unit]
 
     most, _ = _minimize_max_cost(compute_stage_work, len(units), stages)
 
-    def compute_stage_memory(stage: int, start: int, end: int) -> float:
-        if compute_stage_work(stage, start, end) > most:
+    def compute_stage_memory(stage: int, first_unit: int, end_unit: int) -> float:
+        if compute_stage_work(stage, first_unit, end_unit) > most:
             return math.inf
-        return held[end] - held[start] + waiting[stage] * (saved_bytes[end] - saved_bytes[start])
+        return (
+            held[end_unit]
+            - held[first_unit]
+            + pending_microbatches[stage] * (saved_bytes[end_unit] - saved_bytes[first_unit])
+        )
 
     _, ends = _minimize_max_cost(compute_stage_memory, len(units), stages)
     return [end - start for start, end in pairwise((0, *ends))]
 
 
 def _minimize_max_cost(
-    cost: Callable[[int, int, int], float], n: int, stages: int
+    compute_cost: Callable[[int, int, int], float], num_units: int, num_stages: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Find the division into stages whose largest cost is smallest.
+    """Divide units into stages such that the largest cost of a stage is as small as possible.
 
-    The result is that cost and the ends of the stages.
+    The result is this cost, and the index after the last unit of each stage.
 
     Args:
-        cost: Returns the cost of a stage with units from `start` to before `end`, or infinity if forbidden.
-        n: Number of units.
-        stages: Number of stages.
+        compute_cost: Returns the cost of a stage with units from `start` to before `end`, or infinity if
+            forbidden.
+        num_units: Number of units.
+        num_stages: Number of stages.
     """
-    # The best division of the first units into the stages so far, by number of units.
+    # For each number of units: how they are best divided into the stages so far, and the largest cost.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
-    for stage in range(1, stages + 1):
+    for stage in range(1, num_stages + 1):
         ways = {
             end: [
-                (max(dearest, cost(stage - 1, start, end)), (*ends, end))
+                (max(dearest, compute_cost(stage - 1, start, end)), (*ends, end))
                 for start, (dearest, ends) in best.items()
                 if start < end
             ]
-            for end in range(stage, n - stages + stage + 1)
+            for end in range(stage, num_units - num_stages + stage + 1)
         }
         best = {end: min(cuts) for end, cuts in ways.items() if cuts}
-    return best[n]
+    return best[num_units]
 
 
 class StageModule(nn.Module):
-    """The modules of one stage of the pipeline.
+    """A module that computes one stage of a pipeline.
 
     The module's output is contiguous and has the dtype of the weights. `precision` makes a context of mixed
     precision for training, and `layout` is the memory format of images.
@@ -171,13 +182,13 @@ class StageModule(nn.Module):
         super().__init__()
         self.pieces, self._is_last, self._dtype = list(pieces), is_last, dtype
         self._layout, self._precision = layout, precision
-        # Schedules read the parameters of a stage here; the model itself has the names of all parameters.
+        # PyTorch's pipeline stage finds its parameters in this list, since the model is not a submodule.
         own = dict.fromkeys(p for piece in self.pieces for p in piece.iter_parameters(model))
         self.held = nn.ParameterList(own)
         self._model = (model,)
 
     def compute_modules(self, x: Tensor) -> Tensor:
-        """Compute the modules in sequence, without mixed precision."""
+        """Compute the stage's pieces one after the other, without mixed precision."""
         (model,) = self._model
         if x.dim() == 4:
             x = x.contiguous(memory_format=self._layout)
@@ -186,7 +197,7 @@ class StageModule(nn.Module):
         if self._is_last:
             return x
         x = x.to(self._dtype).contiguous()
-        # Zero-bubble frees the autograd graph in place, which is not possible for views.
+        # The schedule `zero-bubble` detaches the output in place, which PyTorch forbids for views.
         return x.clone() if is_view(x) else x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,7 +206,7 @@ class StageModule(nn.Module):
 
 
 class Stage(PipelineStage):
-    """A pipeline stage that reports when it computes, and when its gradients are complete.
+    """A pipeline stage that reports its phases of computation and its last backward.
 
     `mark` is called with the name of the phase that has ended. `last` is called with whether the next
     backward is the last of the step.

@@ -1,4 +1,4 @@
-"""The strategy `tensor`: each layer of a model is divided among workers (tensor parallelism)."""
+"""Strategy `tensor`: each layer of a model is divided among workers (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ if TYPE_CHECKING:
 
     from stratbench.workload.network.models import Model
 
-#: Words by which a tensor plan says how a module is divided; `make_styles` explains them.
+    #: A module and the name of one of its parameters.
+    ParameterUse = tuple[nn.Module, str]
+
+#: Words of a tensor plan, each a way to divide a module among workers. `make_styles` explains them.
 WORDS = (
     *("embedding", "first", "norm", "head norm", "input", "colwise", "colwise of input", "rowwise"),
     *("heads", "scores"),
 )
 
 
-#: Largest relative difference between gradients that must be equal on all workers of a group.
+#: Largest relative difference between two workers' gradients that still count as equal.
 UNLIKE = 1e-2
 
 
 class TensorParallel(ModelSplit, Sharded):
-    """Tensor parallelism by torch.distributed.tensor.parallel, along a model's tensor plan.
+    """Tensor parallelism by torch.distributed.tensor.parallel, as a model's tensor plan declares.
 
     Each of `tensor_parallel_size` workers has some heads of every attention, some columns of the first matrix
     of every perceptron with the same rows of the second, and a part of the vocabulary (Shoeybi et al.,
@@ -172,7 +175,7 @@ class TensorParallel(ModelSplit, Sharded):
             model.register_forward_hook(gather_output)
             if self.options.sequence_parallel:
                 model.register_forward_pre_hook(partial(check_positions_divide_evenly, tensor))
-        #: For each trainable parameter, whether this worker's gradient counts in the gradient norm.
+        #: For each trainable parameter: whether this worker includes its gradient in the gradient norm.
         self._counts = [
             is_divided(p) or worker.mesh.place(worker.rank).tensor == 0
             for p in model.parameters()
@@ -192,7 +195,7 @@ class TensorParallel(ModelSplit, Sharded):
         return model
 
     def _register_averaging(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Register hooks that average each gradient over the replicas, concurrently with backward."""
+        """Register hooks that average each gradient over the replicas during backward."""
         self._is_last = True
         self._pending_reductions: list[tuple[Tensor, torch.distributed.Work]] = []
         group, replicas = mesh.get_group("replicas"), mesh.size(0)
@@ -202,7 +205,9 @@ class TensorParallel(ModelSplit, Sharded):
                     partial(self._start_averaging, group, replicas)
                 )
 
-    def _start_averaging(self, group: Any, replicas: int, parameter: nn.Parameter) -> None:
+    def _start_averaging(
+        self, replica_group: Any, num_replicas: int, parameter: nn.Parameter
+    ) -> None:
         import torch
         import torch.distributed as dist
 
@@ -210,11 +215,14 @@ class TensorParallel(ModelSplit, Sharded):
 
         if self._is_last:
             with torch.no_grad():
-                own = get_local_shard(parameter.grad).div_(replicas)
-            self._pending_reductions.append((own, dist.all_reduce(own, group=group, async_op=True)))
+                own = get_local_shard(parameter.grad).div_(num_replicas)
+            self._pending_reductions.append(
+                (own, dist.all_reduce(own, group=replica_group, async_op=True))
+            )
 
     def create_sync_context(self, last: bool) -> AbstractContextManager:
-        # FSDP2 reduces the gradients in each part of a batch, so that full gradients are never stored.
+        # Hooks average gradients in the last part of a batch only. FSDP2 reduces them in every part by
+        # itself.
         self._is_last = last
         return nullcontext()
 
@@ -234,8 +242,8 @@ class TensorParallel(ModelSplit, Sharded):
             for _, work in self._pending_reductions:
                 work.wait()
             self._pending_reductions.clear()
-        # The gradient of a norm covers only this worker's positions or heads, so that it is summed over
-        # workers.
+        # A norm's gradient on this worker is only the sum over its own positions or heads. This loop adds up
+        # the workers' gradients.
         for p in self.parameters:
             placements = getattr(p.grad, "placements", None)
             if placements is not None and placements != p.placements:
@@ -250,8 +258,8 @@ class TensorParallel(ModelSplit, Sharded):
 
         if not self.options.sequence_parallel or self.worker.mesh.tensor == 1:
             return []
-        self._is_last = False  # this check needs no averaging over replicas
-        self.model.eval()  # without dropout, and without changes of statistics
+        self._is_last = False  # do not average gradients over replicas
+        self.model.eval()  # disable dropout and updates of running statistics
         self.add_gradients(x, y)
         self.model.train()
         named = dict(self.model.named_parameters())
@@ -276,12 +284,9 @@ class TensorParallel(ModelSplit, Sharded):
 
 def list_repeated_parameters(
     model: nn.Module,
-) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Return each repeated use of a parameter with its first use.
-
-    Each use is a module and the parameter's name in it.
-    """
-    first: dict[int, tuple[nn.Module, str]] = {}
+) -> list[tuple[ParameterUse, ParameterUse]]:
+    """Return the repeated uses of shared parameters, each with the parameter's first use."""
+    first: dict[int, ParameterUse] = {}
     again = []
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -292,18 +297,18 @@ def list_repeated_parameters(
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
-    """Return whether each worker of a group has only a shard of a parameter."""
+    """Return whether each worker has only a shard of a parameter."""
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
 
 
 def is_in_tensor_plan(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is in the tensor plan, so that DTensor reduces its gradient."""
+    """Return whether a parameter belongs to a module that the tensor plan names."""
     mesh = getattr(parameter, "device_mesh", None)
     return "tensor" in (getattr(mesh, "mesh_dim_names", None) or ())
 
 
 def gather_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """Gather the full scores of a model in evaluation. This is a forward hook.
+    """Gather the scores of all workers in evaluation. This function is a forward hook.
 
     In training the loss is computed on the shards of the scores.
 
@@ -319,7 +324,9 @@ def gather_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
 def check_positions_divide_evenly(
     workers: int, _module: nn.Module, inputs: tuple[Tensor, ...]
 ) -> None:
-    """Raise Refused if `workers` cannot divide the positions of texts evenly. This is a forward hook.
+    """Raise Refused if the workers cannot divide the positions of texts evenly.
+
+    This function is a forward pre-hook.
 
     Args:
         workers: Number of workers.
@@ -335,7 +342,7 @@ def check_positions_divide_evenly(
 
 
 def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
-    """Yield messages on faults of a tensor plan for this model.
+    """Yield a message for each mistake in a tensor plan for a model.
 
     A plan maps paths of modules, in which `*` matches any name, to words.
     """
@@ -355,16 +362,16 @@ def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]
             )
 
 
-def match_modules(model: nn.Module, path: str) -> list[str]:
-    """Return the module paths that match a path of a tensor plan.
+def match_modules(model: nn.Module, path_pattern: str) -> list[str]:
+    """Return the paths of the modules that match a path of a tensor plan.
 
-    A `*` in the plan's path matches any name.
+    A `*` in the path pattern matches any name.
     """
-    return [name for name, _ in model.named_modules() if fnmatchcase(name, path)]
+    return [name for name, _ in model.named_modules() if fnmatchcase(name, path_pattern)]
 
 
 def separate_head_projections(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Separate the query, key and value projections of attention modules, and return the adapted plan.
+    """Replace attention modules by ones with separate projections, and return the adapted plan.
 
     Only modules with the word `heads` in the plan are changed.
     """
@@ -384,9 +391,9 @@ def separate_head_projections(model: nn.Module, plan: Mapping[str, str]) -> dict
 
 
 def make_styles(
-    model: nn.Module, plan: Mapping[str, str], sequence: bool
+    model: nn.Module, plan: Mapping[str, str], divides_positions: bool
 ) -> dict[str, ParallelStyle]:
-    """Return the style of each module in a tensor plan, by path, for `parallelize_module`.
+    """Return the ParallelStyle of each module in a tensor plan, by module path.
 
     The words of a plan say by what a module is divided. `embedding`: the vocabulary. `first`: nothing; the
     divided activations begin here. `input`: nothing; its first input is gathered once for all submodules.
@@ -398,7 +405,7 @@ def make_styles(
     Args:
         model: The model.
         plan: Tensor plan of the model.
-        sequence: Whether activations are divided by positions as well.
+        divides_positions: Whether activations are divided by positions as well.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -410,10 +417,10 @@ def make_styles(
 
     from stratbench.extensions.splitting.heads import FirstInput
 
-    stream = Shard(1) if sequence else Replicate()
+    stream = Shard(1) if divides_positions else Replicate()
 
-    def make_style(kind: str) -> ParallelStyle | None:
-        match kind:
+    def make_style(plan_word: str) -> ParallelStyle | None:
+        match plan_word:
             case "embedding":
                 return RowwiseParallel(input_layouts=Replicate())
             case "input":
@@ -434,17 +441,17 @@ def make_styles(
                 return ColwiseParallel(
                     input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
                 )
-            case "first" if sequence:
+            case "first" if divides_positions:
                 return PrepareModuleInput(
                     input_layouts=Replicate(), desired_input_layouts=stream, use_local_output=True
                 )
             case "head norm":
                 return SequenceParallel(sequence_dim=2, use_local_output=True)
-            case "norm" if sequence:
+            case "norm" if divides_positions:
                 return SequenceParallel()
             case "first" | "norm":
                 return None
-        raise ValueError(f"a tensor plan has {kind!r}, which is not a way to divide a module")
+        raise ValueError(f"tensor_plan has the word {plan_word!r}; use one of {', '.join(WORDS)}")
 
     wanted = {name: kind for path, kind in plan.items() for name in match_modules(model, path)}
     by_name = {name: make_style(kind) for name, kind in wanted.items()}

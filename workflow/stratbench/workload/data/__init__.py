@@ -1,1 +1,1 @@
-"""Data sets: sources, prepared arrays, and batches on the device."""
+"""Data sets: reads their files, stores them as arrays, and makes batches on the device."""

@@ -1,4 +1,4 @@
-"""Describes a data set: its metadata, and the function that opens the source of its samples."""
+"""Defines `Dataset`: the metadata of a data set, and a function that opens its samples."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 from stratbench.workload.data.sources import Source
 
-#: Kind of samples by their number of dimensions.
+#: Kind of a data set's samples, by a sample's number of dimensions.
 KINDS = {1: "texts", 2: "waveforms", 3: "images"}
 
 
 def get_sample_kind(shape: Sequence[int]) -> str:
-    """Return the kind of samples with a shape: `texts`, `waveforms` or `images`."""
+    """Return the kind of samples that have a given shape: `texts`, `waveforms` or `images`."""
     return KINDS[len(shape)]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The metadata of a data set, as far as known before the data set is read.
+    """The metadata of a data set, as far as they are known before the data set is read.
 
     Shape, classes and numbers of samples of a user's own data set are None until it is prepared, unless its
     specification has them. `own_data.OwnData` opens such a data set, so that `open_source` is None.
@@ -61,14 +61,14 @@ class Dataset:
 
     @property
     def has_known_metadata(self) -> bool:
-        """Whether all metadata are known; otherwise the data set has to be prepared first."""
+        """Whether all metadata are known. Otherwise the data set has to be prepared first."""
         return self.train_samples is not None
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes per stored value of an image, or per token of a text.
+        """Bytes per stored value of an image or waveform, or per stored token of a text.
 
-        A token has the smallest type for the vocabulary.
+        Tokens are stored in one byte if the vocabulary allows it.
         """
         return (
             4
@@ -79,12 +79,13 @@ class Dataset:
 
     @property
     def target_type_and_shape(self) -> tuple[str, tuple[int, ...]]:
-        """Stored type and shape of a sample's target."""
+        """Data type and shape in which the target of one sample is stored."""
         shape = self.shape or ()
         if self.values:
             return "float32", (self.classes or 0,)
         if not self.is_text or self.vocabulary:
             return "int64", ()
-        if self.task == "masked-token":  # tokens that are not hidden have a negative label
+        # The target of a token that is not masked is negative, so that unsigned bytes do not suffice.
+        if self.task == "masked-token":
             return "int32", shape
         return {1: "uint8", 4: "int32"}[self.stored_bytes], shape

@@ -1,4 +1,4 @@
-"""Lists all data sets with their metadata and a function that opens each, without torch."""
+"""Lists the built-in data sets with their metadata, and describes a user's data sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratbench.workload.data.kinds import Generator
 from stratbench.workload.data.own_data import is_own_data_set, read_own_data
 from stratbench.workload.data.sources import DataError
 
-#: Sources of generated samples.
+#: Sources of random samples, by the name that config.yaml has in `source`.
 GENERATORS: dict[str, Generator] = {
     "synthetic": Generator(
         generated.generate_synthetic_images,
@@ -28,7 +28,7 @@ GENERATORS: dict[str, Generator] = {
     ),
     **import_named_additions("generators"),
 }
-#: Sources that take a spec, and the keys of each with their defaults.
+#: Keys that a data set of each source may have in config.yaml, with their defaults.
 SPECS: dict[str, Mapping[str, int]] = {
     **{source: generator.defaults for source, generator in GENERATORS.items()},
     "tinyshakespeare": {"sequence": 64},
@@ -40,7 +40,7 @@ def describe_data_set(
     spec: Mapping[str, Any] | None = None,
     prepared: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Return the metadata of a built-in data set, or of one that the config specifies.
+    """Return the metadata of a built-in data set, or of a data set that the config specifies.
 
     Args:
         name: Name of the data set.
@@ -53,7 +53,9 @@ def describe_data_set(
     """
     if spec is None:
         if name not in DATASETS:
-            raise DataError(f"unknown data set {name!r}; known: {', '.join(DATASETS)}")
+            raise DataError(
+                f"data set {name!r}: is unknown; use one of {', '.join(DATASETS)}, or define it in `datasets`"
+            )
         return DATASETS[name]
     if name in DATASETS and name not in SPECS:
         raise DataError(
@@ -68,12 +70,11 @@ def describe_data_set(
 def compute_data_identity(
     name: str, spec: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return the identity of a built-in data set (`data_spec` of settings).
+    """Return what determines the samples of a built-in data set: its source and all its values.
 
-    The result is None if its name suffices.
-
-    The identity determines the samples: it is the source and all values of the specification. File paths are
-    not part of it, since files are only read with their published MD5.
+    The result is None if the name of the data set determines its samples. The identity becomes `data_spec` in
+    the settings of a cell. File paths are not part of the identity, since files are only read with their
+    published MD5.
 
     Raises:
         DataError: If the name or the specification is invalid.
@@ -86,28 +87,32 @@ def compute_data_identity(
     return {"source": source} | values
 
 
-def _describe_own_data_set(name: str, spec: Mapping[str, Any], meta: Mapping[str, Any]) -> Dataset:
+def _describe_own_data_set(
+    name: str, spec: Mapping[str, Any], prepared_meta: Mapping[str, Any]
+) -> Dataset:
     own = read_own_data(name, spec)
     values = own.values
     return Dataset(
-        shape=tuple(meta["shape"]) if meta else own.shape,
-        classes=meta.get("classes"),
-        train_samples=meta.get("train_samples"),
-        test_samples=meta.get("test_samples"),
+        shape=tuple(prepared_meta["shape"]) if prepared_meta else own.shape,
+        classes=prepared_meta.get("classes"),
+        train_samples=prepared_meta.get("train_samples"),
+        test_samples=prepared_meta.get("test_samples"),
         crop_padding=values.get("crop_padding", 0),
         has_random_flips=values.get("flip", False),
-        has_float_samples=meta.get("floats", False),
-        values=meta.get("values", False),
+        has_float_samples=prepared_meta.get("floats", False),
+        values=prepared_meta.get("values", False),
         task=own.task,
         vocabulary=values.get("vocabulary"),
     )
 
 
 def _read_spec(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
-    """Return the source that a specification names, and its values with the defaults.
+    """Return the source that a data set's specification names, and the values of its keys.
+
+    Missing keys have their defaults.
 
     Raises:
-        DataError: If the specification has a mistake.
+        DataError: If the specification has an unknown source, a wrong key or a wrong value.
     """
     source = spec.get("source")
     if source not in SPECS:
@@ -118,7 +123,9 @@ def _read_spec(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]
     for key, value in values.items():
         if key not in SPECS[source]:
             allowed = ", ".join(SPECS[source])
-            raise DataError(f"data set {name!r}: unknown key {key!r}; allowed: source, {allowed}")
+            raise DataError(
+                f"data set {name!r}: the key {key!r} is unknown; use keys among source, {allowed}"
+            )
         lowest = 0 if key == "seed" else 1
         if type(value) is not int or value < lowest:
             raise DataError(
@@ -132,9 +139,10 @@ def _describe_tinyshakespeare(values: Mapping[str, int]) -> Dataset:
     shortest = min(sources.SHAKESPEARE_TOKENS)
     if length >= shortest:
         raise DataError(
-            f"sequence is {length}, but the test text has {shortest:,} tokens; choose a shorter sequence"
+            f"data set tinyshakespeare: sequence is {length}, but the test text has {shortest:,} tokens; "
+            "choose a smaller sequence"
         )
-    # The last token of a text has no next token, so it is not counted.
+    # The last token of a text is no input, because it has no next token as a target.
     train, test = ((tokens - 1) // length for tokens in sources.SHAKESPEARE_TOKENS)
     return Dataset(
         shape=(length,),

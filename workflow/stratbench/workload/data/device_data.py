@@ -1,4 +1,4 @@
-"""Holds a prepared data set on the device or in host memory, and makes batches of it.
+"""Loads a prepared data set to the device or to host memory, and makes batches of it.
 
 The device pads, augments and normalises whole batches. The result depends on a sample's index, the seed and
 the epoch, and not on the worker that has the sample.
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from stratbench.cell.settings import Settings
 
-#: Number of images, waveforms or tokens that a worker evaluates at once.
+#: Number of images, waveforms or tokens per batch of the evaluation.
 EVAL_IMAGES, EVAL_WAVEFORMS, EVAL_TOKENS = 512, 64, 8192
 
 
 class Augmentation(NamedTuple):
-    """Random crops and flips of all N training samples for one epoch: integer tensors [N].
+    """The random crops and flips of all N training images for one epoch, as integer tensors [N].
 
     Attributes:
         top: First row of each crop within the padded image.
@@ -41,13 +41,13 @@ class Augmentation(NamedTuple):
 
 
 class EpochTables(NamedTuple):
-    """One epoch's order of the training samples, int64 [N], and the samples' augmentation, if any."""
+    """The order of the N training samples in one epoch, int64 [N], and the augmentation, if any."""
 
     order: torch.Tensor
     augmentation: Augmentation | None
 
     def pack_tables(self) -> EpochTables:
-        """Return the tables in the smallest integer types, to save memory (`compute_packed_bytes`)."""
+        """Return the tables converted to smaller integer types, to save memory."""
         import torch
 
         a = self.augmentation
@@ -62,16 +62,16 @@ class EpochTables(NamedTuple):
 
 
 def compute_packed_bytes(data: Dataset, augment: bool) -> int:
-    """Return the bytes of an epoch's packed tables.
+    """Return the memory in bytes of one epoch's order and augmentation in packed form.
 
-    A training sample has 4 bytes, and 3 more with augmentation.
+    The order takes 4 bytes per training sample, and the augmentation 3.
     """
     augmented = augment and (data.crop_padding > 0 or data.has_random_flips)
     return data.train_samples * (4 + 3 * augmented)
 
 
 def make_generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
-    """Return a CPU generator with the same random numbers on all workers and device kinds.
+    """Return a CPU generator whose random numbers are the same on all workers and devices.
 
     Args:
         purpose: Name of the random numbers' use; each use has its own stream.
@@ -85,7 +85,7 @@ def make_generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
 
 
 def draw_epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of the samples in an epoch: a permutation, int64 [samples].
+    """Return the order of the training samples in an epoch: a permutation, int64 [samples].
 
     Args:
         samples: Number of training samples.
@@ -115,8 +115,8 @@ def enlarge_images(images: torch.Tensor, height: int, width: int) -> torch.Tenso
     factor = min(height // have_height, width // have_width)
     if factor < 1:
         raise DataError(
-            f"images of {have_height}x{have_width} pixels are larger than the model's input of "
-            f"{height}x{width}; use smaller images or another model"
+            f"the data set's images of {have_height}x{have_width} pixels are larger than the model's input "
+            f"of {height}x{width}; use smaller images or another model"
         )
     if factor > 1:
         images = images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
@@ -128,7 +128,7 @@ def enlarge_images(images: torch.Tensor, height: int, width: int) -> torch.Tenso
 
 
 def choose_eval_batch(shape: Sequence[int]) -> int:
-    """Return the number of test samples of a shape that a worker evaluates at once."""
+    """Return the number of samples per batch of the evaluation, for samples of a given shape."""
     if len(shape) == 1:
         return max(1, EVAL_TOKENS // shape[0])
     return EVAL_IMAGES if len(shape) == 3 else EVAL_WAVEFORMS
@@ -141,10 +141,10 @@ def make_example_batch(
     device: torch.device,
     dtype: torch.dtype,
     memory_format: torch.memory_format,
-    values: bool = False,
-    labelled: bool = False,
+    has_value_targets: bool = False,
+    has_one_target_per_text: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets shaped like training batches, for dry runs.
+    """Return inputs and targets shaped like a training batch, for trial steps without data.
 
     Args:
         samples: Samples of the batch.
@@ -153,21 +153,20 @@ def make_example_batch(
         device: Device of the tensors.
         dtype: Type of real inputs.
         memory_format: Memory format of images.
-        values: Whether a target is `classes` values in `dtype`.
-        labelled: Whether a text has one target.
+        has_value_targets: Whether a target is `classes` values in `dtype`.
+        has_one_target_per_text: Whether a text has one target.
     """
     import torch
 
     def data(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        # It is filled after its creation: fake tensors that are created as zeros have known values, unlike
-        # data.
+        # A fake tensor that is created by `torch.zeros` would have known values, which real data do not have.
         return torch.empty(shape, device=device, dtype=dtype).zero_()
 
-    if len(shape) == 1 and not labelled:
+    if len(shape) == 1 and not has_one_target_per_text:
         return tuple(data((samples, *shape), torch.int64) for _ in range(2))
-    x = data((samples, *shape), torch.int64 if labelled else dtype)
+    x = data((samples, *shape), torch.int64 if has_one_target_per_text else dtype)
     y = data((samples,), torch.int64).add_(torch.arange(samples, device=device) % classes)
-    if values:
+    if has_value_targets:
         y = data((samples, classes), dtype)
     return x.contiguous(memory_format=memory_format) if x.dim() == 4 else x, y
 
@@ -186,7 +185,7 @@ class DeviceData(ABC):
         arrays: Mapping[str, torch.Tensor],
         device: torch.device | None = None,
     ) -> None:
-        """Store the arrays of a data set, and the device of its batches.
+        """Create a data set from its arrays.
 
         Args:
             meta: Metadata of the data set.
@@ -198,7 +197,7 @@ class DeviceData(ABC):
         self.train_targets, self.test_targets = arrays["train_targets"], arrays["test_targets"]
         self._rows = device and HostRows(self.train_inputs, self.train_targets, device)
         self.device = device or self.train_inputs.device
-        #: Device on which `batch` needs the sample indices and the tables of an epoch.
+        #: Device on which `make_training_batch` needs the sample indices and the augmentation.
         self.index_device = self.train_inputs.device
 
     @staticmethod
@@ -210,7 +209,7 @@ class DeviceData(ABC):
         memory_format: torch.memory_format | None = None,
         data_placement: str = "device",
     ) -> DeviceData:
-        """Load the data set in a folder that `prepare` has written.
+        """Load a data set from the folder that `prepare` has written.
 
         Args:
             directory: The prepared folder.
@@ -247,7 +246,7 @@ class DeviceData(ABC):
         return len(self.test_targets)
 
     def draw_epoch_tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
-        """Draw the epoch's order of samples and, with `augment`, its crops and flips.
+        """Return the random order of samples in an epoch and, with `augment`, crops and flips.
 
         The tables are in host memory. Augmentation is drawn per sample index, so that it does not depend on
         worker, batch or strategy. It is None if the data set has none.
@@ -266,7 +265,7 @@ class DeviceData(ABC):
     def make_training_batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch of training samples in a model's format, and their targets.
+        """Return a batch of training samples in the model's input format, and their targets.
 
         Args:
             indices: Indices of the samples, shape [b].
@@ -278,17 +277,19 @@ class DeviceData(ABC):
         return self._make_batch(self.train_inputs[indices], self.train_targets[indices], drawn)
 
     def create_practice_batches(
-        self, samples: int, s: Settings
+        self, samples: int, settings: Settings
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function that makes batches like the training's, for warm-up steps."""
+        """Return a function that makes a training batch, for steps before the training (warm-up)."""
         import torch
 
         indices = torch.arange(samples, device=self.index_device) % self.train_samples
-        _, augmentation = self.draw_epoch_tables(s.seed, 0, s.augment).to_device(self.index_device)
+        _, augmentation = self.draw_epoch_tables(settings.seed, 0, settings.augment).to_device(
+            self.index_device
+        )
         return lambda: self.make_training_batch(indices, augmentation)
 
     def prefetch(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
-        """Announce the next batch, so that it is fetched during the training step.
+        """Start to fetch the next batch, so that it arrives during the training step.
 
         It must be called after `make_training_batch` has returned a batch, and before the training step on
         this batch.
@@ -298,7 +299,7 @@ class DeviceData(ABC):
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether the next batch is fetched in advance, so that `prefetch` has an effect."""
+        """Whether batches are fetched from host memory in advance, so that `prefetch` has an effect."""
         return self._rows is not None
 
     def make_test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,25 +312,25 @@ class DeviceData(ABC):
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
-        drawn: Sequence[torch.Tensor] | None = None,
+        augmentation_rows: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch in a model's format, from stored data on the device.
+        """Return a batch in the model's input format, made of stored samples on the device.
 
         Args:
             inputs: Stored inputs.
             targets: Stored targets.
-            drawn: Augmentation of these samples, if any.
+            augmentation_rows: Augmentation of these samples, if any.
         """
 
 
 class Texts(DeviceData):
-    """A data set of texts: batches of tokens [b, length], targets [b, length] or labels [b], all int64."""
+    """A data set of texts: tokens [b, length], with targets [b, length] or labels [b], all int64."""
 
     def _make_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
-        drawn: Sequence[torch.Tensor] | None = None,
+        augmentation_rows: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return inputs.long(), targets.long()
 
@@ -356,7 +357,7 @@ class Waveforms(DeviceData):
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
-        drawn: Sequence[torch.Tensor] | None = None,
+        augmentation_rows: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return (inputs * self._scale).add_(self._offset), targets
 
@@ -392,13 +393,14 @@ class Images(DeviceData):
             self.train_inputs = enlarge_images(self.train_inputs, height, width)
             self.test_inputs = enlarge_images(self.test_inputs, height, width)
         else:
-            # This call raises DataError now instead of in the first batch.
+            # Batches enlarge their images themselves. This call raises DataError before the training.
             enlarge_images(self.test_inputs[:1], height, width)
         self._memory_format = memory_format
         self._padding = meta["crop_padding"]
         self._flip = meta["flip"]
         mean, std = (torch.tensor(meta[key], dtype=torch.float64) for key in ("mean", "std"))
-        # (x / one - mean) / std is computed by one product and one sum; expanding repeats a single channel.
+        # (x / one - mean) / std is computed as x * scale + offset. `expand` repeats the values of a single
+        # channel.
         one = 1 if meta.get("floats") else 255
         self._scale, self._offset = (
             values.expand(channels).reshape(1, -1, 1, 1).to(self.device, dtype)
@@ -425,12 +427,14 @@ class Images(DeviceData):
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
-        drawn: Sequence[torch.Tensor] | None = None,
+        augmentation_rows: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if inputs.shape[2:] != self._size:  # images from host memory have their stored size
+        if (
+            inputs.shape[2:] != self._size
+        ):  # images that stayed in host memory have their stored size
             inputs = enlarge_images(inputs, *self._size)
-        if drawn is not None:
-            inputs = self._crop(inputs, *drawn)
+        if augmentation_rows is not None:
+            inputs = self._crop(inputs, *augmentation_rows)
         if targets.is_floating_point():
             targets = targets.to(self._scale.dtype)
         return self._normalise(inputs), targets
@@ -438,7 +442,7 @@ class Images(DeviceData):
     def _normalise(self, images: torch.Tensor) -> torch.Tensor:
         import torch
 
-        # The product is written in the model's memory format, which saves a kernel.
+        # The output tensor already has the model's memory format, so that no further kernel converts it.
         made = torch.empty(
             (len(images), self._scale.shape[1], *images.shape[2:]),
             dtype=self._scale.dtype,
@@ -450,7 +454,7 @@ class Images(DeviceData):
     def _crop(
         self, images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor
     ) -> torch.Tensor:
-        """Crop each zero-padded image at its own offset, and mirror each image with `flip` 1."""
+        """Crop each zero-padded image at its own offset, and mirror each image whose `flip` is 1."""
         import torch.nn.functional as functional
 
         batch, channels, height, width = images.shape

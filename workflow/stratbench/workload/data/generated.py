@@ -1,4 +1,4 @@
-"""Generates data sets: scikit-learn's digits, noisy images, texts of a Markov chain.
+"""Generates data sets: noisy images, and texts of a Markov chain. Also loads scikit-learn's digits.
 
 numpy is imported inside functions, since the Snakefile imports this module.
 """
@@ -14,13 +14,12 @@ from stratbench.workload.data.sources import Source, Split
 if TYPE_CHECKING:
     import numpy as np
 
-    Chunk = tuple[np.ndarray, np.ndarray]
+    from stratbench.workload.data.sources import InputsAndTargets
 
-#: Number of different tokens that may follow a token of a Markov text.
+#: Number of different tokens that may follow a given token in a text of a Markov chain.
 MARKOV_SUCCESSORS = 8
 
-#: Seed of the division of the digits into training and test set. It is part of the data set and never
-#: changes.
+#: Seed by which the digits are divided into training and test set. Another seed would be another data set.
 DIGITS_SPLIT_SEED = 20240
 DIGITS_TEST_SAMPLES = 360
 
@@ -28,9 +27,10 @@ CHUNK_SAMPLES = 1024
 
 
 def load_digits_images(root: Path | None = None, scratch: Path | None = None) -> Source:
-    """Return scikit-learn's 8x8 digits, scaled from 0..16 to 0..255, in a fixed stratified split.
+    """Return scikit-learn's images of 8x8 digits, divided into training and test set.
 
-    They are part of scikit-learn, so that neither folder is used.
+    Values are scaled from 0..16 to 0..255. The division is stratified and fixed. The digits are part of
+    scikit-learn, so that neither folder is used.
     """
     import numpy as np
     from sklearn.datasets import load_digits
@@ -59,9 +59,10 @@ def generate_synthetic_images(
     size: int,
     seed: int,
 ) -> Source:
-    """Return images [channels, size, size]: sums of the class's prototype, 4x4 patches and noise.
+    """Return labelled images [channels, size, size]: a prototype of the class, plus noise.
 
-    The noise is as strong as the prototypes, so that a model has to learn, and can. Sample i has the class i
+    A prototype has 4x4 patches of random values. The noise is as strong as the prototypes, so that a model
+    needs to learn, and can. Sample i has the class i
     modulo `classes`. Images are generated in chunks, so that a data set may be larger than memory.
 
     Args:
@@ -79,11 +80,12 @@ def generate_synthetic_images(
     where = np.arange(size) * 4 // size
     prototypes = patches[:, :, where][:, :, :, where]
 
-    def chunks(samples: int, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             labels = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
-            # The noise is from -64 to 63: with prototypes in 64..191 the sum fits into a byte.
-            noise = np.random.default_rng([seed, stream, start]).integers(
+            # Prototypes are 64 to 191 and the noise -64 to 63 (64 is subtracted below), so that sums fit into
+            # a byte.
+            noise = np.random.default_rng([seed, random_stream, start]).integers(
                 0, 128, (len(labels), channels, size, size), dtype=np.uint8
             )
             yield prototypes[labels] + noise - np.uint8(64), labels
@@ -99,17 +101,17 @@ def generate_synthetic_images(
 class MarkovChain:
     """A Markov chain in which each token has up to eight successors with random probabilities."""
 
-    def __init__(self, vocabulary: int, seed: int, number: int = 0) -> None:
-        """Draw the successors of each token; `number` distinguishes chains of a seed."""
+    def __init__(self, vocabulary: int, seed: int, chain_number: int = 0) -> None:
+        """Draw the successors of each token; `chain_number` distinguishes chains of a seed."""
         import numpy as np
 
-        rng = np.random.default_rng([seed, number])
+        rng = np.random.default_rng([seed, chain_number])
         n = min(MARKOV_SUCCESSORS, vocabulary)
         self.after = np.stack([rng.choice(vocabulary, n, replace=False) for _ in range(vocabulary)])
         self.odds = rng.dirichlet(np.ones(n), vocabulary)
         share = np.full(vocabulary, 1 / vocabulary)
-        # Each step is averaged with the preceding one, which keeps the stationary distribution and damps any
-        # period.
+        # This power iteration finds the stationary distribution. Averaging two steps makes it converge even
+        # if the chain is periodic.
         for _ in range(1000):
             counts = np.bincount(
                 self.after.ravel(), (share[:, None] * self.odds).ravel(), vocabulary
@@ -119,48 +121,54 @@ class MarkovChain:
         self._up_to = self.odds.cumsum(axis=1)
 
     def entropy(self) -> float:
-        """Return the conditional entropy of a token after the previous token, in nats (Shannon, 1948)."""
+        """Return the entropy of a token given the previous one, in nats per token (Shannon, 1948)."""
         return float(self.share @ _compute_entropies(self.odds))
 
-    def draw(self, rng: np.random.Generator, count: int, length: int) -> np.ndarray:
-        """Draw texts, int64 [count, length].
+    def draw(self, rng: np.random.Generator, num_texts: int, length: int) -> np.ndarray:
+        """Return random texts of the chain, int64 [num_texts, length].
 
         Args:
             rng: Random generator.
-            count: Number of texts.
+            num_texts: Number of texts.
             length: Tokens of a text.
         """
         import numpy as np
 
-        text = np.empty((count, length), np.int64)
-        text[:, 0] = rng.choice(len(self.share), count, p=self.share)
+        text = np.empty((num_texts, length), np.int64)
+        text[:, 0] = rng.choice(len(self.share), num_texts, p=self.share)
         for i in range(length - 1):
             now = text[:, i]
             # The last sum of probabilities is left out, since rounding may make it less than 1.
-            which = (rng.random((count, 1)) >= self._up_to[now][:, :-1]).sum(axis=1)
+            which = (rng.random((num_texts, 1)) >= self._up_to[now][:, :-1]).sum(axis=1)
             text[:, i + 1] = self.after[now, which]
         return text
 
 
-def _compute_entropies(odds: np.ndarray) -> np.ndarray:
-    """Return the entropy of each row of probabilities, in nats."""
+def _compute_entropies(probabilities: np.ndarray) -> np.ndarray:
+    """Return the entropy in nats of each row of a matrix, whose rows are probability distributions."""
     import numpy as np
 
-    return -np.where(odds > 0, odds * np.log(np.maximum(odds, 1e-300)), 0).sum(axis=1)
+    return -np.where(
+        probabilities > 0, probabilities * np.log(np.maximum(probabilities, 1e-300)), 0
+    ).sum(axis=1)
 
 
 def make_generated_source(
-    samples: tuple[int, int], chunks: Callable[[int, int], Iterator[Chunk]], least_loss: float
+    split_sizes: tuple[int, int],
+    generate_chunks: Callable[[int, int], Iterator[InputsAndTargets]],
+    min_loss: float,
 ) -> Source:
-    """Return a generated training and test set, each with its own random stream."""
-    train, test = (Split(n, chunks(n, stream)) for n, stream in zip(samples, (1, 2), strict=True))
-    return Source(train, test, [], generated=True, least_loss=least_loss)
+    """Return a generated training set and test set, each from its own stream of random numbers."""
+    train, test = (
+        Split(n, generate_chunks(n, stream)) for n, stream in zip(split_sizes, (1, 2), strict=True)
+    )
+    return Source(train, test, [], generated=True, least_loss=min_loss)
 
 
 def generate_markov_text(
     train_samples: int, test_samples: int, vocabulary: int, sequence: int, seed: int
 ) -> Source:
-    """Return texts of a Markov chain, with the next tokens as targets.
+    """Return texts of a Markov chain; the target of a token is the next token.
 
     The least possible loss is the chain's entropy rate: the mean, over the stationary distribution, of the
     entropy of the successor.
@@ -176,10 +184,12 @@ def generate_markov_text(
 
     chain = MarkovChain(vocabulary, seed)
 
-    def chunks(samples: int, stream: int) -> Iterator[Chunk]:
+    def chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             count = min(CHUNK_SAMPLES, samples - start)
-            text = chain.draw(np.random.default_rng([seed, stream, start]), count, sequence + 1)
+            text = chain.draw(
+                np.random.default_rng([seed, random_stream, start]), count, sequence + 1
+            )
             yield text[:, :-1], text[:, 1:]
 
     return make_generated_source((train_samples, test_samples), chunks, chain.entropy())

@@ -1,4 +1,4 @@
-"""Defines kinds of data sets: generated from integers in the config, or read from a user's files."""
+"""Defines the kinds of data sets that a config can describe: generated, or read from files."""
 
 from __future__ import annotations
 
@@ -9,45 +9,53 @@ from typing import Any, NamedTuple
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.sources import DataError, Source
 
+#: Samples of a data set, and their number of classes (or of different tokens).
+SourceAndClassCount = tuple[Source, int]
+
 
 class Samples(NamedTuple):
-    """The kind of sample files in a folder: a noun, and the suffixes of these files; others are ignored."""
+    """The kind of files in a folder of samples, such as images: their noun and file suffixes.
+
+    Files with other suffixes are ignored.
+    """
 
     noun: str
     ends: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the noun and the file suffixes as text, as in `image (.png)`."""
+        """Return the noun and the suffixes as text, such as `image (.png)`."""
         return f"{self.noun} ({', '.join(self.ends)})"
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A source of generated samples; its config values are integers, all positive except `seed`."""
+    """A source of random samples, whose config values are integers of at least 1 (`seed`: 0)."""
 
     make_source: Callable[..., Source]
     defaults: Mapping[str, int]
-    #: The values that are the shape of a sample.
+    #: Config keys whose values are the shape of a sample.
     shape_keys: tuple[str, ...]
-    #: Name of the value that has the number of classes or tokens.
+    #: Config key of the number of classes, or of different tokens.
     classes_key: str = "classes"
-    #: The value that is the number of tokens of texts with labels.
+    #: Config key of the number of different tokens, for texts with one label each.
     vocabulary_key: str | None = None
-    #: The task, if the shape of a sample does not determine it.
+    #: Name of the task, if the shape of a sample does not determine it.
     task: str | None = None
     has_float_samples: bool = False
-    #: Minimum values that samples can be made of.
+    #: Function of the config values that returns minimum values by key.
     list_min_values: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda values: {}
 
     def describe_data_set(self, values: Mapping[str, int]) -> Dataset:
-        """Return the metadata of the data set that is generated from these values.
+        """Return the metadata of the data set that these config values describe.
 
         Raises:
-            DataError: For a value that is too small.
+            DataError: If a value is too small.
         """
         for key, lowest in self.list_min_values(values).items():
             if values[key] < lowest:
-                raise DataError(f"{key} is {values[key]}; it must be a whole number >= {lowest}")
+                raise DataError(
+                    f"the key {key} is {values[key]}; it must be a whole number >= {lowest}"
+                )
         return Dataset(
             shape=tuple(values[key] for key in self.shape_keys),
             classes=values[self.classes_key],
@@ -62,21 +70,21 @@ class Generator:
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of data set that is read from a user's files, named by the config key for these files."""
+    """A kind of data set that is read from a user's files. The config key of these files is its name."""
 
-    #: A function of the data set's name, its folder or files, further files, and the values by keyword. It
-    #: returns the samples, and the number of classes or tokens.
-    read: Callable[..., tuple[Source, int]]
-    #: Other keys of the kind, with their defaults.
+    #: Function that reads the data set. Its arguments are the data set's name, its folder or list of files,
+    #: its further files, and the values of its other keys by keyword.
+    read: Callable[..., SourceAndClassCount]
+    #: Config keys besides those of files, with their defaults.
     defaults: Mapping[str, Any]
-    #: Keys that name a further file each.
+    #: Config keys that each name one further file, such as `tokenizer`.
     further_file_keys: tuple[str, ...] = ()
-    #: Samples of its folder; None for a kind that is one file or several.
+    #: Kind of the sample files in its folder, or None if the data set is a list of files.
     samples: Samples | None = None
-    #: The shape of a sample: numbers, or keys whose values they are.
+    #: Shape of a sample. Each dimension is a number, or a config key whose value it is.
     shape: tuple[str | int, ...] = ("sequence",)
-    #: The task, if the shape of a sample does not determine it.
+    #: Name of the task, if the shape of a sample does not determine it.
     task: str | None = None
     has_float_samples: bool = False
-    #: Returns the reason that makes some values invalid, or None.
+    #: Function of the config values that returns why they are invalid, or None if they are valid.
     invalid_values_reason: Callable[[Mapping[str, Any]], str | None] = lambda values: None

@@ -1,4 +1,4 @@
-"""Checks the arrays that a user's function returns, and divides them into chunks to prepare."""
+"""Makes a data set of the arrays that a user's function returns, and checks these arrays."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from stratbench.workload.data.sources import DataError, Source, Split, cut_text_
 if TYPE_CHECKING:
     import numpy as np
 
+    from stratbench.workload.data.sources import InputsAndTargets
+
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 TOKEN_NAMES = ("train", "test")
-#: Largest length of the last axis of an image's shape that counts as its channels.
+#: Largest number of channels: the last axis of images is that of the channels if it is not longer.
 MAX_CHANNELS = 4
-#: Bytes of an array that are read at once.
+#: Bytes of a memory-mapped array that are read at a time.
 _CHUNK_BYTES = 32 << 20
 RETURNS = f"return ({', '.join(NAMES)}), ({', '.join(TOKEN_NAMES)}) of tokens, or a mapping with these keys"
 
 
 class Opened(NamedTuple):
-    """A user's data set after opening: samples, shape, and number of classes.
+    """A user's data set that was opened: its samples, their shape, and the number of classes.
 
     Attributes:
         source: Samples of the data set.
         shape: Shape of one sample.
         classes: Number of classes, or of different tokens of a text.
-        floats: Whether images are float32 instead of uint8.
+        floats: Whether samples are float32 instead of uint8.
         values: Whether targets are values, float32 [N, `classes`], instead of class numbers.
     """
 
@@ -38,7 +40,7 @@ class Opened(NamedTuple):
 
 
 def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
-    """Return a data set made of the arrays that a user's function has returned.
+    """Return the data set of which a user's function has returned the arrays.
 
     Images are `train_x` and `test_x`, uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C]. Their
     `train_y` and `test_y` are integer labels [N], or values to learn, float32 [N] or [N, values]. A text has
@@ -56,7 +58,9 @@ def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
     if "train" in arrays:
         return _open_text(label, arrays, sequence)
     if sequence is not None:
-        raise DataError(f"{label}: returned images, which `sequence` is not for; remove this key")
+        raise DataError(
+            f"{label}: returned images, but the key `sequence` is for texts; remove this key"
+        )
     return _open_images(label, arrays)
 
 
@@ -126,9 +130,9 @@ def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
     else:
         classes = _count_classes(label, targets["train"], targets["test"])
 
-    def make_split(split: str) -> Split:
-        x, y = arrays[f"{split}_x"], targets[split]
-        return Split(len(y), _iter_image_chunks(f"{label}: {split}_x", x, y))
+    def make_split(split_name: str) -> Split:
+        x, y = arrays[f"{split_name}_x"], targets[split_name]
+        return Split(len(y), _iter_image_chunks(f"{label}: {split_name}_x", x, y))
 
     source = Source(make_split("train"), make_split("test"), [])
     of_floats = kinds["train"] == np.float32
@@ -136,9 +140,9 @@ def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
 
 
 def move_channels_first(x: np.ndarray) -> np.ndarray:
-    """Return images with the channel axis moved first: [N, C, H, W].
+    """Return images as [N, C, H, W], with the axis of the channels before height and width.
 
-    The last axis is that of the channels if it has 1 to 4 entries and the second axis more.
+    The last axis is that of the channels if its length is 1 to 4, and the second axis is longer.
     """
     if x.ndim == 3:
         return x[:, None]
@@ -146,32 +150,34 @@ def move_channels_first(x: np.ndarray) -> np.ndarray:
     return x.transpose(0, 3, 1, 2) if last else x
 
 
-def _count_classes(who: str, train: np.ndarray, test: np.ndarray) -> int:
+def _count_classes(data_label: str, train_labels: np.ndarray, test_labels: np.ndarray) -> int:
     import numpy as np
 
-    for y, name in ((train, "train_y"), (test, "test_y")):
+    for y, name in ((train_labels, "train_y"), (test_labels, "test_y")):
         if y.min() < 0:
-            raise DataError(f"{who}: {name} has the label {y.min()}; labels must begin at 0")
-    classes = int(train.max()) + 1
-    present = np.unique(train)
+            raise DataError(f"{data_label}: {name} has the label {y.min()}; labels must begin at 0")
+    classes = int(train_labels.max()) + 1
+    present = np.unique(train_labels)
     if len(present) < classes:
         missing = next(i for i, label in enumerate(present) if label != i)
         raise DataError(
-            f"{who}: train_y has labels up to {classes - 1}, but not the label {missing}; labels must begin "
-            "at 0 and have no gap"
+            f"{data_label}: train_y has labels up to {classes - 1}, but not the label {missing}; labels "
+            "must begin at 0 and have no gap"
         )
     if classes < 2:
-        raise DataError(f"{who}: train_y has one class; return two or more")
-    if test.max() >= classes:
         raise DataError(
-            f"{who}: test_y has the label {test.max()}, but the labels of train_y end at {classes - 1}; use "
-            "the same labels in both"
+            f"{data_label}: train_y has only one class; return labels of two classes or more"
+        )
+    if test_labels.max() >= classes:
+        raise DataError(
+            f"{data_label}: test_y has the label {test_labels.max()}, but the labels of train_y end at "
+            f"{classes - 1}; use the same labels in both"
         )
     return classes
 
 
 def _flatten_values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the targets of both splits, which are values instead of classes, as [N, values]."""
+    """Return real-valued targets of training and test set as [N, values], by name of the set."""
     import numpy as np
 
     flat = {}
@@ -192,20 +198,22 @@ def _flatten_values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def _iter_image_chunks(
-    what: str, x: np.ndarray, y: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    array_label: str, images_array: np.ndarray, targets: np.ndarray
+) -> Iterator[InputsAndTargets]:
     import numpy as np
 
-    step = max(1, _CHUNK_BYTES // max(1, x[0].nbytes))
-    for start in range(0, len(x), step):
-        images = np.ascontiguousarray(move_channels_first(x[start : start + step]))
+    step = max(1, _CHUNK_BYTES // max(1, images_array[0].nbytes))
+    for start in range(0, len(images_array), step):
+        images = np.ascontiguousarray(move_channels_first(images_array[start : start + step]))
         if images.dtype.kind == "f" and not np.isfinite(images).all():
             place = start + int(np.flatnonzero(~np.isfinite(images).all(axis=(1, 2, 3)))[0])
-            raise DataError(f"{what}[{place}] has NaN or infinity; every value must be finite")
-        yield images, np.asarray(y[start : start + step])
+            raise DataError(
+                f"{array_label}[{place}] has NaN or infinity; every value must be finite"
+            )
+        yield images, np.asarray(targets[start : start + step])
 
 
-# ---------------------------------------------------------------- text
+# ---------------------------------------------------------------- texts
 
 
 def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> Opened:
@@ -235,11 +243,13 @@ def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | Non
     return Opened(Source(splits[0], splits[1], []), (sequence,), vocabulary)
 
 
-def _reduce_tokens_by_part(tokens: np.ndarray, of: Callable[[Any], Any]) -> Any:
-    """Return the minimum or maximum of tokens, read part by part.
+def _reduce_tokens_by_part(tokens: np.ndarray, min_or_max: Callable[[Any], Any]) -> Any:
+    """Return the smallest or the largest token of an array that may be mapped from a file.
 
-    The tokens may be mapped from a file.
+    Args:
+        tokens: The tokens, which are read in parts.
+        min_or_max: Python's function `min` or `max`.
     """
-    name = of.__name__
+    name = min_or_max.__name__
     step = _CHUNK_BYTES // tokens.itemsize
-    return of(getattr(tokens[i : i + step], name)() for i in range(0, len(tokens), step))
+    return min_or_max(getattr(tokens[i : i + step], name)() for i in range(0, len(tokens), step))

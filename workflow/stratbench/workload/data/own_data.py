@@ -1,4 +1,4 @@
-"""Opens a user's data sets: arrays that a function returns, images, waveforms, or texts.
+"""Reads specifications of users' data sets in config.yaml, and opens these data sets.
 
 Most metadata of such a data set are unknown before it is prepared, and are then read from the prepared data.
 The Snakefile imports this module: it imports no user's code and reads no file before a data set is prepared.
@@ -22,13 +22,14 @@ from stratbench.workload.data.kinds import FileKind
 from stratbench.workload.data.own_arrays import Opened
 from stratbench.workload.data.sources import DataError
 
-#: Environment variable that gives jobs the paths of data files, so that a moved folder is not prepared again.
+#: Environment variable with the paths of data files, for jobs. Paths are no job parameters, since moving a
+#: folder must not run jobs again.
 PLACES_VARIABLE = "STRATBENCH_PLACES"
-#: Keys that say how augmentation may change training images, with their defaults.
+#: Config keys on how augmentation may change training images, with their defaults.
 AUGMENTATION = {"crop_padding": 0, "flip": False}
-#: Keys of a data set that a callable returns, with their defaults.
+#: Config keys of a data set with `call`, whose arrays a user's function returns, with their defaults.
 OF_CALL: Mapping[str, Any] = {"kwargs": {}, "sequence": None, **AUGMENTATION}
-#: Kinds of data sets in files, by the key that names these.
+#: Kinds of data sets that are read from files, by the config key of these files.
 KINDS: dict[str, FileKind] = {
     "images": FileKind(
         own_files.read_image_folder,
@@ -44,25 +45,25 @@ KINDS: dict[str, FileKind] = {
     ),
     **import_named_additions("file_kinds"),
 }
-#: Keys that name files, whose content is part of a data set's identity, but not their paths.
+#: All config keys that name files or folders.
 PLACES = tuple(
     dict.fromkeys(key for name, k in KINDS.items() for key in (name, *k.further_file_keys))
 )
-#: Kinds of the extension `labelled`.
+#: Kinds of data sets that the extension `labelled` adds.
 OF_LABELLED = ("masked_text", "labelled_texts", "waveforms")
 
 
 @dataclass(frozen=True)
 class OwnData:
-    """A user's specification of a data set: its kind, the keys of that kind, and its files."""
+    """A user's specification of a data set: its kind, the values of its keys, and its files."""
 
     #: Name of the data set in the config.
     name: str
-    #: Kind of the data set: one of KINDS.
+    #: Kind of the data set: a key of KINDS, or `call`.
     file_kind: str
-    #: Values of the kind's keys, with the defaults, without paths.
+    #: Values of the config keys, including defaults. Keys that name files are left out.
     values: dict[str, Any]
-    #: Paths of files or folders, by key.
+    #: Paths of files or folders, by the config key that names them.
     paths_by_key: dict[str, list[Path]]
 
     def __str__(self) -> str:
@@ -70,45 +71,45 @@ class OwnData:
 
     @property
     def call(self) -> str:
-        """The user's function as `module:name`, or empty if the data are files."""
+        """The user's function as `module:name`, or "" if the data set consists of files."""
         return self.values.get("call", "")
 
     @property
     def task(self) -> str | None:
-        """Task of the targets, if the samples' shape does not determine it."""
+        """Name of the task, or None if the shape of the samples determines the task."""
         return None if self.call else KINDS[self.file_kind].task
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of a sample. None if unknown before the data are read."""
+        """Shape of a sample, or None if it is unknown before the data are read."""
         if self.call:
             return (self.values["sequence"],) if self.values["sequence"] else None
         shape = KINDS[self.file_kind].shape
         return tuple(self.values[n] if isinstance(n, str) else n for n in shape)
 
     def compute_identity(
-        self, folders: Iterable[Path] = (), known: Path | None = None
+        self, code_folders: Iterable[Path] = (), hash_cache: Path | None = None
     ) -> dict[str, Any]:
-        """Return the data set's identity: its keys, and a hash of its files or code.
+        """Return what determines the samples: the config keys, and a hash of the files or the code.
 
         Args:
-            folders: Folders of the user's code.
-            known: File that caches the hash of unchanged files, if any.
+            code_folders: Folders of the user's code.
+            hash_cache: File that caches the hash of unchanged files, if any.
 
         Raises:
             DataError: If a file cannot be read.
         """
         if self.call:
-            fingerprint = users_code.compute_code_fingerprint(self.call, folders)
+            fingerprint = users_code.compute_code_fingerprint(self.call, code_folders)
         else:
             files = [place for places in self.paths_by_key.values() for place in places]
             samples = KINDS[self.file_kind].samples or own_files.IMAGES
-            sha256 = own_files.hash_files(files, samples, known)
+            sha256 = own_files.hash_files(files, samples, hash_cache)
             fingerprint = {"sha256": sha256, "version": None}
         return {"kind": self.file_kind} | self.values | fingerprint
 
     def open_samples(self) -> Opened:
-        """Open the data set, and return its samples with their shape and number of classes."""
+        """Return the data set's samples, their shape and the number of classes."""
         if self.call:
             return own_arrays.open_arrays(str(self), self._call_function(), self.values["sequence"])
         kind, files = KINDS[self.file_kind], self.paths_by_key[self.file_kind]
@@ -138,19 +139,19 @@ class OwnData:
 
 
 def is_own_data_set(spec: Mapping[str, Any] | None) -> bool:
-    """Return whether a config's specification describes a user's own data, not a built-in source."""
+    """Return whether a specification in the config describes a user's own data set."""
     return spec is not None and "source" not in spec
 
 
 def read_own_data(
-    name: str, spec: Mapping[str, Any], places: Mapping[str, Any] | None = None
+    name: str, spec: Mapping[str, Any], paths_by_key: Mapping[str, Any] | None = None
 ) -> OwnData:
-    """Return a user's data set, as a specification describes it.
+    """Return a user's data set as a specification in the config describes it. No file is read.
 
     Args:
         name: Name of the data set.
         spec: The specification, as in the config or from `identity`.
-        places: Paths of the files, which override those of `spec`.
+        paths_by_key: Paths of the files, which override those of `spec`.
 
     Raises:
         DataError: For errors that are visible without reading a file: contradicting keys, a missing
@@ -160,14 +161,14 @@ def read_own_data(
     known = ("call", *KINDS)
     for kind in {*OF_LABELLED} - {*known} & {*spec, spec.get("kind")}:
         raise DataError(
-            f"data set {name!r}: {kind}: needs the extension `labelled`, which was deleted here; put it "
-            "back, or bring arrays by `call`"
+            f"data set {name!r}: {kind}: needs the extension `labelled`, which this installation does "
+            "not have; restore it, or provide arrays by `call`"
         )
     kinds = [spec["kind"]] if "kind" in spec else [kind for kind in known if kind in spec]
     if len(kinds) != 1:
         text = " and ".join(kinds) or "none of them"
         raise DataError(
-            f"data set {name!r}: must have exactly one of source, {', '.join(known)}; it has {text}"
+            f"data set {name!r}: must have exactly one of the keys source, {', '.join(known)}; it has {text}"
         )
     [kind] = kinds
     files = (kind, *KINDS[kind].further_file_keys) if kind in KINDS else ()
@@ -180,7 +181,7 @@ def read_own_data(
                 f"{', '.join(allowed)}"
             )
     values = {key: value for key, value in {**defaults, **keys}.items() if key not in files}
-    locations = _find_files(name, files, keys if places is None else places)
+    locations = _find_files(name, files, keys if paths_by_key is None else paths_by_key)
     if kind == "call":
         if fault := users_code.invalid_call_reason(values["call"]):
             raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
@@ -196,10 +197,12 @@ def read_own_data(
     return OwnData(name, kind, values, locations)
 
 
-def _find_files(name: str, files: Iterable[str], spec: Mapping[str, Any]) -> dict[str, list[Path]]:
+def _find_files(
+    dataset_name: str, file_keys: Iterable[str], paths_by_key: Mapping[str, Any]
+) -> dict[str, list[Path]]:
     locations = {}
-    for key in files:
-        value = spec.get(key)
+    for key in file_keys:
+        value = paths_by_key.get(key)
         if value is None:
             continue
         locations[key] = [Path(p).expanduser() for p in _as_list(value)]
@@ -211,7 +214,7 @@ def _find_files(name: str, files: Iterable[str], spec: Mapping[str, Any]) -> dic
             )
             if not is_there:
                 raise DataError(
-                    f"data set {name!r}: {key} = {str(place)!r} is not a {what}; correct the path"
+                    f"data set {dataset_name!r}: {key} = {str(place)!r} is not a {what}; correct the path"
                 )
     return locations
 
@@ -221,7 +224,7 @@ def _as_list(paths: str | list[str]) -> list[str]:
 
 
 def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the paths of all data sets of the config, as JSON for PLACES_VARIABLE."""
+    """Return the paths of the files of all data sets in the config, as JSON for jobs."""
     locations = {}
     for name, spec in datasets.items():
         places = {
@@ -235,7 +238,11 @@ def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
-    """Return a user's data set in a job. Its paths come from the specification or the environment."""
+    """Return a user's data set in a job.
+
+    The paths of its files are those of the specification, or else of the environment variable
+    PLACES_VARIABLE.
+    """
     if spec.keys() & set(PLACES) or spec.get("call"):
         return read_own_data(name, spec)
     return read_own_data(
@@ -244,7 +251,12 @@ def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
 
 
 def read_prepared_meta(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata of a folder's prepared data set for an identity, or None."""
+    """Return the metadata of a prepared data set, or None if the folder has other or no data.
+
+    Args:
+        folder: Folder of the prepared data set.
+        identity: What determines the samples (`compute_identity`).
+    """
     try:
         return read_json(folder / prepared.format_meta_file_name(identity))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Fetches batches from host memory to the device in advance, by a thread."""
+"""Fetches batches from host memory to the device in advance, in a thread of the worker."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-#: Number of batches on the device: the one that is trained on, and the next one, which is being copied.
+#: Number of batches on the device at a time: the current one and the next one.
 BUFFERED_BATCHES = 2
 
 
 class _BatchBuffers:
-    """The buffers of one batch, and the events after which these buffers may be used again.
+    """The buffers of one batch, and the CUDA events after which they may be overwritten.
 
     `staged` are in pinned host memory, `arrived` on the device. `used` is recorded when the device has used
     the batch, `copied` when the copy is complete.
@@ -28,7 +28,7 @@ class _BatchBuffers:
 
 
 class _FetchedBatch(NamedTuple):
-    """A batch whose rows are being fetched from host memory.
+    """A batch that is being fetched from host memory.
 
     Attributes:
         indices: Indices of the samples.
@@ -44,7 +44,7 @@ class _FetchedBatch(NamedTuple):
 
 
 class HostRows:
-    """Fetches rows of arrays in host memory to a device, one batch ahead of the training.
+    """Fetches batches of a data set from arrays in host memory to a device, one batch in advance.
 
     While the device computes, a thread gathers the rows into pinned memory, and copies them on a stream of
     its own. In `take_fetched_batch`, the current stream waits for the copy, and the host for the gathering
@@ -52,7 +52,7 @@ class HostRows:
     """
 
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, device: torch.device) -> None:
-        """Store the arrays, and start the thread that fetches batches.
+        """Start the thread that fetches batches.
 
         Args:
             inputs: Inputs [N, ...] in host memory, which may be mapped from files.
@@ -68,57 +68,57 @@ class HostRows:
         self._slots = [_BatchBuffers() for _ in range(BUFFERED_BATCHES)]
         self._turn = 0
         self._coming: _FetchedBatch | None = None
-        # Gathering uses one thread on one core, so that it does not take cores from the training.
+        # Gathering uses one core only, so that it does not take cores from the training.
         self._start_thread = ThreadPoolExecutor(
             1, "stratbench-rows", initializer=torch.set_num_threads, initargs=(1,)
         )
 
     def begin_fetching_batch(
-        self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
+        self, indices: torch.Tensor, augmentation_tables: Sequence[torch.Tensor] | None
     ) -> None:
-        """Begin to fetch a batch: the rows of the arrays and of some tables.
+        """Begin to fetch a batch: the samples' inputs, targets and augmentation.
 
-        The new batch overwrites the batch of two fetches before, so all work on the old batch must have been
-        queued.
+        The new batch overwrites the batch that was fetched two calls before. So all work on that batch must
+        have been queued.
 
         Args:
             indices: Indices of the rows, int64 [b] in host memory.
-            tables: Augmentation tables, if any.
+            augmentation_tables: Augmentation tables, if any.
         """
         import torch
 
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % BUFFERED_BATCHES
-        sources = [*self._arrays, *(tables or ())]
+        sources = [*self._arrays, *(augmentation_tables or ())]
         if len(slot.staged) != len(sources) or len(slot.staged[0]) != len(indices):
             self._allocate_buffers(slot, sources, len(indices))
         if self._on_cuda:
             slot.used = torch.cuda.Event()
             slot.used.record(torch.cuda.current_stream(self._device))
         done = self._start_thread.submit(self._gather_rows, slot, sources, indices)
-        self._coming = _FetchedBatch(indices, tables, slot, done)
+        self._coming = _FetchedBatch(indices, augmentation_tables, slot, done)
 
     def take_fetched_batch(
-        self, indices: torch.Tensor, tables: Sequence[torch.Tensor] | None
+        self, indices: torch.Tensor, augmentation_tables: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor] | None]:
-        """Return a batch on the device: inputs, targets and rows of the augmentation tables.
+        """Return a batch on the device: its inputs, targets and augmentation, or None for the last.
 
-        The rows are None without tables. The batch is fetched now if it was not fetched in advance. The
-        second-next fetch overwrites this batch.
+        The batch is fetched now if it was not fetched in advance. The second fetch after this call overwrites
+        the batch.
 
         Args:
             indices: Indices of the rows, int64 [b] in host memory.
-            tables: Augmentation tables, if any.
+            augmentation_tables: Augmentation tables, if any.
         """
         import torch
 
         coming = self._coming
         if (
             coming is None
-            or coming.tables is not tables
+            or coming.tables is not augmentation_tables
             or not torch.equal(coming.indices, indices)
         ):
-            self.begin_fetching_batch(indices, tables)
+            self.begin_fetching_batch(indices, augmentation_tables)
             coming = self._coming
         self._coming = None
         coming.done.result()
@@ -128,38 +128,39 @@ class HostRows:
         return inputs, targets, drawn or None
 
     def _allocate_buffers(
-        self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], samples: int
+        self, buffers: _BatchBuffers, arrays: Sequence[torch.Tensor], samples: int
     ) -> None:
-        """Allocate buffers for another batch size, which is rare: a training has one batch size."""
+        """Allocate the buffers of a batch again, for another number of samples."""
         import torch
 
         if self._coming is not None:
             self._coming.done.result()
         if self._on_cuda:
             torch.cuda.synchronize(self._device)
-        slot.staged = [
+        buffers.staged = [
             torch.empty((samples, *s.shape[1:]), dtype=s.dtype, pin_memory=self._on_cuda)
-            for s in sources
+            for s in arrays
         ]
-        slot.arrived = slot.staged
+        buffers.arrived = buffers.staged
         if self._on_cuda:
-            slot.arrived = [torch.empty_like(t, device=self._device) for t in slot.staged]
-        slot.copied = None
+            buffers.arrived = [torch.empty_like(t, device=self._device) for t in buffers.staged]
+        buffers.copied = None
 
     def _gather_rows(
-        self, slot: _BatchBuffers, sources: Sequence[torch.Tensor], indices: torch.Tensor
+        self, buffers: _BatchBuffers, arrays: Sequence[torch.Tensor], indices: torch.Tensor
     ) -> None:
-        """Gather a batch's rows into its buffers, and start the copy to the device."""
+        """Copy the samples of a batch into its host buffers, and start the copy to the device."""
         import torch
 
-        if slot.copied is not None:
-            slot.copied.synchronize()  # the thread waits until the slot's preceding batch was copied
-        for source, staged in zip(sources, slot.staged, strict=True):
+        if buffers.copied is not None:
+            # The previous batch in these host buffers must have been copied to the device.
+            buffers.copied.synchronize()
+        for source, staged in zip(arrays, buffers.staged, strict=True):
             torch.index_select(source, 0, indices, out=staged)
         if self._on_cuda:
             with torch.cuda.stream(self._stream):
-                self._stream.wait_event(slot.used)
-                for staged, arrived in zip(slot.staged, slot.arrived, strict=True):
+                self._stream.wait_event(buffers.used)
+                for staged, arrived in zip(buffers.staged, buffers.arrived, strict=True):
                     arrived.copy_(staged, non_blocking=True)
-                slot.copied = torch.cuda.Event()
-                slot.copied.record(self._stream)
+                buffers.copied = torch.cuda.Event()
+                buffers.copied.record(self._stream)

@@ -1,4 +1,4 @@
-"""Prepares a data set: finds its source files, and converts them to arrays in one folder.
+"""Prepares a data set: converts its source files to arrays in one folder.
 
 python -m stratbench.workload.data.prepare NAME --out DIR
 """
@@ -29,10 +29,10 @@ def prepare_data_set(
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write a data set's arrays and metadata to a folder, and return the metadata.
+    """Write the arrays and metadata of a data set to a folder, and return the metadata.
 
-    An intact earlier result is reused. The folder is either complete or missing, and concurrent calls do not
-    disturb each other.
+    If the folder already has this data set intact, it stays. The folder is either complete or missing, and
+    concurrent calls do not disturb each other.
 
     Args:
         name: Name of the data set.
@@ -58,39 +58,39 @@ def prepare_data_set(
     }
     root = root or os.environ.get(sources.ROOT_VARIABLE)
 
-    def open_source(scratch: Path) -> tuple[Source, Dataset]:
+    def open_source(download_folder: Path) -> tuple[Source, Dataset]:
         folder = Path(root).expanduser() if root else None
-        return facts.open_source(folder, scratch if download else None), facts
+        return facts.open_source(folder, download_folder if download else None), facts
 
     return _prepare_unless_intact(request, Path(out_dir), open_source)
 
 
 def _prepare_own_data_set(
-    own: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]
+    own_data_set: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Prepare a user's own data set in a folder, and return its metadata.
+    """Write the arrays and metadata of a user's data set to a folder, and return the metadata.
 
     Raises:
         DataError: If the data or code have changed since `spec` was made.
     """
-    identity = json.loads(json.dumps(own.compute_identity(users_code.list_code_folders())))
+    identity = json.loads(json.dumps(own_data_set.compute_identity(users_code.list_code_folders())))
     hashes = {key: spec[key] for key in ("sha256", "version") if key in spec}
     if any(identity[key] != value for key, value in hashes.items()):
         raise DataError(
-            f"{own}: its {'code has' if own.call else 'files have'} changed since the run was "
-            "started; start the run again"
+            f"{own_data_set}: its {'code has' if own_data_set.call else 'files have'} changed since the run "
+            "was started; start the run again"
         )
     request = {
         "format": prepared.FORMAT,
-        "name": own.name,
+        "name": own_data_set.name,
         "spec": identity,
-        **{key: own.values.get(key, off) for key, off in own_data.AUGMENTATION.items()},
+        **{key: own_data_set.values.get(key, off) for key, off in own_data.AUGMENTATION.items()},
     }
 
-    def open_source(scratch: Path) -> tuple[Source, Dataset]:
-        source, shape, classes, *kinds = own.open_samples()
+    def open_source(download_folder: Path) -> tuple[Source, Dataset]:
+        source, shape, classes, *kinds = own_data_set.open_samples()
         samples = source.train.samples, source.test.samples
-        of_texts = own.task, own.values.get("vocabulary")
+        of_texts = own_data_set.task, own_data_set.values.get("vocabulary")
         return source, Dataset(shape, classes, *samples, None, 0, False, *kinds, *of_texts)
 
     return _prepare_unless_intact(request, out_dir, open_source)
@@ -101,10 +101,10 @@ def _prepare_unless_intact(
     out_dir: Path,
     open_source: Callable[[Path], tuple[Source, Dataset]],
 ) -> dict[str, Any]:
-    """Prepare a data set in a folder, unless the folder has it. Return its metadata.
+    """Prepare a data set in a folder, unless the folder has it intact. Return its metadata.
 
     Args:
-        request: Metadata that identify the data set.
+        request: Metadata that the prepared data set must have.
         out_dir: Folder to write.
         open_source: Opens the samples, given a folder for downloads.
     """
@@ -124,16 +124,16 @@ def _parse_spec(text: str) -> dict[str, Any] | None:
     try:
         spec = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: is not JSON ({error})") from None
+        raise argparse.ArgumentTypeError(f"{text}: is not JSON ({error}); correct it") from None
     if spec is not None and not isinstance(spec, dict):
         raise argparse.ArgumentTypeError(
-            f'{text}: is not an object; write one such as {{"source": "synthetic"}}'
+            f'{text}: is not a JSON object; write one such as {{"source": "synthetic"}}'
         )
     return spec
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line that prepares a data set's arrays in a folder.
+    """Prepare a data set: write its arrays and metadata to a folder.
 
     Return 0, or 1 with a message on stderr.
     """
@@ -143,12 +143,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "name", help=f"name of the data set: {', '.join(DATASETS)}, or any name with --spec"
     )
-    parser.add_argument("--out", required=True, help="folder to write the arrays to")
-    parser.add_argument("--no-download", action="store_true", help="do not download missing files")
+    parser.add_argument("--out", required=True, help="folder for the arrays and metadata")
+    parser.add_argument(
+        "--no-download",
+        action="store_true",
+        help="fail if source files are missing, instead of downloading them",
+    )
     parser.add_argument(
         "--spec",
         type=_parse_spec,
-        help="specification of the data set as JSON; null: a built-in data set",
+        help="specification of the data set in JSON, as in config.yaml; null: a built-in data set",
     )
     options = parser.parse_args(arguments)
     try:

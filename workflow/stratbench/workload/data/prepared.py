@@ -1,4 +1,4 @@
-"""Writes and reads a prepared data set: four memory-mappable arrays and their metadata in one folder.
+"""Writes and reads prepared data sets, each a folder with four arrays and their metadata.
 
 Images: `train_inputs.npy`, `test_inputs.npy` uint8 or float32 [N, C, H, W]; `train_targets.npy`,
 `test_targets.npy` int64 [N], or float32 [N, values]. Waveforms: float32 [N, C, length] and int64 [N]. Texts:
@@ -29,31 +29,32 @@ if TYPE_CHECKING:
 
     from stratbench.workload.data.dataset import Dataset
 
-#: Version of the layout. Folders with an older one are prepared again.
+#: Version of the files' format. Data sets in an older format are prepared again.
 FORMAT = 2
 ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
-#: Names of files in a folder that may be replaced. Snakemake writes the last one into an output directory.
+#: Names of files of a prepared data set, including Snakemake's. A folder with only such files may be
+#: replaced.
 OURS = re.compile(rf"({'|'.join(ARRAYS)})\.npy|meta(-[0-9a-f]{{12}})?\.json|\.snakemake_timestamp")
 
 
-def format_meta_file_name(spec: Mapping[str, Any] | None) -> str:
-    """Return the name of the metadata file of a data set with an identity.
+def format_meta_file_name(identity: Mapping[str, Any] | None) -> str:
+    """Return the name of the metadata file of a data set with a given identity.
 
     Each identity has its own name, so that Snakemake finds no such file in a folder with other data.
 
     Args:
-        spec: Identity that determines the samples, or None if the data set's name does.
+        identity: Identity that determines the samples, or None if the data set's name does.
     """
-    if spec is None:
+    if identity is None:
         return "meta.json"
-    digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return f"meta-{digest[:12]}.json"
 
 
 def write_data_set(
     folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset
 ) -> dict:
-    """Write a data set's arrays and metadata to a folder, and return the metadata.
+    """Write the arrays and the metadata of a data set to a folder, and return the metadata.
 
     The metadata are `request`, the numbers of samples, the source files, and the arrays' SHA-256, size in
     bytes and modification time. For images and waveforms they include the mean and standard deviation of each
@@ -98,7 +99,7 @@ def write_data_set(
         if start != samples:
             raise DataError(
                 f"data set {request['name']!r}: the {split} set has {start} {what} instead of {samples}; "
-                "correct its source"
+                "correct the code that makes them"
             )
         inputs.flush()
         targets.flush()
@@ -130,7 +131,7 @@ def write_data_set(
 
 
 class _ByteMoments:
-    """Computes mean and standard deviation of each channel of bytes, by a histogram of the 256 values."""
+    """Computes mean and standard deviation of each channel of uint8 images, from a histogram."""
 
     def __init__(self, channels: int) -> None:
         import numpy as np
@@ -155,7 +156,7 @@ class _ByteMoments:
 
 
 class _FloatMoments:
-    """Computes mean and standard deviation of each channel of floats, part by part.
+    """Computes mean and standard deviation of each channel of float32 samples, part by part.
 
     See Chan, Golub and LeVeque, 1979.
     """
@@ -181,13 +182,13 @@ class _FloatMoments:
         return {"mean": self._mean.tolist(), "std": np.sqrt(self._squares / self._n).tolist()}
 
 
-def _get_size_and_time(folder: Path, array: str) -> list[int]:
-    """Return the size of an array's file in bytes, and its modification time in ns.
+def _get_size_and_time(folder: Path, array_name: str) -> list[int]:
+    """Return the size of an array's file in bytes, and the file's modification time in ns.
 
     Raises:
         DataError: If it is not a regular file.
     """
-    path = folder / f"{array}.npy"
+    path = folder / f"{array_name}.npy"
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: is not a regular file; replace or remove it")
@@ -195,13 +196,11 @@ def _get_size_and_time(folder: Path, array: str) -> list[int]:
 
 
 def _hash_arrays(folder: Path) -> str:
-    """Return the SHA-256 over the files of the four arrays.
-
-    The files include headers, and are in the order of ARRAYS.
-    """
+    """Return the SHA-256 of the four array files of a prepared data set."""
     digest = hashlib.sha256()
     for array in ARRAYS:
-        _get_size_and_time(folder, array)  # raises for a FIFO, whose reader would wait forever
+        # This call raises DataError for a FIFO, because reading it would wait forever.
+        _get_size_and_time(folder, array)
         with (folder / f"{array}.npy").open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -209,7 +208,7 @@ def _hash_arrays(folder: Path) -> str:
 
 
 def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a data set folder's metadata, or None unless the requested data are intact."""
+    """Return the metadata of a prepared data set, or None if it is damaged or not the requested one."""
     try:
         meta = _read_meta_file(folder)
         same = all(meta[key] == value for key, value in request.items())
@@ -218,33 +217,36 @@ def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]
         return None
 
 
-def install_data_set(built: Path, folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Move a new data set to its folder in one step. Return the folder's metadata afterwards.
+def install_data_set(
+    new_folder: Path, target_folder: Path, request: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Move a new prepared data set to its final folder, and return the metadata there.
 
-    If another process has prepared the same data set there, that one stays. A damaged or different data set
-    is first moved next to `built`.
+    The move is one atomic step. If another process has prepared the same data set there, that one stays. A
+    damaged or different data set is first moved next to `new_folder`.
 
     Args:
-        built: Folder with the new data set.
-        folder: Destination.
+        new_folder: Folder with the new data set.
+        target_folder: Destination.
         request: Metadata that identify the data set.
 
     Raises:
-        DataError: If the destination has any other file, which is left unchanged.
+        DataError: If the destination has a file that is not of a data set. The destination is then left
+            unchanged.
     """
     while True:
         try:
-            os.replace(built, folder)
-            return _read_meta_file(folder)
+            os.replace(new_folder, target_folder)
+            return _read_meta_file(target_folder)
         except OSError as error:
-            if not folder.exists():
-                raise DataError(f"{folder}: cannot be written: {error.strerror}") from error
-        if (other := read_intact_meta(folder, request)) is not None:
+            if not target_folder.exists():
+                raise DataError(f"{target_folder}: cannot be written: {error.strerror}") from error
+        if (other := read_intact_meta(target_folder, request)) is not None:
             return other
-        _move_old_data_aside(folder, built.parent)
+        _move_old_data_aside(target_folder, new_folder.parent)
 
 
-def _move_old_data_aside(folder: Path, where: Path) -> None:
+def _move_old_data_aside(folder: Path, aside_folder: Path) -> None:
     try:
         foreign = sorted(e.name for e in folder.iterdir() if not OURS.fullmatch(e.name))
         if foreign:
@@ -252,15 +254,15 @@ def _move_old_data_aside(folder: Path, where: Path) -> None:
                 f"{folder}: contains {foreign[0]!r}, which is not part of a prepared data set; "
                 "name another folder, or empty this one"
             )
-        os.replace(folder, where / f"replaced-{len(list(where.iterdir()))}")
+        os.replace(folder, aside_folder / f"replaced-{len(list(aside_folder.iterdir()))}")
     except NotADirectoryError:
         raise DataError(f"{folder}: is not a folder; name another path") from None
     except FileNotFoundError:
-        return  # another process has moved the folder in the meantime
+        return  # another process has already moved the folder
 
 
 def _read_meta_file(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's metadata file.
+    """Return the content of the metadata file of a prepared data set.
 
     Raises:
         OSError: If the file is missing or unreadable.
@@ -316,7 +318,9 @@ def _make_incomplete_data_error(folder: Path, reason: object) -> DataError:
 
 
 def read_data_set(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the metadata and the arrays by name, mapped copy-on-write.
+    """Return the metadata of a prepared data set, and its arrays by name.
+
+    The arrays are mapped from their files copy-on-write.
 
     Raises:
         DataError: If the folder is incomplete.
@@ -327,13 +331,13 @@ def read_data_set(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         meta = _read_meta_file(folder)
         for array in ARRAYS:
             _get_size_and_time(folder, array)
-        # The arrays are mapped copy-on-write: torch needs writable arrays, and the files must not change.
+        # Copy-on-write mapping ("c") gives PyTorch writable arrays, and never changes the files.
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         for split in ("train", "test"):
             samples = meta[f"{split}_samples"]
             shape = (samples, *meta["shape"])
             if arrays[f"{split}_inputs"].shape != shape:
-                raise ValueError(f"{split}_inputs.npy has another shape than its metadata state")
+                raise ValueError(f"{split}_inputs.npy has another shape than the metadata say")
             is_tokens = len(shape) == 2 and "vocabulary" not in meta
             of_targets = shape if is_tokens else shape[:1]
             if meta.get("values"):
@@ -342,7 +346,8 @@ def read_data_set(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
                 raise ValueError(
                     f"the shape of {split}_targets.npy does not match {split}_inputs.npy"
                 )
-        if _read_meta_file(folder) != meta:  # the arrays may be those of either folder
+        # Another process may have replaced the folder, so that the arrays do not fit the metadata.
+        if _read_meta_file(folder) != meta:
             raise ValueError("the folder was replaced while it was read")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _make_incomplete_data_error(folder, error) from error

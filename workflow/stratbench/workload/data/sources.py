@@ -1,4 +1,4 @@
-"""Reads data sets from files on disk or from a mirror. The module `generated` has computed ones.
+"""Reads MNIST, CIFAR-10 and tinyshakespeare from files on disk, or downloads the files.
 
 MNIST and CIFAR-10 are read in torchvision's layout. No file is parsed before its MD5 was compared with the
 published one. numpy is imported inside functions, since the Snakefile imports this module.
@@ -22,12 +22,16 @@ from stratbench.cell.text.progress import create_progress_bar
 if TYPE_CHECKING:
     import numpy as np
 
-#: Environment variable that replaces `data.root`.
+    #: Inputs and targets of some samples.
+    InputsAndTargets = tuple[np.ndarray, np.ndarray]
+
+#: Environment variable with the folder of source files. It replaces `data.root` of config.yaml.
 ROOT_VARIABLE = "STRATBENCH_DATA"
 
 NO_ROOT = "No folder with the files was given."
 
-#: MD5 of each file's .gz, as torchvision publishes it, and of the file itself after decompression.
+#: For each file of MNIST: the MD5 of its .gz file (as torchvision publishes it), and of the decompressed
+#: file.
 MNIST_FILES = {
     "train-images-idx3-ubyte": (
         "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -52,7 +56,7 @@ MNIST_MIRRORS = (
     "http://yann.lecun.com/exdb/mnist/",
 )
 
-#: MD5 of each batch file, in the order of the samples; the last file is the test set (torchvision's list).
+#: MD5 of each batch file of CIFAR-10, as in torchvision's list. The last file is the test set.
 CIFAR10_FILES = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -70,29 +74,29 @@ SHAKESPEARE_FOLDER = "tinyshakespeare"
 SHAKESPEARE_MIRRORS = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/",
 )
-#: Number of characters of the training text (the first nine tenths) and of the test text.
+#: Number of characters in the training text and in the test text.
 SHAKESPEARE_TOKENS = (1_003_854, 111_540)
-#: Number of different characters in both texts.
+#: Number of different characters in the whole text.
 SHAKESPEARE_VOCABULARY = 65
 
 TEXT_CHUNK_SAMPLES = 1 << 14
 DOWNLOAD_TIMEOUT_S = 30
-#: Largest size of a file: no known data set has a larger one, and the rest is not read.
+#: Largest number of bytes that is read from a file. No file of a known data set is larger.
 MAX_FILE_BYTES = 1 << 30
 
 
 class DataError(ValueError):
-    """Data are missing, damaged or wrongly specified; the message has the remedy."""
+    """The data of a data set are missing, damaged or wrongly specified; the message has the remedy."""
 
 
 class Split(NamedTuple):
-    """A training or test set: its number of samples, and its inputs and targets in chunks.
+    """A training set or test set: its number of samples, and its inputs and targets in chunks.
 
     A chunk of images is uint8 [n, C, H, W] and labels [n]; one of text is tokens and next tokens [n, length].
     """
 
     samples: int
-    chunks: Iterator[tuple[np.ndarray, np.ndarray]]
+    chunks: Iterator[InputsAndTargets]
 
 
 class Source(NamedTuple):
@@ -117,7 +121,7 @@ class Source(NamedTuple):
 
 
 def read_verified_file(path: Path, md5: str) -> bytes:
-    """Return the bytes of a file. Raise DataError if the MD5 of the file is not `md5`."""
+    """Return the content of a file. Raise DataError if the file's MD5 is not `md5`."""
     try:
         content = read_regular_file(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -136,34 +140,38 @@ def read_verified_file(path: Path, md5: str) -> bytes:
 
 
 def download_and_verify_files(
-    name: str, mirrors: Sequence[str], files: Mapping[str, str], scratch: Path | None, missing: str
+    name: str,
+    mirrors: Sequence[str],
+    md5_by_file: Mapping[str, str],
+    download_folder: Path | None,
+    missing_files_text: str,
 ) -> Path:
-    """Download files to a folder, verify them, and return the folder.
+    """Download files to a folder, verify their MD5, and return the folder.
 
     Args:
         name: Name of the data set.
         mirrors: Addresses to try one after the other.
-        files: MD5 of each file.
-        scratch: Folder to download to, or None if downloads are not allowed.
-        missing: Sentence on the missing files and where they were searched, for the message.
+        md5_by_file: MD5 of each file.
+        download_folder: Folder to download to, or None if downloads are not allowed.
+        missing_files_text: Sentence on the missing files and where they were searched, for the message.
 
     Raises:
         DataError: If downloads are not allowed, or if all mirrors fail.
     """
     failure = "Downloading was not allowed."
     try:
-        if scratch is not None:
-            for filename, md5 in files.items():
-                _fetch_from_mirrors(mirrors, filename, md5, scratch)
-            return scratch
+        if download_folder is not None:
+            for filename, md5 in md5_by_file.items():
+                _fetch_from_mirrors(mirrors, filename, md5, download_folder)
+            return download_folder
     except DataError as error:
         failure = str(error)
     folders = {"mnist": f"ROOT/{MNIST_FOLDER}/", "tinyshakespeare": f"ROOT/{SHAKESPEARE_FOLDER}/"}
     folder = folders.get(name, "ROOT/")
-    sources = "\n".join(f"    {mirrors[0]}{filename}" for filename in files)
+    sources = "\n".join(f"    {mirrors[0]}{filename}" for filename in md5_by_file)
     raise DataError(
         f"{name}: the data set was not found.\n"
-        f"  {missing}\n"
+        f"  {missing_files_text}\n"
         f"  {failure}\n"
         f"  Remedy: in a folder ROOT of your choice, put into {folder}\n{sources}\n"
         "  and give ROOT as data.root in config.yaml or in the environment variable "
@@ -172,7 +180,7 @@ def download_and_verify_files(
 
 
 def _fetch_from_mirrors(mirrors: Sequence[str], filename: str, md5: str, folder: Path) -> None:
-    # Network modules are imported inside functions, since launchers import this module without downloading.
+    # `http` is imported only here, because most processes that import this module download nothing.
     from http.client import HTTPException
 
     failures = []
@@ -199,7 +207,9 @@ def _download(url: str, target: Path) -> None:
     ):
         while block := response.read(1 << 16):
             if file.tell() > MAX_FILE_BYTES:
-                raise DataError(f"the server sent more than {MAX_FILE_BYTES:,} bytes")
+                raise DataError(
+                    f"the server sent more than {MAX_FILE_BYTES:,} bytes, the limit for a file"
+                )
             file.write(block)
             bar.update(len(block))
 
@@ -211,12 +221,12 @@ def _describe_file(path: Path, md5: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- MNIST
 
 
-def load_mnist(root: Path | None, scratch: Path | None) -> Source:
-    """Return MNIST from the files in ROOT/MNIST/raw, or else from torchvision's mirrors.
+def load_mnist(root: Path | None, download_folder: Path | None) -> Source:
+    """Return MNIST from the files in ROOT/MNIST/raw, or else download it from mirrors.
 
     Args:
         root: Folder with MNIST/raw, if any; its files may be compressed.
-        scratch: Folder to download to, or None if downloads are not allowed.
+        download_folder: Folder to download to, or None if downloads are not allowed.
     """
     folder = root / MNIST_FOLDER if root else None
     if folder and all(
@@ -226,7 +236,7 @@ def load_mnist(root: Path | None, scratch: Path | None) -> Source:
     compressed = {f"{name}.gz": gz_md5 for name, (gz_md5, _) in MNIST_FILES.items()}
     looked_for = f"Not all in {folder}: {', '.join(MNIST_FILES)} (or .gz)." if folder else NO_ROOT
     return read_mnist_folder(
-        download_and_verify_files("mnist", MNIST_MIRRORS, compressed, scratch, looked_for)
+        download_and_verify_files("mnist", MNIST_MIRRORS, compressed, download_folder, looked_for)
     )
 
 
@@ -254,7 +264,7 @@ def read_mnist_folder(folder: Path) -> Source:
     )
 
 
-def _parse_idx(content: bytes, name: str) -> np.ndarray:
+def _parse_idx(content: bytes, file_name: str) -> np.ndarray:
     """Return the array of an IDX file.
 
     The file consists of bytes 0, 0, 8 (uint8), the number of axes, lengths and values.
@@ -262,7 +272,7 @@ def _parse_idx(content: bytes, name: str) -> np.ndarray:
     import numpy as np
 
     if content[:3] != b"\0\0\x08":
-        raise DataError(f"{name}: is not an IDX file of bytes; replace it by an intact copy")
+        raise DataError(f"{file_name}: is not an IDX file of bytes; replace it by an intact copy")
     axes = content[3]
     shape = struct.unpack(f">{axes}I", content[4 : 4 + 4 * axes])
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
@@ -271,12 +281,12 @@ def _parse_idx(content: bytes, name: str) -> np.ndarray:
 # ---------------------------------------------------------------- CIFAR-10
 
 
-def load_cifar10(root: Path | None, scratch: Path | None) -> Source:
-    """Return CIFAR-10 from a folder's batch files or archive, or else from its home page.
+def load_cifar10(root: Path | None, download_folder: Path | None) -> Source:
+    """Return CIFAR-10 from the batch files or the archive in a folder, or else download it.
 
     Args:
         root: Folder with the batch files or the archive, if any.
-        scratch: Folder to download to, or None if downloads are not allowed.
+        download_folder: Folder to download to, or None if downloads are not allowed.
     """
     name, md5 = CIFAR10_ARCHIVE
     folder = root / CIFAR10_FOLDER if root else None
@@ -297,7 +307,9 @@ def load_cifar10(root: Path | None, scratch: Path | None) -> Source:
             else NO_ROOT
         )
         archive = (
-            download_and_verify_files("cifar10", CIFAR10_MIRRORS, {name: md5}, scratch, looked_for)
+            download_and_verify_files(
+                "cifar10", CIFAR10_MIRRORS, {name: md5}, download_folder, looked_for
+            )
             / name
         )
     return _make_cifar10_source(
@@ -306,7 +318,7 @@ def load_cifar10(root: Path | None, scratch: Path | None) -> Source:
 
 
 def _unpack_cifar10(archive: bytes) -> dict[str, bytes]:
-    """Return the batch files in CIFAR-10's archive. They are read in memory, not unpacked to disk."""
+    """Return the contents of the batch files in CIFAR-10's archive, by file name."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         return {
             name: member.read()
@@ -326,7 +338,7 @@ def _make_cifar10_source(contents: Mapping[str, bytes], files: list[dict[str, An
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles numpy arrays of numbers, as in a CIFAR-10 batch, and rejects all else."""
+    """Unpickles arrays of numbers, as in a batch file of CIFAR-10, and rejects anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         import numpy as np
@@ -335,31 +347,33 @@ class _ArraysOnly(pickle.Unpickler):
             return np.ndarray(0).__reduce__()[0]
         if module == "numpy" and name in {"ndarray", "dtype"}:
             return getattr(np, name)
-        raise DataError(f"{module}.{name} is not part of a CIFAR-10 batch, and is not loaded")
+        raise DataError(
+            f"{module}.{name} is not part of a batch file of CIFAR-10, and is not loaded; replace the file"
+        )
 
 
-def _parse_cifar10_batch(content: bytes, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _parse_cifar10_batch(content: bytes, file_name: str) -> tuple[np.ndarray, np.ndarray]:
     import numpy as np
 
     try:
         batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
     except DataError as error:
-        raise DataError(f"{name}: {error}") from None
+        raise DataError(f"{file_name}: {error}") from None
     images = batch[b"data"].reshape(-1, 3, 32, 32)
     return images, np.asarray(batch[b"labels"], dtype=np.uint8)
 
 
-# ---------------------------------------------------------------- text
+# ---------------------------------------------------------------- tinyshakespeare
 
 
-def load_tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int) -> Source:
-    """Return Shakespeare's works as characters, cut into pieces of `sequence` characters.
+def load_tinyshakespeare(root: Path | None, download_folder: Path | None, sequence: int) -> Source:
+    """Return the text tinyshakespeare, cut into samples of `sequence` characters.
 
     The last tenth is the test set, as in nanoGPT. A character's token is its index in the text's alphabet.
 
     Args:
         root: Folder with tinyshakespeare/input.txt, if any.
-        scratch: Folder to download to, or None if downloads are not allowed.
+        download_folder: Folder to download to, or None if downloads are not allowed.
         sequence: Tokens of a sample.
     """
     import numpy as np
@@ -369,7 +383,7 @@ def load_tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int)
     if folder is None or not (folder / name).exists():
         missing = f"Not in {folder}: {name}." if folder else NO_ROOT
         folder = download_and_verify_files(
-            "tinyshakespeare", SHAKESPEARE_MIRRORS, SHAKESPEARE_FILES, scratch, missing
+            "tinyshakespeare", SHAKESPEARE_MIRRORS, SHAKESPEARE_FILES, download_folder, missing
         )
     content = np.frombuffer(read_verified_file(folder / name, md5), np.uint8)
     _, tokens = np.unique(content, return_inverse=True)
@@ -381,7 +395,7 @@ def load_tinyshakespeare(root: Path | None, scratch: Path | None, sequence: int)
 
 
 def cut_text_into_samples(tokens: np.ndarray, sequence: int) -> Split:
-    """Cut a text into pieces of `sequence` tokens, with the next tokens as targets."""
+    """Return a text cut into samples of `sequence` tokens, with the next tokens as targets."""
     samples = (len(tokens) - 1) // sequence
     inputs, targets = (tokens[i : i + samples * sequence].reshape(-1, sequence) for i in (0, 1))
     starts = range(0, samples, TEXT_CHUNK_SAMPLES)

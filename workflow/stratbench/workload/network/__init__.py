@@ -1,1 +1,1 @@
-"""Builds models, built-in and a user's own, with precision, activation checkpointing and sharding."""
+"""Builds built-in models and users' models, and prepares them for training."""

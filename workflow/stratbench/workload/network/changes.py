@@ -1,4 +1,4 @@
-"""Detects which parameters, buffers and attributes of a model forward changes, and restores them."""
+"""Detects changes of a model's parameters, buffers and attributes, and undoes them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from stratbench.workload.torch_internals import (
     tree_leaves,
 )
 
-#: Attributes that every nn.Module has; all others are the user's.
+#: Names of the attributes that every nn.Module has. All other attributes are the user's.
 _OWN = frozenset(vars(nn.Module()))
 
 
 class Attributes:
-    """A copy of a model's plain attributes: numbers, lists, dictionaries, arrays, tensors.
+    """A copy of a model's attributes that are no parameters, buffers or modules, to restore them.
 
-    `names` are the paths of the attributes to include, as `changed` returns them, or None for all.
+    Args:
+        model: The model.
+        names: Paths of the attributes to copy, as `list_changed_paths` returns them, or None for all.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -46,7 +48,7 @@ class Attributes:
         return self._names is None or _join_path(prefix, key) in self._names
 
     def list_changed_paths(self) -> list[str]:
-        """Return the paths of attributes that were changed, added or removed since the copy."""
+        """Return the paths of the attributes that were changed, added or removed since the copy."""
         return [
             _join_path(prefix, key)
             for prefix, (module, own) in self._modules.items()
@@ -55,12 +57,16 @@ class Attributes:
             and self._has_changed(prefix, key, _list_user_attributes(module))
         ]
 
-    def _has_changed(self, prefix: str, key: str, now: Mapping[str, Any]) -> bool:
+    def _has_changed(self, prefix: str, key: str, current_attributes: Mapping[str, Any]) -> bool:
         saved = self._kept.get((prefix, key))
-        return saved is None or key not in now or saved.differs_from(now[key])
+        return (
+            saved is None
+            or key not in current_attributes
+            or saved.differs_from(current_attributes[key])
+        )
 
     def put_back(self) -> None:
-        """Restore each attribute: the same object as before, with the same content."""
+        """Restore each attribute to the object that was copied, and the content of this object."""
         for prefix, (module, own) in self._modules.items():
             for key in [
                 k
@@ -73,7 +79,7 @@ class Attributes:
 
 
 def _list_user_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes that are neither PyTorch's own nor submodules."""
+    """Return the attributes of a module that its user's code has set, except submodules."""
     return {k: v for k, v in vars(module).items() if k not in _OWN and not isinstance(v, nn.Module)}
 
 
@@ -82,7 +88,7 @@ def _join_path(prefix: str, key: str) -> str:
 
 
 class _SavedValue:
-    """A value and a copy of its content, so that the content of the same object can be restored."""
+    """An attribute's value, and a copy of the value's content, to restore the content in place."""
 
     def __init__(self, value: Any) -> None:
         self.value, self._content = value, None
@@ -98,26 +104,28 @@ class _SavedValue:
         elif isinstance(value, set):
             self._content = set(value)
 
-    def differs_from(self, now: Any) -> bool:
+    def differs_from(self, current_value: Any) -> bool:
         content = self._content
         if content is None:
-            plain = isinstance(now, bool | int | float | complex | str | tuple)
-            return now is not self.value and not (
-                plain and type(now) is type(self.value) and now == self.value
+            plain = isinstance(current_value, bool | int | float | complex | str | tuple)
+            return current_value is not self.value and not (
+                plain and type(current_value) is type(self.value) and current_value == self.value
             )
-        if now is not self.value:
+        if current_value is not self.value:
             return True
-        if isinstance(now, Tensor):
-            return get_write_count(now) != self._version
-        if isinstance(now, np.ndarray):
-            return not np.array_equal(now, content)
-        if isinstance(now, set):
-            return now != content
-        if len(now) != len(content):
+        if isinstance(current_value, Tensor):
+            return get_write_count(current_value) != self._version
+        if isinstance(current_value, np.ndarray):
+            return not np.array_equal(current_value, content)
+        if isinstance(current_value, set):
+            return current_value != content
+        if len(current_value) != len(content):
             return True
-        if isinstance(now, dict):
-            return any(k not in content or content[k].differs_from(v) for k, v in now.items())
-        return any(k.differs_from(v) for k, v in zip(content, now, strict=True))
+        if isinstance(current_value, dict):
+            return any(
+                k not in content or content[k].differs_from(v) for k, v in current_value.items()
+            )
+        return any(k.differs_from(v) for k, v in zip(content, current_value, strict=True))
 
     def put_back(self) -> Any:
         value, content = self.value, self._content
@@ -142,7 +150,7 @@ class _SavedValue:
 
 
 class Changes(TorchDispatchMode):
-    """Context that records changes of a model's parameters, buffers and attributes.
+    """Context manager that records how a model's parameters, buffers and attributes change.
 
     A parameter is copied before an operator writes to its memory, also by `.data` or a view. Buffers and
     attributes are copied at the start. `put_back` restores all of them.
@@ -151,7 +159,7 @@ class Changes(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        #: Whether an operator has drawn random numbers, which no generator shows for fake tensors.
+        #: Whether an operator has drawn random numbers. With fake tensors, generators do not show this.
         self.draws = False
         self._by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for name, p in model.named_parameters():
@@ -166,7 +174,7 @@ class Changes(TorchDispatchMode):
 
     @property
     def overwritten_parameters(self) -> list[str]:
-        """Names of the model's parameters that were written to."""
+        """Names of the model's parameters that were changed in place."""
         return list(self._parameters)
 
     @property
@@ -180,7 +188,7 @@ class Changes(TorchDispatchMode):
 
     @property
     def replaced_buffers(self) -> list[str]:
-        """Names of the model's buffers that were replaced by another tensor."""
+        """Names of the model's buffers that were replaced by other tensors."""
         return [
             name
             for module, key, name, tensor, *_ in self._buffers
@@ -189,7 +197,7 @@ class Changes(TorchDispatchMode):
 
     @property
     def changed_attributes(self) -> list[str]:
-        """Paths of the model's plain attributes that were changed."""
+        """Paths of the model's other attributes that were changed."""
         return self._attributes.list_changed_paths()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,33 +211,33 @@ class Changes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def copy_parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return copies of the present values of some parameters, by name."""
+        """Return copies of the current values of the named parameters, by name."""
         by_name = dict(self.model.named_parameters())
         return {name: by_name[name].detach().clone() for name in names}
 
-    def put_back(self, floats: bool = True, others: bool = True) -> None:
-        """Restore the parameters and, if requested, the buffers and attributes.
+    def put_back(self, float_buffers: bool = True, other_state: bool = True) -> None:
+        """Restore the model's parameters and, if requested, its buffers and other attributes.
 
         Args:
-            floats: Whether to restore buffers of real numbers.
-            others: Whether to restore other buffers, replaced buffers and attributes.
+            float_buffers: Whether to restore buffers of real numbers.
+            other_state: Whether to restore other buffers, replaced buffers and attributes.
         """
         with torch.no_grad():
             for p, before in self._parameters.values():
                 p.copy_(before)
             for i, (module, key, name, tensor, before, _version) in enumerate(self._buffers):
-                if others:
+                if other_state:
                     get_buffers(module)[key] = tensor
-                if floats if tensor.is_floating_point() else others:
-                    # Buffers are compared in any case, because BatchNorm changes them without a new version.
+                if float_buffers if tensor.is_floating_point() else other_state:
+                    # BatchNorm changes buffers without counting a write, so that each buffer is restored.
                     tensor.copy_(before)
                     self._buffers[i] = (module, key, name, tensor, before, get_write_count(tensor))
-        if others:
+        if other_state:
             self._attributes.put_back()
 
 
 def _iter_written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors to which an operator writes, by its schema."""
+    """Yield the tensors among an operator's arguments to which it writes."""
     if not has_mutable_argument(func):
         return
     for i, argument in enumerate(get_arguments(func)):
@@ -239,9 +247,9 @@ def _iter_written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> It
 
 
 def _draws_random_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an operator draws random numbers.
+    """Return whether an operator draws random numbers with these arguments.
 
-    Attention without dropout draws none.
+    Dropout with a probability of 0 and evaluation draw none.
     """
     for i, argument in enumerate(get_arguments(func)):
         if argument.name in ("dropout_p", "p"):

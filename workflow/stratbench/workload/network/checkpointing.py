@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward recomputes a block's activations, which are not stored.
+"""Activation checkpointing: backward recomputes a block's activations instead of storing them.
 
 See Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
@@ -18,37 +18,37 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from stratbench.workload.network.sharding import Groups
+from stratbench.workload.network.sharding import ShardGroups
 from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, get_arguments
 
 aten = torch.ops.aten
-#: Operators of which the mode `selective` recomputes every second call, as torchtitan does.
+#: Matrix products. The mode `selective` stores the result of every second one, as torchtitan does.
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.convolution.default}
-#: Number of blocks that this process is recomputing; a block may be inside another.
+#: Number of nested blocks that this process is recomputing at the moment.
 _under_way = 0
 
 
 def is_recomputing() -> bool:
-    """Return whether a checkpointed block is being recomputed."""
+    """Return whether backward is recomputing a checkpointed block at the moment."""
     return _under_way > 0
 
 
-def list_checkpointable_blocks(groups: Groups) -> list[nn.Module]:
-    """Return the modules of a model's sharding groups that have submodules.
+def list_checkpointable_blocks(groups: ShardGroups) -> list[nn.Module]:
+    """Return the modules of a model's shard groups whose activations can be checkpointed.
 
-    Single layers are left out: they only store their input, which checkpointing stores, too.
+    These modules have submodules. A single layer stores only its input, which checkpointing stores, too.
     """
     return [m for _, modules in groups for m in modules if any(m.children())]
 
 
 def select_checkpointed_blocks(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
-    """Return the blocks that a mode of `activation_checkpointing` checkpoints: all, or each N-th."""
+    """Return the blocks that the setting `activation_checkpointing` selects: all, or each N-th."""
     every = str(mode).partition("every-")[2]
     return blocks[int(every) - 1 :: int(every)] if every else blocks
 
 
-def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
-    """Enable recomputation of activations in a model's blocks, and return the number of these blocks.
+def checkpoint_blocks(groups: ShardGroups, mode: bool | str = True) -> int:
+    """Enable activation checkpointing in blocks of a model, and return the number of these blocks.
 
     The `forward` of each block is replaced, so that names of parameters and hooks of modules, such as FSDP's,
     stay the same. The recomputation draws the same random numbers.
@@ -65,7 +65,7 @@ def checkpoint_blocks(groups: Groups, mode: bool | str = True) -> int:
 
 
 def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with some arguments, such that backward recomputes its activations."""
+    """Call a function such that backward recomputes its activations instead of storing them."""
     contexts = partial(_make_contexts, [], False)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
@@ -81,12 +81,13 @@ def _forward_checkpointed(
         return forward(*args, **kwargs)
     contexts = partial(_make_contexts, norms, selective)
     if torch.compiler.is_compiling():
-        # Compiled code recomputes values without changes of buffers, and supports no other contexts.
+        # Compiled code does not update buffers in the recomputation, and supports no contexts of our own.
         if not selective:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = _make_selective_contexts
     elif selective:
-        # Without this, a weight that another block has cast would be cast in the recomputation only.
+        # Autocast caches cast weights. A weight from the cache would be cast in the recomputation only, which
+        # must repeat the operators of forward.
         torch.clear_autocast_cache()
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -94,7 +95,7 @@ def _forward_checkpointed(
 def _make_contexts(
     norms: list[BatchNorm], selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return two contexts for a checkpointed block: one for its forward, one for its recomputation."""
+    """Return the context managers for a checkpointed block's forward and for its recomputation."""
     first, again = _make_selective_contexts() if selective else (nullcontext(), nullcontext())
     return first, _Recomputing(again, norms)
 
@@ -104,7 +105,10 @@ def _make_selective_contexts() -> tuple[AbstractContextManager, AbstractContextM
 
 
 def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
-    """Return a policy for a block's call, which stores attention and every second product."""
+    """Return a function that decides for each operator of a block whether its result is stored.
+
+    Results of attention and of every second matrix product are stored.
+    """
     products = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -118,7 +122,7 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
 
 
 def _has_attention_dropout(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of attention has dropout.
+    """Return whether an operator is attention with dropout.
 
     Its result must not be stored, since the recomputation would then draw other random numbers.
     """
@@ -127,10 +131,12 @@ def _has_attention_dropout(op: Any, args: Any, kwargs: Any) -> bool:
 
 
 class _Recomputing:
-    """Context of a block's recomputation, which is entered twice if backward has two parts.
+    """Context manager for the recomputation of a block. It may be entered twice.
+
+    That happens if backward computes the gradients of activations and of weights separately.
 
     Args:
-        selected: Context with the stored results.
+        selected: Context manager that returns stored results.
         norms: BatchNorm layers, whose running statistics must not change again.
     """
 
@@ -160,7 +166,7 @@ class _Recomputing:
 
 @contextmanager
 def _freeze_running_statistics(norms: list[BatchNorm]) -> Iterator[None]:
-    """Prevent changes of running statistics within the block, since forward has already updated them.
+    """Keep BatchNorm's running statistics unchanged, since forward has already updated them.
 
     With a momentum of 0 a statistic becomes 1 x old + 0 x new, which is bit for bit the old one.
     """

@@ -1,4 +1,4 @@
-"""Computes the loss of a text in chunks of positions (`loss_chunks`), so that memory has few scores at once.
+"""Computes the loss of a text in chunks of positions, to save memory (setting `loss_chunks`).
 
 The last layer's call computes the loss instead of scores. A strategy's hooks on that call, which gather or
 cast weights, stay the same.
@@ -17,7 +17,7 @@ from stratbench.workload.network.changes import Changes
 from stratbench.workload.network.checkpointing import run_checkpointed
 from stratbench.workload.users_code import Refused
 
-#: Message on a model whose loss cannot be computed in chunks.
+#: Reason why a model's loss cannot be computed in chunks.
 NO_HEAD = (
     "loss_chunks needs a model that returns the output of an nn.Linear unchanged, and this one does not; "
     "return it unchanged, or set loss_chunks to 1"
@@ -25,7 +25,7 @@ NO_HEAD = (
 
 
 class ChunkedLoss:
-    """Makes a model return its mean loss instead of scores.
+    """Makes a model return its mean loss, computed in chunks of positions, instead of scores.
 
     Args:
         model: The model before it is wrapped; the forward of its last layer is replaced.
@@ -51,32 +51,32 @@ class ChunkedLoss:
 
     @contextmanager
     def compute_loss_against(self, targets: Tensor) -> Iterator[None]:
-        """Make the model return its mean loss for some targets until the block ends."""
+        """Make the model return its mean loss for the given targets until the block ends."""
         self._targets = targets
         try:
             yield
         finally:
             self._targets = None
 
-    def _forward_loss(self, h: Tensor) -> Tensor:
+    def _forward_loss(self, hidden: Tensor) -> Tensor:
         if self._targets is None:
-            return self._scores(h)
+            return self._scores(hidden)
         targets = self._targets
-        parts = zip(h.chunk(self._chunks, 1), targets.chunk(self._chunks, 1), strict=True)
+        parts = zip(hidden.chunk(self._chunks, 1), targets.chunk(self._chunks, 1), strict=True)
         return (
             sum(run_checkpointed(self._sum_loss, part, own) for part, own in parts)
             / targets.numel()
         )
 
-    def _sum_loss(self, h: Tensor, targets: Tensor) -> Tensor:
-        scores = self._scores(h)
-        # The loss is computed in float32, since 16 bits would round it.
+    def _sum_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        scores = self._scores(hidden)
+        # Scores with 16 bits are converted, so that the loss is computed in float32.
         scores = scores.float() if scores.element_size() == 2 else scores
         return self._loss(scores, targets) * targets.numel()
 
 
 def find_head(model: nn.Module, tokens: Tensor) -> nn.Linear:
-    """Return the linear layer whose output is the model's output. Raise Refused if there is none."""
+    """Return the linear layer whose output is the model's output. Raise Refused without one."""
     outputs: list[tuple[nn.Linear, Tensor]] = []
     hooks = [
         module.register_forward_hook(lambda layer, _, out: outputs.append((layer, out)))

@@ -20,7 +20,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 
 class CompactVGG(nn.Module):
-    """VGG's 3x3 convolutions and three linear layers, the first with two thirds of all parameters."""
+    """A small VGG: 3x3 convolutions and three linear layers, of which the first is the largest."""
 
     def __init__(self, classes: int, channels: int) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class CompactVGG(nn.Module):
             nn.ReLU(inplace=True),
             nn.Linear(256, classes),
         )
-        # Glorot and Bengio's initialisation is that of the VGG paper (section 3.1). With torchvision's
-        # normal(0, 0.01) the loss does not fall for epochs, and with He's it diverges at learning rates that
-        # are good for the other families.
+        # The weights are initialised as section 3.1 of the VGG paper recommends. With torchvision's
+        # initialisation the loss does not fall for epochs. With He's it diverges at learning rates that suit
+        # other models.
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -80,10 +80,10 @@ def build_efficientnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def build_convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return a small ConvNeXt with a 2x2 stem. Its blocks learn from the first step."""
+    """Return a small ConvNeXt, whose first convolution has 2x2 pixels."""
     model = ConvNeXt(
         [CNBlockConfig(24, 48, 1), CNBlockConfig(48, 96, 1), CNBlockConfig(96, None, 2)],
-        # With the published 1e-6 the blocks would have no effect for longer than such a model is trained.
+        # With the published value 1e-6, the blocks would have no effect in a short training.
         layer_scale=1.0,
         num_classes=classes,
     )
@@ -142,6 +142,6 @@ def build_vit(classes: int, shape: tuple[int, ...]) -> nn.Module:
     nn.init.trunc_normal_(stem.weight, std=(1 / (channels * 4 * 4)) ** 0.5)
     nn.init.zeros_(stem.bias)
     model.conv_proj = stem
-    # Torchvision initialises the head by zeros, so that nothing below it would learn in the first step.
+    # With torchvision's head of zeros, no other layer would get a gradient in the first step.
     nn.init.trunc_normal_(model.heads.head.weight, std=0.02)
     return model

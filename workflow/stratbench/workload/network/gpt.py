@@ -1,6 +1,6 @@
-"""GPT: a decoder that predicts the next token of a text, in the sizes of nanoGPT and GPT-2.
+"""GPT, a transformer that predicts the next token of a text, in the sizes of nanoGPT and GPT-2.
 
-`registry.MODELS` names the functions.
+`registry.MODELS` names the functions that build it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a two-layer perceptron, each with a preceding layer norm and a residual."""
+    """A layer of GPT: attention, then a perceptron, each after a layer norm and with a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder from tokens [batch, time] to scores [batch, time, vocabulary] of each next token.
+    """A model from tokens [batch, time] to scores [batch, time, vocabulary] of each next token.
 
     It follows Radford et al., Language Models are Unsupervised Multitask Learners, 2019: a layer norm
     precedes each part and the head. Weights are drawn from normal(0, 0.02); the standard deviation of those
@@ -107,7 +107,7 @@ def build_gpt2_small(classes: int, shape: tuple[int, ...]) -> GPT:
     return GPT(classes, *shape, layers=12, heads=12, width=768)
 
 
-#: How workers divide a GPT's layers, by module path. `extensions/splitting/tensor.py` defines the values.
+#: How tensor-parallel workers divide each module of a GPT, by module path.
 TENSOR_PLAN = {
     "embedding": "embedding",
     "blocks.0": "first",
@@ -124,5 +124,5 @@ TENSOR_PLAN = {
     "head": "scores",
 }
 
-#: A GPT's forward as a chain of pieces (`extensions/splitting/pieces.py`).
+#: A GPT's forward as a chain of pieces, from which pipeline stages are made.
 PIECES = ((embed_tokens, ("embedding", "position")), "blocks.*", "norm", "head")

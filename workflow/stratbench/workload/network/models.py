@@ -1,4 +1,4 @@
-"""Builds models, and determines how their layers are divided for sharding.
+"""Builds models, and forms their shard groups (modules that FSDP gathers together).
 
 The Snakefile imports this module, so torch is imported inside functions only.
 """
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from stratbench.cell.settings import Settings
+    from stratbench.workload.network.sharding import ShardGroups
     from stratbench.workload.network.trial import Trial
     from stratbench.workload.tasks import Task
 
 
-#: Message on a model whose activations cannot be checkpointed.
+#: Reason why activation checkpointing would have no effect on a model.
 NO_BLOCKS = (
     "activation_checkpointing recomputes blocks, but each shard group of this model is a single layer, which "
     "would save no memory; set it to false"
@@ -38,13 +39,13 @@ def _get_model_name(model: str | Model) -> str:
     return model if isinstance(model, str) else model.own_model.name
 
 
-def get_model(s: Settings) -> str | Model:
-    """Return the model of a cell: a built-in model's name, or a `Model` with metadata."""
-    return make_model_metadata(s.model, s.own_model)
+def get_model(settings: Settings) -> str | Model:
+    """Return the model of a cell: the name of a built-in model, or the metadata of a user's model."""
+    return make_model_metadata(settings.model, settings.own_model)
 
 
 def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """Return the name of a built-in model, or a `Model` for a user's specification.
+    """Return the name of a built-in model, or the metadata of a model that a user specifies.
 
     Args:
         name: Name of the model.
@@ -64,14 +65,14 @@ def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Mode
     )
 
 
-#: Smallest side in pixels of torchvision's models that need more than 32, and side of which a model takes
-#: multiples only.
+#: Smallest image side in pixels of torchvision's models, if it is not 32. In `_SIDES`: the number of pixels
+#: of which a side must be a multiple.
 _SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
 _SIDES = {"maxvit_t": 224}
 
 
 def get_model_specification(name: str, entries: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the specification of a model that is not built in. The result is None for a built-in model.
+    """Return the specification of a model, or None for a built-in model.
 
     A name that `entries`, the config's `models`, does not have is that of a torchvision model.
     """
@@ -82,7 +83,7 @@ def get_model_specification(name: str, entries: Mapping[str, Any]) -> dict[str, 
 
 
 def check_sample_kind(name: str | Model, kind: str) -> None:
-    """Raise ValueError if a model does not take samples of a kind, such as `texts`."""
+    """Raise ValueError if a model does not take samples of the given kind, such as `texts`."""
     reads_text = get_metadata(name).reads_text
     reads = "texts" if reads_text else "images"
     if reads_text is not None and reads != kind:
@@ -92,7 +93,7 @@ def check_sample_kind(name: str | Model, kind: str) -> None:
 
 
 def compute_input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a model's input for samples of a shape.
+    """Return the shape of a model's input for samples of a given shape.
 
     Images (channels, height, width) are enlarged if the model needs it. Other samples keep their shape.
 
@@ -108,12 +109,13 @@ def compute_input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int,
     channels, height, width = shape
     if model.is_from_torchvision and channels not in (1, 3):
         raise ValueError(
-            f"{name} takes images with 3 channels, or with 1, which is repeated; those of the data set have "
-            f"{channels}"
+            f"{name} takes images with 3 channels or 1, but those of the data set have {channels}; use "
+            "another model"
         )
     if model.patch_size > 1 and height != width:
         raise ValueError(
-            f"{name} takes square images; those of the data set have {height}x{width} pixels"
+            f"{name} takes square images, but those of the data set have {height}x{width} pixels; use "
+            "another model"
         )
     height, width = (
         -(-max(side, model.min_size) // model.patch_size) * model.patch_size
@@ -139,7 +141,9 @@ def build_model(
     if model.builder_path:
         return import_attribute(model.builder_path)(classes, shape)
     if shape[0] != 3:
-        raise ValueError(f"{name} takes 3 channels, not {shape[0]}; repeat a single channel")
+        raise ValueError(
+            f"{name} takes images with 3 channels, not {shape[0]}; repeat the single channel of the images"
+        )
     from torchvision import models
 
     size = {"image_size": shape[1]} if model.patch_size > 1 else {}
@@ -147,7 +151,7 @@ def build_model(
 
 
 def build_fake_model(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Build a model of fake tensors in the active fake mode, without memory for weights.
+    """Build a model of fake tensors, which take no memory, in the active fake mode.
 
     Plain tensors that its code creates are fake, too. A user's model whose code reads a tensor's values is
     first built on the CPU.
@@ -175,7 +179,7 @@ def build_fake_model(model: str | Model, classes: int, shape: tuple[int, ...]) -
 
 @contextmanager
 def _skip_random_weights() -> Iterator[None]:
-    """Skip the drawing of random weights within the block, which leaves their memory unwritten."""
+    """Skip the random initialisation of weights within the block, so that no memory is written."""
     from torch.overrides import TorchFunctionMode
 
     from stratbench.workload.torch_internals import skip_truncated_normals
@@ -200,7 +204,7 @@ def build_for_training(
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
-    build: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build_model,
+    build_function: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build_model,
     checkpointing: bool | str = False,
 ) -> nn.Module:
     """Build a model on a device in training mode, for strategies and the plan.
@@ -215,7 +219,7 @@ def build_for_training(
         seed: Seed of the weights.
         device: Device of the model.
         dtype: Type of the weights.
-        build: Builds the model.
+        build_function: Builds the model.
         checkpointing: The setting `activation_checkpointing`.
 
     Raises:
@@ -224,7 +228,7 @@ def build_for_training(
     from stratbench.workload.generators import seed_random_generators
 
     seed_random_generators(seed)
-    model = build(name, classes, shape)
+    model = build_function(name, classes, shape)
     _made_in[model] = _list_parameter_formats(model)
     move_model_tensors(model, device, dtype)
     model.train()
@@ -245,7 +249,7 @@ def build_for_training(
     return model
 
 
-#: Number formats of a model's real parameters as its code has created them, by model.
+#: For each model: the number formats in which its code has created its real parameters.
 _made_in: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -255,7 +259,7 @@ def _list_parameter_formats(model: nn.Module) -> tuple[str, ...]:
 
 
 def changed_formats_reason(model: nn.Module) -> str | None:
-    """Return a sentence if a model's code creates parameters in formats other than training's.
+    """Return a message if a model's code creates parameters in another number format than training.
 
     Return None for the usual float32, which the user's code need not have chosen.
     """
@@ -275,11 +279,11 @@ def take_model_trial(
     model: nn.Module,
     classes: int,
     shape: tuple[int, ...],
-    groups: list[tuple[str, list[nn.Module]]],
+    groups: ShardGroups,
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
-    """Take trial steps of a built model with two samples each, and return the findings.
+    """Run trial steps of a model with two samples, and return the properties that they show.
 
     The model's state does not change.
 
@@ -308,7 +312,7 @@ def take_model_trial(
     x, y = make_example_batch(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
     )
-    # The model's vocabulary may have more tokens than the data.
+    # A model of transformers may have scores for more tokens than the data set has.
     outputs = tasks.compute_output_shape(task, y.shape, getattr(model, "scores", classes))
     try:
         tokens = vocabulary or classes
@@ -351,16 +355,18 @@ def move_model_tensors(model: nn.Module, device: torch.device, dtype: torch.dtyp
     for t in [*model.parameters(), *model.buffers()]:
         placed = t.data.to(device, dtype if t.is_floating_point() else t.dtype)
         t.data = placed
-        if isinstance(t, FakeTensor):  # a fake tensor stores its device separately
+        # A fake tensor has its device in an attribute, too.
+        if isinstance(t, FakeTensor):
             t.fake_device = placed.fake_device
         if overlaps_itself(t):
             t.data = t.data.clone(memory_format=torch.contiguous_format)
 
 
 def replace_model_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer of a model; a shared parameter stays shared.
+    """Replace each parameter and buffer of a model by another tensor.
 
-    It replaces real tensors by fake ones, for which the memory cannot be replaced in place.
+    Shared parameters stay shared. Real tensors have to be replaced by fake ones in this way, since their
+    memory cannot be replaced in place.
     """
     from torch import nn
 
@@ -374,8 +380,8 @@ def replace_model_tensors(model: nn.Module, replacement: Callable[[Tensor], Tens
             setattr(module, key, replacement(b))
 
 
-def list_wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
-    """Return a model's shard groups, as (label, modules) in forward order, each module once.
+def list_wrap_groups(name: str | Model, model: nn.Module) -> ShardGroups:
+    """Return a model's shard groups in the order of forward, each with a label and its modules.
 
     `sharding` defines the groups of a user's model. Other models have the blocks of their family. In VGG, the
     convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,
@@ -395,7 +401,7 @@ def list_wrap_groups(name: str | Model, model: nn.Module) -> list[tuple[str, lis
 
 
 def describe_sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
-    """Return a text on the rule by which `wrap_groups` forms the groups of a model.
+    """Return a text that says by which rule a model's shard groups are formed.
 
     Args:
         name: The model.
@@ -412,7 +418,7 @@ def describe_sharding_rule(name: str | Model, built: nn.Module | None = None) ->
     return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
 
 
-def _group_vgg_layers(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+def _group_vgg_layers(model: nn.Module) -> ShardGroups:
     from torch import nn
 
     stages: list[list[nn.Module]] = [[]]
@@ -429,7 +435,7 @@ def _group_vgg_layers(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 def describe_own_model(
     model: Model, built: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return a record's entry on a user's model: its call's arguments and its sharding rule.
+    """Return what a record says about a user's model: the arguments of its call, and its shard groups' rule.
 
     Args:
         model: The model.
@@ -461,7 +467,8 @@ def has_dropout(model: nn.Module) -> bool:
     )
 
 
-#: Operators for which torchvision registers fakes at import, even if its compiled part did not load.
+#: Operators for which torchvision registers fake implementations at import, even if the operators are
+#: missing.
 _FAKED_OPERATORS = ("nms", "qnms")
 _libraries: list[object] = []
 
@@ -482,6 +489,6 @@ def import_torchvision() -> None:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for operator in _FAKED_OPERATORS:
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        # The library object is kept, since the schemas would be removed with it.
+        # PyTorch would remove the schemas again if the library object were freed.
         _libraries.append(library)
         import torchvision  # noqa: F401

@@ -1,4 +1,4 @@
-"""Builds a user's own models: determines the arguments of the user's function, and calls it.
+"""Builds users' models: determines the arguments of the user's function, and calls it.
 
 The Snakefile imports this module: neither torch nor a user's code is imported before a model is built.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-#: Names of values that follow from the data (roles), and the parameter names that get each value.
+#: Values that follow from the data set (roles). A parameter with one of the listed names gets the value.
 ROLES = {
     "classes": ("num_classes", "classes", "n_classes"),
     "channels": ("in_channels", "in_chans", "channels"),
@@ -38,7 +38,7 @@ ROLES = {
     "sequence": ("sequence", "block_size", "max_length", "seq_len"),
     "length": ("length",),
 }
-#: A parameter name that may have another meaning, too: it gets the value only if it has no default.
+#: A parameter with this name may mean something else. So it gets the value only if it has no default.
 _DOUBTFUL = "channels"
 
 
@@ -91,15 +91,13 @@ def list_torchvision_names() -> frozenset[str]:
     return frozenset(name for text in texts for name in pattern.findall(text))
 
 
-# --- the arguments -------------------------------------------------------------------------------
+# --- arguments of the user's function ------------------------------------------------------------
 
 
 def compute_data_values(
     classes: int, shape: Sequence[int], vocabulary: int | None = None
 ) -> dict[str, Any]:
-    """Return the values that follow from a data set, by role (ROLES).
-
-    An example is the number of classes.
+    """Return values that follow from a data set, such as the number of classes, by role.
 
     Args:
         classes: Number of classes, or of different tokens of texts without labels.
@@ -115,29 +113,29 @@ def compute_data_values(
     return {"classes": classes, "channels": channels, "size": size}
 
 
-def fill_data_values(value: Any, facts: Mapping[str, Any]) -> Any:
-    """Return a value in which each `$role` is replaced by the data set's value.
+def fill_data_values(argument: Any, data_values: Mapping[str, Any]) -> Any:
+    """Return an argument in which each text `$ROLE` is replaced by the value of the data set.
 
     Raises:
-        ValueError: If the data set has no value for a role.
+        ValueError: If the data set has no value for a role in the argument.
     """
-    if isinstance(value, dict):
-        return {key: fill_data_values(inner, facts) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [fill_data_values(inner, facts) for inner in value]
-    if isinstance(value, str) and value.startswith("$"):
-        if value[1:] not in facts:
-            known = ", ".join(f"${role}" for role in facts)
-            raise ValueError(f"{value!r} does not follow from this data set; use one of {known}")
-        return facts[value[1:]]
-    return value
+    if isinstance(argument, dict):
+        return {key: fill_data_values(inner, data_values) for key, inner in argument.items()}
+    if isinstance(argument, list):
+        return [fill_data_values(inner, data_values) for inner in argument]
+    if isinstance(argument, str) and argument.startswith("$"):
+        if argument[1:] not in data_values:
+            known = ", ".join(f"${role}" for role in data_values)
+            raise ValueError(f"{argument!r} is no value that this data set has; use one of {known}")
+        return data_values[argument[1:]]
+    return argument
 
 
 def collect_arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of the call: the config's, and values of the data set.
+    """Return the arguments of the call that builds a user's model.
 
-    The call gets values of the data set for parameters with their names. A function with `**kwargs` gets
-    `num_classes`, and the arguments that its library adds.
+    They are those of the config, and values of the data set for parameters with the names in ROLES. A
+    function with `**kwargs` gets `num_classes`, and the arguments that its library adds.
 
     Args:
         own: The specification.
@@ -149,7 +147,7 @@ def collect_arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict
     kwargs = fill_data_values(own.kwargs, facts)
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a function in C may have no signature
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return kwargs
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes = {
@@ -171,7 +169,7 @@ def collect_arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict
 
 
 def _get_builder(own: OwnModel) -> Callable[..., Any]:
-    """Return the function that builds the model, to which a library may add the config.
+    """Return the function that builds a user's model. For a library's class, the library makes it.
 
     Raises:
         ModelError: If the function cannot be imported, or if the library cannot build the model.
@@ -183,7 +181,7 @@ def _get_builder(own: OwnModel) -> Callable[..., Any]:
 
 
 def _list_torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
-    """Return further arguments that some torchvision models need, for their image size or single output."""
+    """Return the additional arguments that some of torchvision's models need."""
     name = own.torchvision_name or ""
     if name.startswith("vit_"):
         return {"image_size": shape[1]}
@@ -194,11 +192,11 @@ def _list_torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str
     return {}
 
 
-# --- the network ---------------------------------------------------------------------------------
+# --- the model -----------------------------------------------------------------------------------
 
 
 def build_own_model(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
-    """Build a user's model.
+    """Build a model that a user specifies.
 
     Args:
         own: The specification.
@@ -222,26 +220,28 @@ def build_own_model(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Mod
         _reraise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
-            f"{own}: called with ({called}), raised {format_user_error(e)}"
-            f"{_describe_missing_values(shape, e)}"
+            f"{own}: called with ({called}), raised "
+            f"{format_user_error(e)}{_describe_missing_values(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
         raise ModelError(f"{own}: returned {_describe_type(made)}; return a torch.nn.Module")
     for name, p in made.named_parameters():
         if nn.parameter.is_lazy(p):
-            raise ModelError(f"{own}: {name} has no shape yet; use a layer that is not lazy")
+            raise ModelError(
+                f"{own}: {name} belongs to a lazy layer and has no shape yet; use a layer that is not lazy"
+            )
     if not any(p.requires_grad for p in made.parameters()):
         raise ModelError(f"{own}: has no parameter to train; set requires_grad of some parameters")
     if both := _find_shared_memory(made):
         raise ModelError(
-            f"{own}: {both[0]} and {both[1]} are two tensors in the same memory, which strategies would "
-            "separate; tie them by assigning the parameter (again.weight = first.weight)"
+            f"{own}: {both[0]} and {both[1]} are different tensors in the same memory, which strategies "
+            "would separate; assign the parameter itself (again.weight = first.weight)"
         )
     return made
 
 
 def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
-    """Return the names of two tensors of a model in the same memory.
+    """Return the names of two different tensors of a model that share memory.
 
     The first is a parameter, and the other is a parameter or a buffer. The result is None without such a
     pair.
@@ -262,7 +262,7 @@ def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _tensors_overlap(t: Tensor, u: Tensor) -> bool:
-    """Return whether two tensors of one storage share any element."""
+    """Return whether two tensors that have the same storage share any of its elements."""
     import torch
 
     from stratbench.workload.torch_internals import unset_fake_temporarily
@@ -282,7 +282,7 @@ def _tensors_overlap(t: Tensor, u: Tensor) -> bool:
         return False
     if t.itemsize != u.itemsize:
         return True
-    # Interleaved slices need a comparison per element.
+    # The ranges overlap, but strided tensors may interleave in them. So elements are compared one by one.
     with (
         unset_fake_temporarily(),
         torch.no_grad(),
@@ -293,9 +293,9 @@ def _tensors_overlap(t: Tensor, u: Tensor) -> bool:
 
 
 def _describe_missing_values(shape: Sequence[int], e: Exception) -> str:
-    """Return a clause on arguments that a failed call lacks.
+    """Return a clause that names required arguments for which the data set has no values.
 
-    The data have no values for these arguments. The clause is empty if there are no such arguments.
+    It completes the message on a call that failed. It is empty if the call failed for another reason.
     """
     wanted = [
         key

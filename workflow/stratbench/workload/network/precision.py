@@ -1,4 +1,4 @@
-"""Defines the number formats, memory format and mixed precision of each value of `precision`."""
+"""Defines number formats, memory format and autocast for each value of the setting `precision`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Weights, gradients and the optimizer's states in bfloat16, by Lightning's name.
+#: Value of `precision` (as in Lightning) for weights, gradients and optimizer states in bfloat16.
 PURE_BF16 = "bf16-true"
 
 
 def get_weights_dtype(precision: str) -> torch.dtype:
-    """Return the number format of weights, batches and all tensors that autocast does not convert."""
+    """Return the dtype of weights, batches and other tensors that autocast does not convert."""
     import torch
 
     return {"fp64": torch.float64, PURE_BF16: torch.bfloat16}.get(precision, torch.float32)
 
 
 def convert_scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return a model's outputs in the loss's format: float32 with weights in bfloat16."""
+    """Return a model's scores in the format of the loss: bfloat16 weights need a loss in float32."""
     return outputs.float() if precision == PURE_BF16 else outputs
 
 
 def get_batch_memory_format(precision: str, device_type: str) -> torch.memory_format:
-    """Return the memory format of the batches; weights are contiguous for every strategy.
+    """Return the memory format of batches of images.
 
     Tensor cores are faster with channels_last. A convolution computes in the format of its input, whatever
     the format of its weight, and every layer keeps this format. FSDP2 needs contiguous weights.
@@ -38,14 +38,14 @@ def get_batch_memory_format(precision: str, device_type: str) -> torch.memory_fo
 
 
 def get_autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype of mixed precision, or None without mixed precision."""
+    """Return the dtype of autocast, or None if `precision` is not mixed precision."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def create_autocast_context(precision: str, device: torch.device) -> AbstractContextManager:
-    """Return a context of mixed precision. It has no effect for other precisions."""
+    """Return autocast's context manager, or one without effect if `precision` is not mixed precision."""
     import torch
 
     dtype = get_autocast_dtype(precision)
@@ -53,7 +53,7 @@ def create_autocast_context(precision: str, device: torch.device) -> AbstractCon
 
 
 def get_effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
-    """Return the number formats of weights and arithmetic that a device uses for a precision."""
+    """Return the number formats that a device uses for weights and for computation."""
     weights = str(get_weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)
@@ -63,9 +63,9 @@ def get_effective_dtypes(precision: str, device: torch.device) -> dict[str, str]
 
 
 def _name_device_without_tf32(device: torch.device) -> str | None:
-    """Return a text on a device that does not have TensorFloat-32.
+    """Return a noun for a device without TensorFloat-32, such as `a CPU`.
 
-    The result is None if the device has it.
+    The result is None if the device has TensorFloat-32.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Lists the built-in models with their metadata before they are built, without torch."""
+"""Lists the built-in models and their metadata. It needs neither PyTorch nor a built model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratbench.workload.network.own import OwnModel
 
 @dataclass(frozen=True)
 class Family:
-    """The properties that all models of a family share.
+    """Properties that all models of a family have, such as all GPTs.
 
     Attributes:
         batchnorm: Whether the family's models normalise over the batch, so that a batch of one
@@ -32,7 +32,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Model:
-    """The metadata of a model before it is built.
+    """What is known of a model before it is built.
 
     Without a `builder_path` the model is torchvision's of the same name. It keeps its three input
     channels, to which greyscale is repeated, so that its number of parameters stays the published one.
@@ -61,24 +61,23 @@ class Model:
 
     @property
     def batchnorm(self) -> bool | None:
-        """Whether the model normalises over the batch. None if unknown before it is built."""
+        """Whether the model has BatchNorm, or None if this is unknown before the model is built."""
         return FAMILIES[self.family].batchnorm
 
     @property
     def reads_text(self) -> bool | None:
-        """Whether the model's input is tokens instead of images, or None if both are possible."""
+        """Whether the model takes tokens instead of images, or None if this is unknown."""
         return FAMILIES[self.family].reads_text
 
     @property
     def is_from_torchvision(self) -> bool:
-        """Whether this is a torchvision model, which has three input channels."""
+        """Whether the model is one of torchvision's, which have three input channels."""
         return self.builder_path is None and self.family != "own"
 
 
 FAMILIES: dict[str, Family] = {
-    "vgg": Family(  # `_group_vgg_layers` forms the shard groups of VGGs
-        batchnorm=False, pipeline_modules="stratbench.workload.network.torchvisions:VGG"
-    ),
+    # VGG has no block classes, since `models._group_vgg_layers` forms its shard groups.
+    "vgg": Family(batchnorm=False, pipeline_modules="stratbench.workload.network.torchvisions:VGG"),
     "efficientnet": Family(
         batchnorm=True,
         block_classes=(
@@ -108,7 +107,8 @@ FAMILIES: dict[str, Family] = {
         tensor_plan="stratbench.workload.network.gpt:TENSOR_PLAN",
         pipeline_modules="stratbench.workload.network.gpt:PIECES",
     ),
-    "torchvision": Family(batchnorm=None),  # torchvision's other models
+    # All models of torchvision that are not listed in MODELS.
+    "torchvision": Family(batchnorm=None),
     "own": Family(batchnorm=None, reads_text=None),
 }
 
@@ -168,7 +168,7 @@ MODELS: dict[str, Model] = {
 
 
 def get_metadata(model: str | Model) -> Model:
-    """Return the metadata of a model before it is built.
+    """Return the metadata of a model, which need not be built.
 
     Raises:
         ValueError: If the name is unknown.
@@ -176,5 +176,5 @@ def get_metadata(model: str | Model) -> Model:
     if isinstance(model, Model):
         return model
     if model not in MODELS:
-        raise ValueError(f"{model!r} is not a model; use one of {', '.join(MODELS)}")
+        raise ValueError(f"model {model!r}: is unknown; use one of {', '.join(MODELS)}")
     return MODELS[model]

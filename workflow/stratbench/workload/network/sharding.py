@@ -1,4 +1,4 @@
-"""Forms the shard groups of a user's model: instances of classes, or groups by size."""
+"""Forms the shard groups of a user's model, that is, sets of modules that FSDP gathers together."""
 
 from __future__ import annotations
 
@@ -13,37 +13,44 @@ from torch import nn
 
 from stratbench.workload.users_code import ModelError
 
-#: Approximate number of groups that the rule by size forms.
+#: Number of shard groups into which a model is divided by size (approximately).
 GROUPS = 12
-#: Containers of modules, which are never called themselves.
+#: PyTorch's containers of modules, which are never called themselves.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict)
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
-#: PyTorch's own modules that call their submodules. All others read the weights of their submodules.
+#: PyTorch's modules that call their submodules. PyTorch's other modules use their submodules' weights
+#: directly.
 _CALLERS = (
     nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, *_HOLDERS,
 )  # fmt: skip
 
-#: Pattern of code that reads a weight of a submodule.
+#: Pattern of code that uses the weight or bias of a submodule directly, such as `self.head.weight`.
 _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b")
 
-Groups = list[tuple[str, list[nn.Module]]]
+#: Shard groups of a model: a label, and the modules whose parameters FSDP gathers together.
+ShardGroups = list[tuple[str, list[nn.Module]]]
 
 
 def describe_sharding_groups(wrap_classes: Sequence[str] | None) -> str:
-    """Return a text on the rule that forms the groups, for the record."""
+    """Return a text that says by which rule shard groups are formed, for the record."""
     if wrap_classes:
         return f"instances of {', '.join(wrap_classes)}"
     return f"by size: groups of about 1/{GROUPS} of the parameters"
 
 
 def find_declared_wrap_classes(model: nn.Module) -> list[str]:
-    """Return the module classes that a model itself names for sharding, as transformers' models do."""
+    """Return the names of the module classes to shard that a model itself declares.
+
+    Models of transformers declare them.
+    """
     names = {type(m).__name__ for m in model.modules()}
     return sorted(names.intersection(getattr(model, "_no_split_modules", None) or ()))
 
 
-def group_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -> Groups:
-    """Return a group (label, modules) per instance of the named classes.
+def group_by_class(
+    model: nn.Module, wrap_classes: Sequence[str], model_label: object
+) -> ShardGroups:
+    """Return one shard group per instance of the named module classes.
 
     The groups are in the order of registration. Only the outermost of nested instances is a group. Modules
     that share a parameter with a module that is not in their group are sharded with the root.
@@ -51,12 +58,12 @@ def group_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -
     Args:
         model: The model.
         wrap_classes: Names of the classes.
-        who: Name of the model in messages.
+        model_label: Name of the model in messages.
 
     Raises:
         ModelError: If a class has no instance.
     """
-    groups: Groups = []
+    groups: ShardGroups = []
     for name, module in model.named_modules():
         within = any(name.startswith(f"{label}.") for label, _ in groups)
         if name and not within and type(module).__name__ in wrap_classes:
@@ -65,29 +72,30 @@ def group_by_class(model: nn.Module, wrap_classes: Sequence[str], who: object) -
     for name in wrap_classes:
         if name not in classes:
             raise ModelError(
-                f"{who}: wrap_classes names {name!r}, but the model has no such module; its classes are "
-                f"{', '.join(sorted(classes))}"
+                f"{model_label}: wrap_classes names {name!r}, but no module of the model has this class; use "
+                f"some of {', '.join(sorted(classes))}"
             )
     owners = _find_owners(model)
     return [(label, modules) for label, modules in groups if _shares_no_parameter(modules, owners)]
 
 
-def group_by_size(model: nn.Module) -> Groups:
-    """Return groups (label, modules) of about 1/GROUPS of the parameters each, in registration order.
+def group_by_size(model: nn.Module) -> ShardGroups:
+    """Return shard groups that each have about 1/GROUPS of a model's parameters.
 
-    From the root down, a larger module is divided into its children, and smaller neighbours are combined. A
+    The groups are in the order of registration. From the root down, a larger module is divided into its
+    children, and smaller neighbours are combined. A
     module that is never called (ModuleList) is always divided. A module of PyTorch that reads its children's
     weights (MultiheadAttention) is never divided. Modules that share a parameter with a module outside are
     sharded with the root. So is a module whose weights its parent's code reads (`self.head.weight`).
     """
     limit = _count_parameters([model]) / GROUPS
     owners = _find_owners(model)
-    groups: Groups = []
+    groups: ShardGroups = []
 
-    def flush(waiting: list[tuple[str, nn.Module]]) -> None:
-        if waiting:
-            groups.append((waiting[0][0], [m for _, m in waiting]))
-            waiting.clear()
+    def flush(waiting_modules: list[tuple[str, nn.Module]]) -> None:
+        if waiting_modules:
+            groups.append((waiting_modules[0][0], [m for _, m in waiting_modules]))
+            waiting_modules.clear()
 
     def divide(prefix: str, parent: nn.Module) -> None:
         waiting: list[tuple[str, nn.Module]] = []
@@ -100,7 +108,9 @@ def group_by_size(model: nn.Module) -> Groups:
                 or isinstance(module, _PARAMETERS)
             ):
                 continue
-            if name in read:  # the module is sharded with the root, which stays gathered
+            # The parent uses the weights of this module without calling it. So it must stay gathered, as the
+            # root does.
+            if name in read:
                 seen.update(id(m) for m in module.modules())
                 continue
             if isinstance(module, _HOLDERS) or (
@@ -127,27 +137,28 @@ def _is_divisible(module: nn.Module) -> bool:
 
 
 @cache
-def _find_read_children(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the names of children whose weights the code of a class reads."""
+def _find_read_children(module_class: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the children whose weights a module class uses without calling them."""
     names: set[str] = set()
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
+    for name, method in inspect.getmembers(module_class, inspect.isfunction):
         if (
             "init" not in name
             and name != "reset_parameters"
             and not method.__module__.startswith("torch.")
         ):
-            with suppress(OSError):  # raised for code that is not in a file
+            # `getsource` raises OSError for code that is in no file.
+            with suppress(OSError):
                 names |= set(re.findall(_READ, inspect.getsource(method)))
     return frozenset(names)
 
 
 def _count_parameters(modules: list[nn.Module]) -> int:
-    """Return the number of parameter elements of some modules, counting each parameter once."""
+    """Return the number of parameters of some modules; a shared parameter counts once."""
     return sum(p.numel() for p in {p for m in modules for p in m.parameters()})
 
 
 def _find_owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
-    """Return the modules that each parameter of a model is registered in."""
+    """Return the set of modules in which each parameter of a model is registered."""
     owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
     for module in model.modules():
         for p in module.parameters(recurse=False):
@@ -158,7 +169,7 @@ def _find_owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
 def _shares_no_parameter(
     modules: list[nn.Module], owners: Mapping[nn.Parameter, set[nn.Module]]
 ) -> bool:
-    """Return whether some modules have parameters, and share none of them with modules outside.
+    """Return whether the given modules have parameters, and share none with other modules.
 
     Args:
         modules: The modules.

@@ -1,4 +1,4 @@
-"""Defines how torchvision's models are divided: into chains of pieces, and by layers."""
+"""Declares how workers can divide torchvision's models: VGG and the vision transformer (ViT)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def flatten_samples(_model: nn.Module, x: Tensor) -> Tensor:
 
 
 def embed_patches(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the first input of a vision transformer's layers.
+    """Return the input of a vision transformer's first layer for a batch of images.
 
-    It consists of the class token and a vector per patch.
+    It consists of the class token and one vector per patch.
     """
     x = model._process_input(images)
     x = torch.cat([model.class_token.expand(len(x), -1, -1), x], dim=1)
@@ -22,7 +22,7 @@ def embed_patches(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def compute_class_scores(model: nn.Module, x: Tensor) -> Tensor:
-    """Return a vision transformer's output: the scores of the class token's final vector."""
+    """Return the scores of a vision transformer, given the output of its last layer."""
     return model.heads(model.encoder.ln(x)[:, 0])
 
 
@@ -33,8 +33,7 @@ VIT = (
     (compute_class_scores, ("encoder.ln", "heads")),
 )
 
-#: How workers divide a vision transformer's layers (`extensions/splitting/tensor.py`). The head is not
-#: divided.
+#: How tensor-parallel workers divide each module of a vision transformer, by module path.
 VIT_TENSOR_PLAN = {
     "encoder.layers.*.self_attention": "heads",
     "encoder.layers.*.mlp.0": "colwise",

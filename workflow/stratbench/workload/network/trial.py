@@ -1,6 +1,6 @@
-"""Takes trial steps of a model with two samples before any training, to detect its properties.
+"""Runs trial steps of a model with two samples before any training, to detect its properties.
 
-Jobs and `check` take these steps, with real or fake tensors.
+Jobs and `stratbench check` run these steps, with real or fake tensors.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from stratbench.workload.torch_internals import (
 )
 from stratbench.workload.users_code import ModelError, format_user_error
 
-#: Number of samples of a trial step; BatchNorm cannot normalise one sample.
+#: Number of samples of a trial step. BatchNorm cannot normalise a single sample.
 SAMPLES = 2
-#: Number of random batches that are compared if forward may choose modules by its data.
+#: Number of random batches with which a model is tried, if its forward may depend on the values of a batch.
 BATCHES = 4
-#: Functions that return a Python value, or a shape that depends on values.
+#: PyTorch functions that return values of a tensor, or a tensor whose shape depends on values.
 READS_VALUES = frozenset(
     {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
     | {Tensor.__index__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
@@ -48,69 +48,70 @@ READS_VALUES = frozenset(
     | {torch.unique_consecutive, Tensor.unique_consecutive, torch.repeat_interleave}
     | {Tensor.repeat_interleave}
 )
-#: Exceptions of fake tensors whose values are needed.
+#: Exceptions that PyTorch raises if an operation on fake tensors needs their values.
 NO_VALUES = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException,
 )  # fmt: skip
 
 
 class PassFailed(ModelError):
-    """A forward or backward of the model failed, perhaps only because its tensors are fake."""
+    """A model's forward or backward failed, perhaps only because the tensors are fake."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The properties of a model that trial steps have found, as names of parameters, buffers and modules."""
+    """Properties of a model that trial steps have found: names of parameters, buffers and modules."""
 
-    #: Trainable parameters that got no gradient.
+    #: Names of trainable parameters that got no gradient in a trial step.
     parameters_without_gradient: tuple[str, ...] = ()
-    #: Parameters whose gradient is sparse.
+    #: Names of parameters whose gradient is sparse.
     sparse_gradient_parameters: tuple[str, ...] = ()
-    #: Parameters to whose gradient one backward adds several times.
+    #: Names of parameters to whose gradient one backward adds several times.
     repeatedly_added_parameters: tuple[str, ...] = ()
-    #: Parameters with gradient hooks.
+    #: Names of parameters with gradient hooks.
     hooked_parameters: tuple[str, ...] = ()
     #: Parameters of a shard group that forward reads before it calls a module of the group.
     parameters_read_before_call: tuple[str, ...] = ()
     #: Parameters of a shard group that forward reads after it has called all modules of the group.
     parameters_read_after_calls: tuple[str, ...] = ()
-    #: Parameters that forward reads from other references than their modules' attributes.
+    #: Parameters that forward reads by a reference outside of their module, such as in a list.
     parameters_read_elsewhere: tuple[str, ...] = ()
-    #: Parameters of a subclass or with attributes, on which the result of forward depends.
+    #: Parameters whose class or attributes change the result of forward.
     class_dependent_parameters: tuple[str, ...] = ()
     #: Buffers that forward changes in place.
     written_buffers: tuple[str, ...] = ()
     #: Buffers that forward replaces by another tensor.
     replaced_buffers: tuple[str, ...] = ()
-    #: Parameters that forward changes.
+    #: Names of parameters that forward changes in place.
     overwritten_parameters: tuple[str, ...] = ()
-    #: Parameters that forward changes depending on its data.
+    #: Names of parameters that forward changes in place, depending on the batch.
     data_dependent_parameters: tuple[str, ...] = ()
-    #: Plain attributes that forward changes.
+    #: Paths of module attributes, besides parameters and buffers, that forward changes.
     changed_attributes: tuple[str, ...] = ()
-    #: State besides float buffers that forward changes and on which the evaluation depends.
+    #: Names of parameters, buffers and attributes that forward changes and on which evaluation depends.
+    #: Buffers of real numbers are left out.
     unsaved_evaluation_state: tuple[str, ...] = ()
-    #: State that forward changes and on which the training depends.
+    #: Names of buffers and attributes that forward changes, and on which later training steps depend.
     changing_training_state: tuple[str, ...] = ()
-    #: Modules that only some forwards call, at random (`find_randomly_called_modules`).
+    #: Names of modules that only some forwards call, at random.
     randomly_called_modules: tuple[str, ...] = ()
-    #: Modules that only some batches call, and parameters that get a gradient from only some batches.
+    #: Names of modules that forward calls, or of parameters that get a gradient, only with some batches.
     data_dependent_modules: tuple[str, ...] = ()
-    #: Labels of shard groups of which forward calls no module.
+    #: Labels of the shard groups of which forward calls no module.
     uncalled_groups: tuple[str, ...] = ()
-    #: Whether forward reads values of tensors, so that it may call other modules with other data.
+    #: Whether forward reads values of tensors. It may then call other modules for another batch.
     reads_values: bool = False
     #: Whether forward draws random numbers.
     draws_random_numbers: bool = False
-    #: Indices of the shard groups that forward calls, in this order, and whether backward reaches each. It
-    #: does not reach a group if this group and all preceding ones are frozen.
+    #: For each shard group that forward calls, in this order: whether backward reaches it, by the group's
+    #: index. Backward does not reach a group if this group and all groups before it are frozen.
     group_in_backward: dict[int, bool] = field(default_factory=dict)
-    #: Labels of shard groups that return a view of a tensor, which forward then changes in place.
+    #: Labels of the shard groups that return a view of a tensor, which forward later changes in place.
     groups_with_written_views: tuple[str, ...] = ()
 
     @property
     def skippable_names(self) -> tuple[str, ...]:
-        """Parameters without a gradient in some steps, and modules that forward may skip, by name."""
+        """Names of parameters without a gradient in some steps, and of modules that forward may skip."""
         return (
             self.parameters_without_gradient
             + self.randomly_called_modules
@@ -119,7 +120,7 @@ class Trial:
 
     @property
     def sometimes_without_gradient(self) -> tuple[str, ...]:
-        """Parameters and modules that get a gradient in some steps, but not in others."""
+        """Names of parameters and modules that get a gradient in some steps only."""
         return (
             self.randomly_called_modules
             or self.data_dependent_modules
@@ -128,7 +129,7 @@ class Trial:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
-        """Return the trial that `dataclasses.asdict`, and perhaps JSON, has converted."""
+        """Return the trial whose fields were converted to a dict, and perhaps to JSON and back."""
         each = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(
             **each
@@ -141,11 +142,11 @@ def take_trial(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    outputs: Sequence[int],
-    groups: Sequence[tuple[str, list[nn.Module]]] = (),
+    output_shape: Sequence[int],
+    shard_groups: Sequence[tuple[str, list[nn.Module]]] = (),
     classes: int = 2,
 ) -> Trial:
-    """Run forward and backward of a batch and of similar batches. Return the properties of the model.
+    """Run forward and backward on trial batches, and return the properties of the model.
 
     Afterwards the model and the random generators have their former state, and no gradient remains.
 
@@ -154,8 +155,8 @@ def take_trial(
         model: The model.
         x: Inputs.
         y: Targets.
-        outputs: Shape that the model's outputs must have.
-        groups: Shard groups of the model.
+        output_shape: Shape that the model's outputs must have.
+        shard_groups: Shard groups of the model.
         classes: Number of different tokens of a text.
 
     Raises:
@@ -164,14 +165,14 @@ def take_trial(
     with restore_random_generators(x.device), Changes(model) as changes:
         try:
             return _TrialRun(
-                label, model, x, y, list(outputs), groups, classes, changes
+                label, model, x, y, list(output_shape), shard_groups, classes, changes
             ).run_trial()
         finally:
             changes.put_back()
 
 
 class _TrialRun:
-    """A trial in progress. Each method tests one property of the model, and restores the model."""
+    """A trial of a model that is in progress. Each method tests one property."""
 
     def __init__(
         self,
@@ -255,10 +256,11 @@ class _TrialRun:
         return scores
 
     def run_backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
-        """Run backward of a loss of the scores. Return the parameters that got a gradient."""
+        """Run backward from the scores. Return the parameters that got a gradient."""
         with _free_gradients(self.names) as reached:
             try:
-                # A user's own task is not called here, so that its errors are not taken for the model's.
+                # A built-in loss replaces the user's own task, whose errors would look like errors of the
+                # model.
                 are_scores = _are_scores(self.outputs, self.y)
                 loss = Classification().loss(scores, self.y) if are_scores else scores.sum()
                 loss.backward()
@@ -267,7 +269,7 @@ class _TrialRun:
         return reached
 
     def compute_evaluation_scores(self) -> Tensor:
-        """Return the scores of the batch in evaluation mode, with seeded generators."""
+        """Return the batch's scores in evaluation mode, with seeded random generators."""
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
@@ -278,30 +280,35 @@ class _TrialRun:
             for module, training in modes:
                 module.training = training
 
-    def compute_training_scores(self, watching: AbstractContextManager | None = None) -> Tensor:
-        """Return the batch's scores in training mode with seeded generators.
+    def compute_training_scores(
+        self, watching_context: AbstractContextManager | None = None
+    ) -> Tensor:
+        """Return the batch's scores in training mode, with seeded random generators.
 
         The model is restored afterwards.
 
         Args:
-            watching: Context in which forward runs, if any.
+            watching_context: Context in which forward runs, if any.
         """
         seed_random_generators(0)
         try:
-            with torch.no_grad(), watching or nullcontext():
+            with torch.no_grad(), watching_context or nullcontext():
                 return self.forward(self.x)
         finally:
             self.changes.put_back()
 
     def find_state_dependence(
-        self, changed_names: Mapping[str, list[str]], evaluated: Tensor, trained: Tensor
+        self,
+        changed_names: Mapping[str, list[str]],
+        evaluation_scores: Tensor,
+        training_scores: Tensor,
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return names of changed state on which evaluation depends, and on which training depends.
+        """Return the names of changed state on which evaluation depends, and on which training does.
 
         Args:
             changed_names: Changed names by kind.
-            evaluated: Scores of evaluation before any change.
-            trained: Scores of training before any change.
+            evaluation_scores: Scores of evaluation before any change.
+            training_scores: Scores of training before any change.
         """
         by_name = dict(self.model.named_parameters())
         frozen = [
@@ -314,26 +321,26 @@ class _TrialRun:
         buffers = dict(self.model.named_buffers())
         others = [n for n in changed_names["written_buffers"] if not buffers[n].is_floating_point()]
         others += changed_names["replaced_buffers"] + changed_names["changed_attributes"]
-        self.changes.put_back(others=False)
-        if not others or _are_equal(self.compute_evaluation_scores(), evaluated):
+        self.changes.put_back(other_state=False)
+        if not others or _are_equal(self.compute_evaluation_scores(), evaluation_scores):
             others = []
         self.changes.put_back()
         self.forward(self.x)
-        self.changes.put_back(floats=False, others=False)
+        self.changes.put_back(float_buffers=False, other_state=False)
         counted = (
             changed_names["written_buffers"]
             + changed_names["replaced_buffers"]
             + changed_names["changed_attributes"]
         )
-        if not counted or _are_equal(self.compute_training_scores(), trained):
+        if not counted or _are_equal(self.compute_training_scores(), training_scores):
             counted = []
         return tuple(frozen + others), tuple(counted)
 
     def find_data_dependence(
-        self, gathering: _Gathering, overwritten: Sequence[str]
+        self, gathering: _Gathering, overwritten_parameters: Sequence[str]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return modules and parameters that only some batches use, and parameters that batches change."""
-        if self.on_fakes or not (gathering.reads_values or overwritten):
+        """Return names that only some batches use, and parameters that each batch changes differently."""
+        if self.on_fakes or not (gathering.reads_values or overwritten_parameters):
             return (), ()
         reached: list[set[str]] = []
         values: list[dict[str, Tensor]] = []
@@ -342,17 +349,20 @@ class _TrialRun:
             seed_random_generators(0)
             with _record_called_modules(self.model) as called:
                 scores = self.forward(x)
-            values.append(self.changes.copy_parameters(overwritten))
+            values.append(self.changes.copy_parameters(overwritten_parameters))
             trained = self.run_backward(scores)
             reached.append(called | {self.names[p] for p in trained})
             self.changes.put_back()
-        parted = [n for n in overwritten if any(not v[n].equal(values[0][n]) for v in values)]
+        parted = [
+            n for n in overwritten_parameters if any(not v[n].equal(values[0][n]) for v in values)
+        ]
         return _find_names_in_some_sets(reached), tuple(parted)
 
     def find_parameters_read_elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return parameters that forward reads outside their modules, and class-dependent parameters.
+        """Return the names of parameters that forward would not find if FSDP had replaced them.
 
-        Both are found by a forward with copied parameters, as in FSDP.
+        The first are read outside of their modules. The second have a class or attributes on which forward
+        depends. Both are found by a forward with copied parameters.
         """
         more = {n for p, n in self.names.items() if type(p) is not nn.Parameter or vars(p)}
         if self.on_fakes:
@@ -369,12 +379,12 @@ class _TrialRun:
         return tuple(reading.read), () if is_equal else tuple(sorted(more))
 
 
-def _are_equal(scores: Tensor, others: Tensor) -> bool:
-    return torch.allclose(scores, others, rtol=1e-5, atol=1e-8, equal_nan=True)
+def _are_equal(scores: Tensor, other_scores: Tensor) -> bool:
+    return torch.allclose(scores, other_scores, rtol=1e-5, atol=1e-8, equal_nan=True)
 
 
 def _make_batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
-    """Return a batch with the shape of `x`, of random numbers or random tokens."""
+    """Return a batch of random numbers or random tokens, shaped like another batch."""
     generator = torch.Generator().manual_seed(seed)
     if not x.is_floating_point():
         made = torch.randint(classes, x.shape, generator=generator)
@@ -384,10 +394,11 @@ def _make_batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
 
 
 def find_randomly_called_modules(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
-    """Return the names of modules that only some of eight forwards call.
+    """Return the names of the modules that only some of several forwards call.
 
-    A model that skips modules at random draws numbers from torch, numpy or Python. With fake tensors, torch's
-    numbers have no values, so one forward is enough if it draws none from numpy and Python.
+    The forwards have different seeds, since a model that skips modules draws random numbers. PyTorch's
+    numbers have no values if tensors are fake. So one forward is then enough, unless it draws
+    from NumPy or Python.
 
     Args:
         model: The model.
@@ -412,7 +423,7 @@ def find_randomly_called_modules(model: nn.Module, x: Tensor, changes: Changes) 
 
 @contextmanager
 def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
-    """Collect the names of the modules that are called within the block."""
+    """Collect the names of the modules that are called within the block, in the yielded set."""
     called: set[str] = set()
     handles = [
         module.register_forward_pre_hook(lambda _m, _x, name=name: called.add(name))
@@ -425,15 +436,18 @@ def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
             handle.remove()
 
 
-def _find_names_in_some_sets(reached: Sequence[set[str]]) -> tuple[str, ...]:
-    """Return the names in some but not all sets, without submodules of other such modules."""
-    some = set.union(*reached) - set.intersection(*reached)
+def _find_names_in_some_sets(name_sets: Sequence[set[str]]) -> tuple[str, ...]:
+    """Return the names that are in some sets but not in all.
+
+    Submodules of a module that is in the result are left out.
+    """
+    some = set.union(*name_sets) - set.intersection(*name_sets)
     return tuple(sorted(n for n in some if not any(n.startswith(f"{other}.") for other in some)))
 
 
 @contextmanager
 def _replace_parameters_by_copies(model: nn.Module) -> Iterator[None]:
-    """Replace each parameter within the block by another object in the same memory."""
+    """Replace each parameter of a model, until the block ends, by another object in the same memory."""
     originals = [
         (module, key, p)
         for module in model.modules()
@@ -449,46 +463,55 @@ def _replace_parameters_by_copies(model: nn.Module) -> Iterator[None]:
             _set_parameter(module, key, p)
 
 
-def _set_parameter(module: nn.Module, key: str, p: nn.Parameter) -> None:
+def _set_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
     """Set a parameter as FSDP does: directly, unless the module's class has its own `__setattr__`."""
     if type(module).__setattr__ is nn.Module.__setattr__:
-        get_parameters(module)[key] = p
+        get_parameters(module)[key] = parameter
     else:
-        setattr(module, key, p)
+        setattr(module, key, parameter)
 
 
-def _are_scores(outputs: Sequence[int], y: Tensor) -> bool:
-    """Return whether outputs of this shape are scores per class for the targets `y`."""
-    return not y.is_floating_point() and list(outputs[:-1]) == list(y.shape)
+def _are_scores(output_shape: Sequence[int], targets: Tensor) -> bool:
+    """Return whether outputs of a given shape are one score per class for each target."""
+    return not targets.is_floating_point() and list(output_shape[:-1]) == list(targets.shape)
 
 
-def _check_scores(label: object, scores: Any, x: Tensor, y: Tensor, wanted: list[int]) -> None:
+def _check_scores(
+    label: object, scores: Any, inputs: Tensor, targets: Tensor, output_shape: list[int]
+) -> None:
     if not isinstance(scores, Tensor):
         raise ModelError(
-            f"{label}: returned a {type(scores).__name__} for a batch; return one tensor of scores {wanted}"
+            f"{label}: returned a {type(scores).__name__} for a batch; return one tensor of scores "
+            f"{output_shape}"
         )
-    if list(scores.shape) != wanted:
-        reason = f"with {wanted[-1]} classes" if _are_scores(wanted, y) else "for its task"
+    if list(scores.shape) != output_shape:
+        reason = (
+            f"with {output_shape[-1]} classes"
+            if _are_scores(output_shape, targets)
+            else "for its task"
+        )
         raise ModelError(
-            f"{label}: returned a tensor {list(scores.shape)} for a batch {list(x.shape)}; {reason} the "
-            f"tensor must be {wanted}"
+            f"{label}: returned a tensor {list(scores.shape)} for a batch {list(inputs.shape)}; {reason} the "
+            f"tensor must be {output_shape}"
         )
 
 
-def _raise_model_error(label: object, e: Exception, what: str) -> None:
-    """Raise a ModelError in one sentence, or an out-of-memory error unchanged."""
+def _raise_model_error(label: object, e: Exception, failed_step: str) -> None:
+    """Raise a ModelError that names the failed step, or an out-of-memory error unchanged."""
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         raise e
     if isinstance(e, NO_VALUES):
-        raise PassFailed(f"{label}: its {what} reads values of tensors ({e})") from e
-    raise PassFailed(f"{label}: its {what} raised {format_user_error(e)}") from e
+        raise PassFailed(
+            f"{label}: its {failed_step} reads values of tensors, which fake tensors do not have ({e})"
+        ) from e
+    raise PassFailed(f"{label}: its {failed_step} raised {format_user_error(e)}") from e
 
 
 @dataclass
 class _Gradient:
-    """How one backward computes the gradient of a parameter: number of additions, and sparsity."""
+    """What is known of a parameter's gradient after one backward."""
 
-    #: Number of additions to the gradient.
+    #: How many times backward has added to the gradient.
     times: int = 0
     #: Whether the gradient is sparse.
     is_sparse: bool = False
@@ -498,14 +521,17 @@ class _Gradient:
 def _free_gradients(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
-    """Free each gradient as soon as it is accumulated. Yield the parameters that got a gradient."""
+    """Free each gradient as soon as it is accumulated, to save memory.
+
+    The yielded dictionary gets the parameters that had a gradient.
+    """
     reached: dict[nn.Parameter, _Gradient] = {}
 
-    def drop(p: nn.Parameter) -> None:
-        gradient = reached.setdefault(p, _Gradient())
+    def drop(parameter: nn.Parameter) -> None:
+        gradient = reached.setdefault(parameter, _Gradient())
         gradient.times += 1
-        gradient.is_sparse |= p.grad is not None and p.grad.layout != torch.strided
-        p.grad = None
+        gradient.is_sparse |= parameter.grad is not None and parameter.grad.layout != torch.strided
+        parameter.grad = None
 
     hooks = [p.register_post_accumulate_grad_hook(drop) for p in parameters if p.requires_grad]
     try:
@@ -516,7 +542,7 @@ def _free_gradients(
 
 
 class _Reading(TorchFunctionMode):
-    """Context that collects the names of the model's parameters which torch functions read."""
+    """Context manager that collects the names of the parameters that PyTorch functions read."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
@@ -538,10 +564,10 @@ class _Reading(TorchFunctionMode):
 
 
 class _Gathering(TorchFunctionMode):
-    """Context that finds parameters which forward reads when FSDP would not have gathered their group.
+    """Context manager that finds parameters that forward reads while FSDP has not gathered them.
 
-    A group is gathered when one of its modules is called, and freed when all of them have been called
-    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _register_group_forward_hooks).
+    FSDP gathers a shard group when one of its modules is called, and frees it when all of them have been
+    called (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _register_group_forward_hooks).
     """
 
     def __init__(self, groups: Sequence[tuple[str, list[nn.Module]]]) -> None:
@@ -549,7 +575,7 @@ class _Gathering(TorchFunctionMode):
         self.uncalled: dict[nn.Parameter, None] = {}
         self.late: dict[nn.Parameter, None] = {}
         self.reads_values = False
-        #: Whether the output of each called group needs a gradient, by the group's index.
+        #: For each called shard group, by its index: whether its output needs a gradient.
         self.in_backward: dict[int, bool] = {}
         self._group_of = {
             p: i for i, (_, modules) in enumerate(groups) for m in modules for p in m.parameters()
@@ -562,7 +588,7 @@ class _Gathering(TorchFunctionMode):
         self._hooks = []
         for i, modules in enumerate(self._groups):
             for m in modules:
-                # FSDP gathers a group before the user's hooks, which may read or create a parameter.
+                # FSDP gathers a group before the user's hooks, which may read a parameter. So does this hook.
                 opens = m.register_forward_pre_hook(partial(self._gather_group, i), prepend=True)
                 self._hooks.append(opens)
                 self._hooks.append(m.register_forward_hook(partial(self._release_group, i)))
@@ -574,20 +600,22 @@ class _Gathering(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
-    def _gather_group(self, i: int, _module: nn.Module, _inputs: Any) -> None:
-        if not self._waiting[i]:
-            self._waiting[i] = set(self._groups[i])
+    def _gather_group(self, group_index: int, _module: nn.Module, _inputs: Any) -> None:
+        if not self._waiting[group_index]:
+            self._waiting[group_index] = set(self._groups[group_index])
 
-    def _release_group(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._waiting[i].discard(module)
+    def _release_group(
+        self, group_index: int, module: nn.Module, _inputs: Any, output: Any
+    ) -> None:
+        self._waiting[group_index].discard(module)
         tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        self._views += [(i, t, get_write_count(t)) for t in tensors if is_view(t)]
+        self._views += [(group_index, t, get_write_count(t)) for t in tensors if is_view(t)]
         needs_gradient = any(t.requires_grad for t in tensors)
-        self.in_backward[i] = self.in_backward.get(i, False) or needs_gradient
+        self.in_backward[group_index] = self.in_backward.get(group_index, False) or needs_gradient
 
     @property
     def written_views(self) -> list[int]:
-        """Indices of the groups that returned a view which was changed afterwards."""
+        """Indices of the shard groups that returned a view of a tensor that was changed afterwards."""
         changed = (i for i, view, version in self._views if get_write_count(view) != version)
         return list(dict.fromkeys(changed))
 
@@ -608,7 +636,7 @@ class _Gathering(TorchFunctionMode):
 
 
 def _reads_values(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether a function returns values of tensors, or a shape that depends on values."""
+    """Return whether a function call reads values of tensors, as `item` and `nonzero` do."""
     if func is torch.where or func is Tensor.where:
         return len(args) == 1
     if func is Tensor.__getitem__:
@@ -619,7 +647,10 @@ def _reads_values(func: Any, args: Sequence[Any]) -> bool:
 def _iter_read_parameters(
     result: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[nn.Parameter]:
-    """Yield the parameters whose values a function reads. A result without tensors means metadata only."""
+    """Yield the parameters among a function's arguments whose values the function reads.
+
+    A function without a tensor in its result reads only metadata, such as the shape.
+    """
     if isinstance(result, Tensor | tuple | list):
         yield from _iter_parameters_in([*args, *(kwargs or {}).values()])
 

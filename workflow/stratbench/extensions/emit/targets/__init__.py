@@ -1,1 +1,1 @@
-"""Writers of one file format per target such as Accelerate, and code that they share."""
+"""Modules that each write the file format of one target, such as Accelerate, and shared code."""

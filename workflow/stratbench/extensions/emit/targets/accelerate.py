@@ -25,18 +25,18 @@ from stratbench.extensions.emit.targets.sharding_lines import (
 )
 
 
-def write(choice: Choice, called: str) -> str:
-    """Return the cell as an Accelerate config.
+def format_target_file(choice: Choice, target_strategy: str) -> str:
+    """Return the cell as an Accelerate config file in YAML.
 
     Args:
         choice: The cell.
-        called: Accelerate's `distributed_type`.
+        target_strategy: Accelerate's `distributed_type` for the strategy.
     """
     s, on_cpu = choice.settings, choice.device == "cpu"
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": called,
+        "distributed_type": target_strategy,
         "machine_rank": 0,
         "main_training_function": "main",
         "mixed_precision": "no",
@@ -44,14 +44,15 @@ def write(choice: Choice, called: str) -> str:
         "num_processes": choice.take_setting("gpus"),
         "rdzv_backend": "static",
         "same_network": True,
-        "use_cpu": on_cpu and called in ("NO", "MULTI_GPU"),
+        "use_cpu": on_cpu and target_strategy in ("NO", "MULTI_GPU"),
     }
-    if called == "DEEPSPEED":
+    if target_strategy == "DEEPSPEED":
         config["deepspeed_config"] = {
             "deepspeed_config_file": "deepspeed.json",
             "zero3_init_flag": False,
         }
-        make_deepspeed_config(choice)  # called to mark the settings that deepspeed.json contains
+        # This call marks the settings that deepspeed.json contains, so that no comment lists them.
+        make_deepspeed_config(choice)
         note_checkpointing(choice)
         choice.add_note(
             "deepspeed.json, next to this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
@@ -64,20 +65,20 @@ def write(choice: Choice, called: str) -> str:
     else:
         note_script_duties(
             choice,
-            clip="in the script, accelerator.clip_grad_norm_(model.parameters(), {norm})",
-            accumulate=describe_accumulation(choice),
-            compiles=True,
+            clipping_text="in the script, accelerator.clip_grad_norm_(model.parameters(), {norm})",
+            accumulation_text=describe_accumulation(choice),
+            is_compiled_by_file=True,
         )
         if s.precision in ("bf16", "fp16"):
             config["mixed_precision"] = choice.take_setting("precision")
         note_precision(choice)
         if choice.take_setting("compile"):
             config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
-        if called == "FSDP":
+        if target_strategy == "FSDP":
             config |= make_fsdp_config(choice)
         else:
             note_checkpointing(choice, "model.gradient_checkpointing_enable(), or ")
-        if called == "MULTI_GPU":
+        if target_strategy == "MULTI_GPU":
             note_ddp_options(choice)
             if on_cpu:
                 choice.add_note(
@@ -96,9 +97,9 @@ def write(choice: Choice, called: str) -> str:
 
 
 def describe_accumulation(choice: Choice) -> str:
-    """Return a text on how a script accumulates `{parts}` micro-batches.
+    """Return a comment on how the script accumulates gradients over `{parts}` micro-batches.
 
-    FSDP's gradients are reduced as in the cell.
+    The caller fills in `{parts}`. FSDP reduces gradients as often as in the cell.
     """
     sync = choice.take_option("gradient_sync")
     if choice.settings.gradient_accumulation_steps > 1 and sync is not None:
@@ -114,7 +115,7 @@ def describe_accumulation(choice: Choice) -> str:
 
 
 def make_fsdp_config(choice: Choice) -> dict[str, Any]:
-    """Return the blocks of Accelerate's config about FSDP2."""
+    """Return the keys `fsdp_config` and `parallelism_config` of an Accelerate config."""
     s, classes = choice.settings, choice.block_class_names
     offload = choice.take_option("offload")
     fsdp: dict[str, Any] = {

@@ -1,10 +1,11 @@
-"""Writes the activation checkpointing of a cell, as Python code and as a comment."""
+"""Writes a cell's activation checkpointing to emitted files, as Python code or as a comment."""
 
 from __future__ import annotations
 
 from stratbench.extensions.emit.choice import Choice
+from stratbench.extensions.emit.targets.python_text import CodeLines
 
-#: Code of `selective`, which stores the results of some operations, by their names in PyTorch.
+#: Emitted code for `activation_checkpointing: selective`, which stores the results of some operators only.
 SELECTIVE = """
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.convolution.default}
@@ -27,16 +28,15 @@ def selective():  # attention and every second product are kept, as in torchtita
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
     return create_selective_checkpoint_contexts(keep)
 """
-#: Recomputation must repeat each operator. A weight that autocast cached before the block would not be cast
-#: again.
+#: Emitted line that clears autocast's cache before a block. Backward then repeats the same casts of weights.
 CLEARED = "    torch.clear_autocast_cache()"
 
 
-def write_checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
-    """Return code lines that enable activation checkpointing of `blocks`, and the imports they need."""
+def write_checkpointing_lines(choice: Choice) -> CodeLines:
+    """Return code lines that checkpoint the activations of the modules in the list `blocks`."""
     mode = choice.take_setting("activation_checkpointing")
     if not mode:
-        return [], []
+        return CodeLines([], [])
     names, lines, context = ["checkpoint"], [], ""
     if mode == "selective":
         names = ["CheckpointPolicy", "checkpoint", "create_selective_checkpoint_contexts"]
@@ -53,23 +53,26 @@ def write_checkpointing_lines(choice: Choice) -> tuple[list[str], list[str]]:
         "from functools import partial",
         f"from torch.utils.checkpoint import {', '.join(names)}",
     ]
-    return lines, imports
+    return CodeLines(lines, imports)
 
 
-def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the script") -> None:
-    """Add a note on activation checkpointing, if the cell uses it.
+def note_checkpointing(
+    choice: Choice, switch_for_all_blocks: str = "", place_in_script: str = "in the script"
+) -> None:
+    """Add a comment on how to enable activation checkpointing, if the cell uses it.
 
     Args:
         choice: The cell.
-        whole: Text on a switch for all blocks, which ends with a comma.
-        place: Where the user has to add checkpointing.
+        switch_for_all_blocks: Text on a call that checkpoints all blocks, ending with "or "; may be empty.
+        place_in_script: Place in the user's script where checkpointing is enabled.
     """
     mode = choice.take_setting("activation_checkpointing")
     if not mode:
         return
     every = parse_block_interval(mode)
     which = f"block of {every} in a row, the last one" if every > 1 else "block"
-    text = f"{place}, {whole if mode is True else ''}torch.utils.checkpoint around each {which}"
+    switch = switch_for_all_blocks if mode is True else ""
+    text = f"{place_in_script}, {switch}torch.utils.checkpoint around each {which}"
     if mode == "selective":
         text += (
             ", with a context_fn that keeps attention and every second product "
@@ -79,5 +82,5 @@ def note_checkpointing(choice: Choice, whole: str = "", place: str = "in the scr
 
 
 def parse_block_interval(mode: bool | str) -> int:
-    """Return N of the mode `every-N`, or 1 if each block is checkpointed."""
+    """Return N if `activation_checkpointing` is `every-N`, or 1 if each block is checkpointed."""
     return int(str(mode).partition("every-")[2] or 1)

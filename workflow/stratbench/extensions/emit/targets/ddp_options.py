@@ -1,4 +1,4 @@
-"""Writes DistributedDataParallel's options for Accelerate's script, Lightning and plain PyTorch."""
+"""Writes options of DistributedDataParallel (DDP) for Accelerate, Lightning and plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 from stratbench.extensions.emit.choice import Choice
 
-#: Name of torch's communication hook for each value of `compress`.
+#: PyTorch's communication hook for each value of the option `compress` (gradient compression).
 HOOKS = {"fp16": "fp16_compress_hook", "bf16": "bf16_compress_hook", "powersgd": "powerSGD_hook"}
 
 
 def list_ddp_arguments(choice: Choice) -> dict[str, Any]:
-    """Return the arguments of DistributedDataParallel by name."""
+    """Return the keyword arguments of DistributedDataParallel that the cell sets."""
     keys = ("bucket_cap_mb", "gradient_as_bucket_view")
     return {key: choice.take_option(key) for key in keys if key in choice.options}
 
 
 def choose_comm_hook(choice: Choice) -> str | None:
-    """Return the name of torch's hook for the cell's gradient compression, or None if uncompressed."""
+    """Return PyTorch's communication hook for the cell's gradient compression, or None without one."""
     compress = choice.take_option("compress", "none")
     rank, start = choice.take_option("powersgd_rank"), choice.take_option("powersgd_start_step")
     if compress == "none":
@@ -31,7 +31,7 @@ def choose_comm_hook(choice: Choice) -> str | None:
 
 
 def write_powersgd_state(choice: Choice) -> str:
-    """Return the code that creates the state of torch's PowerSGD hook."""
+    """Return the code that creates the state of PyTorch's PowerSGD communication hook."""
     o = choice.options
     return (
         f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={o['powersgd_rank']}, "
@@ -40,7 +40,7 @@ def write_powersgd_state(choice: Choice) -> str:
 
 
 def note_ddp_options(choice: Choice) -> None:
-    """Add a note with the code that gives DDP's options to Accelerator."""
+    """Add a comment with the code that passes DDP's options to `Accelerator`."""
     arguments, hook = list_ddp_arguments(choice), choose_comm_hook(choice)
     keywords = [f"{key}={value!r}" for key, value in arguments.items()]
     if hook is not None:

@@ -1,6 +1,6 @@
-"""Writes a cell as DeepSpeed's JSON, for `--to deepspeed`.
+"""Writes a cell as a DeepSpeed config in JSON, for `--to deepspeed`.
 
-Comments stand under a key that DeepSpeed does not read.
+Comments are the value of a key that DeepSpeed does not read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from stratbench.extensions.emit.targets.hyperparameters import (
 )
 
 
-def write(choice: Choice, called: str) -> str:
-    """Return the cell's configuration as DeepSpeed's JSON.
+def format_target_file(choice: Choice, target_strategy: str) -> str:
+    """Return the cell as a DeepSpeed config in JSON.
 
     Args:
         choice: The cell.
-        called: DeepSpeed's key of ZeRO.
+        target_strategy: Unused.
     """
     config = make_deepspeed_config(choice)
     choice.add_note(

@@ -1,4 +1,4 @@
-"""Writes DeepSpeed's own JSON configuration of a cell, which several targets embed."""
+"""Makes the DeepSpeed config of a cell, which several emitted files contain or refer to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stratbench.extensions.emit.choice import Choice
 
 
 def make_deepspeed_config(choice: Choice) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, and note the settings that it cannot contain."""
+    """Return the DeepSpeed config, and add comments on settings that it cannot contain."""
     s, trained = choice.settings, choice.record["model"]["trainable_parameters"]
     for key in (
         "per_worker_batch",

@@ -1,4 +1,4 @@
-"""Writes the optimizer, learning rate and other hyperparameters in PyTorch's terms."""
+"""Writes the optimizer, learning rate and other hyperparameters as PyTorch code or comments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from stratbench.extensions.emit.choice import Choice
 
-#: Dtype of mixed precision, by the setting `precision`.
+#: Code of autocast's dtype for each `precision` that is mixed precision.
 AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-#: Arguments that select an implementation of torch's optimizers, by the setting.
+#: Argument of PyTorch's optimizers for each value of the setting `optimizer_impl`.
 IMPLEMENTATIONS = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
@@ -17,7 +17,7 @@ IMPLEMENTATIONS = {
 
 
 def list_optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
-    """Return the optimizer's class in `torch.optim`, and its arguments without the parameters."""
+    """Return the optimizer's class name in `torch.optim`, and its arguments except the parameters."""
     kind, lr = choice.take_setting("optimizer"), choice.take_setting("lr")
     keys = ("betas", "eps") if kind == "adamw" else ("momentum", "nesterov")
     for key in ("betas", "eps", "momentum", "nesterov"):
@@ -40,15 +40,15 @@ def find_optimizer_implementation(choice: Choice) -> str:
     return implementation
 
 
-def write_optimizer_call(choice: Choice, parameters: str = "model.parameters()") -> str:
-    """Return the code that creates the optimizer."""
+def write_optimizer_call(choice: Choice, parameters_code: str = "model.parameters()") -> str:
+    """Return the code of the call that creates the optimizer."""
     kind, arguments = list_optimizer_arguments(choice)
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
-    return f"torch.optim.{kind}({parameters}{keywords})"
+    return f"torch.optim.{kind}({parameters_code}{keywords})"
 
 
 def write_schedule_lines(choice: Choice) -> list[str]:
-    """Return code lines of a function that scales the learning rate by step.
+    """Return the code of a function that returns the learning rate of a step as a share of `lr`.
 
     The list is empty if the learning rate is constant.
     """
@@ -72,14 +72,16 @@ def write_schedule_lines(choice: Choice) -> list[str]:
     ]
 
 
-def note_script_duties(choice: Choice, clip: str, accumulate: str, compiles: bool) -> None:
-    """Add notes on what the training script has to do itself.
+def note_script_duties(
+    choice: Choice, clipping_text: str, accumulation_text: str, is_compiled_by_file: bool
+) -> None:
+    """Add comments on what the user's training script has to do itself.
 
     Args:
         choice: The cell.
-        clip: Text on how the script clips gradients to `{norm}`.
-        accumulate: Text on how the script accumulates `{parts}` micro-batches.
-        compiles: Whether the file itself compiles the network.
+        clipping_text: Text on how the script clips gradients to the norm `{norm}`.
+        accumulation_text: Text on how the script accumulates `{parts}` micro-batches.
+        is_compiled_by_file: Whether the emitted file itself makes the engine compile the model.
     """
     s = choice.settings
     choice.add_note(
@@ -90,27 +92,28 @@ def note_script_duties(choice: Choice, clip: str, accumulate: str, compiles: boo
                 "global_batch", "per_worker_batch")  # fmt: skip
     if choice.take_setting("gradient_accumulation_steps") > 1:
         choice.add_note(
-            accumulate.format(parts=s.gradient_accumulation_steps), "gradient_accumulation_steps"
+            accumulation_text.format(parts=s.gradient_accumulation_steps),
+            "gradient_accumulation_steps",
         )
     if s.max_grad_norm is not None:
-        choice.add_note(clip.format(norm=s.max_grad_norm), "max_grad_norm")
+        choice.add_note(clipping_text.format(norm=s.max_grad_norm), "max_grad_norm")
     if lines := write_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
         choice.add_note(
             f"in the script, LambdaLR(optimizer, share_of_lr), a step per update, with {text}",
             *("schedule", "lr_warmup_steps", "final_lr"),
         )
-    if s.compile and not compiles:
+    if s.compile and not is_compiled_by_file:
         choice.add_note("in the script, model = torch.compile(model)", "compile")
     note_length_and_data(choice)
 
 
-def note_length_and_data(choice: Choice, length: bool = True) -> None:
-    """Add notes on the length of the training, its loss, data, seed and threads."""
+def note_length_and_data(choice: Choice, comments_on_length: bool = True) -> None:
+    """Add comments on the training's length, loss, data, seed and threads."""
     s = choice.settings
     note_loss_chunks(choice)
     for key in ("epochs", "steps"):
-        if length and choice.take_setting(key) is not None:
+        if comments_on_length and choice.take_setting(key) is not None:
             choice.add_note(f"the cell's length, {choice.total_steps} steps in all", key)
     choice.add_note("of weights and of the order of samples", "seed")
     if s.augment:
@@ -133,10 +136,7 @@ def note_length_and_data(choice: Choice, length: bool = True) -> None:
 
 
 def note_precision(choice: Choice) -> None:
-    """Add a note on a precision other than mixed precision.
-
-    The script has to set such a precision.
-    """
+    """Add a comment on how the script sets a `precision` that is not mixed precision."""
     precision = choice.take_setting("precision")
     if precision == "tf32":
         choice.add_note(
@@ -153,7 +153,7 @@ def note_precision(choice: Choice) -> None:
 
 
 def note_pure_bf16(choice: Choice) -> None:
-    """Add a note that the script has to convert the network to bfloat16."""
+    """Add a comment that the script has to convert the model to bfloat16."""
     choice.add_note(
         "in the script, model.to(torch.bfloat16) before the optimizer is made, and the loss of "
         "outputs.float()",
@@ -162,7 +162,7 @@ def note_pure_bf16(choice: Choice) -> None:
 
 
 def note_loss_chunks(choice: Choice) -> None:
-    """Add a note if the cell computed the loss in parts."""
+    """Add a comment on `loss_chunks` if the cell computed the loss in chunks of positions."""
     if choice.take_setting("loss_chunks") > 1:
         choice.add_note(
             "the cell computed the last layer and the loss in so many parts of the positions, each under "
@@ -171,17 +171,15 @@ def note_loss_chunks(choice: Choice) -> None:
         )
 
 
-def note_missing_cpu_support(choice: Choice, engine: str, lacks: str) -> None:
-    """Add a note that an engine cannot run on CPU processes.
-
-    The note is added only if the cell ran on CPU processes.
+def note_missing_cpu_support(choice: Choice, engine: str, missing_feature: str) -> None:
+    """Add a comment on a missing feature of an engine, if the cell ran on CPU processes.
 
     Args:
         choice: The cell.
-        engine: Name of the engine.
-        lacks: Name of what the engine lacks on CPUs.
+        engine: Name of the engine, such as Accelerate.
+        missing_feature: Feature that the engine does not have on CPUs, such as FSDP.
     """
     if choice.device == "cpu":
         choice.add_note(
-            f"the cell ran on CPU processes, where {engine} has no {lacks}: use it on GPUs"
+            f"the cell ran on CPU processes, where {engine} has no {missing_feature}: use it on GPUs"
         )

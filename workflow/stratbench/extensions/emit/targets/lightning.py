@@ -1,4 +1,4 @@
-"""Writes the strategy and the Trainer of Lightning, for `--to lightning`."""
+"""Writes a cell as code that creates Lightning's strategy and Trainer, for `--to lightning`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from stratbench.extensions.emit.targets.hyperparameters import (
 from stratbench.extensions.emit.targets.python_text import Code, fold_call, write_call
 from stratbench.extensions.emit.targets.sharding_lines import write_sharding_lines
 
-#: Code that frees gradients after each step. Lightning frees them after the next forward, where they add to
-#: the memory of activations, or of DDP's new buckets.
+#: Emitted method that frees gradients after each step. Lightning itself frees them only after the next
+#: forward, so that gradients and activations would be in memory at once.
 FREE_GRADIENTS = (
     "def optimizer_step(self, epoch, batch, optimizer, closure):  # of your LightningModule",
     "    optimizer.step(closure)",
     "    optimizer.zero_grad()  # else gradients are in memory in the next forward, too",
 )
-#: Lightning's `precision`, by the setting. tf32 is a separate switch of torch.
+#: Value of Lightning's `precision` for each `precision` of stratbench. TensorFloat-32 is not among
+#: Lightning's.
 PRECISION = {
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
@@ -37,37 +38,37 @@ PRECISION = {
 }
 
 
-def write(choice: Choice, called: str) -> str:
-    """Return the cell as Python code for Lightning.
+def format_target_file(choice: Choice, target_strategy: str) -> str:
+    """Return the cell as Python code that creates Lightning's strategy and Trainer.
 
     Args:
         choice: The cell.
-        called: Class of Lightning's strategy, or `auto`.
+        target_strategy: Lightning's class for the strategy, or `auto`.
     """
     s = choice.settings
     imports = ["import torch", "from lightning.pytorch import Trainer"]
-    if called != "auto":
-        imports.append(f"from lightning.pytorch.strategies import {called}")
+    if target_strategy != "auto":
+        imports.append(f"from lightning.pytorch.strategies import {target_strategy}")
     model: list[str] = []
-    if called == "DDPStrategy":
+    if target_strategy == "DDPStrategy":
         strategy = write_ddp_strategy(choice, imports)
-    elif called == "ModelParallelStrategy":
-        strategy = f"{called}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
+    elif target_strategy == "ModelParallelStrategy":
+        strategy = f"{target_strategy}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
         model = write_configure_model(choice, imports)
-    elif called == "DeepSpeedStrategy":
+    elif target_strategy == "DeepSpeedStrategy":
         config = make_deepspeed_config(choice)
-        # Lightning sets these keys itself.
+        # Lightning sets these keys of the DeepSpeed config itself.
         for key in ("gradient_accumulation_steps", "train_batch_size"):
             del config[key]
-        strategy = write_call(called, {"config": config})
+        strategy = write_call(target_strategy, {"config": config})
         note_missing_cpu_support(choice, "Lightning", "DeepSpeed")
     else:
         strategy = "'auto'\n"
-    if called != "ModelParallelStrategy":
-        note_checkpointing(choice, place="in configure_model")
+    if target_strategy != "ModelParallelStrategy":
+        note_checkpointing(choice, place_in_script="in configure_model")
     if choice.take_setting("compile"):
         choice.add_note("in configure_model, self.model = torch.compile(self.model)", "compile")
-    arguments = list_trainer_arguments(choice, called)
+    arguments = list_trainer_arguments(choice, target_strategy)
     optimizers = ["def configure_optimizers(self):  # of your LightningModule"]
     optimizers.append(f"    optimizer = {write_optimizer_call(choice, 'self.parameters()')}")
     schedule = write_schedule_lines(choice)
@@ -81,13 +82,13 @@ def write(choice: Choice, called: str) -> str:
         optimizers.append("    return optimizer")
     choice.add_note(f"in the script, DataLoader(batch_size={choice.micro_batch_size}, drop_last=True)",
                 "global_batch", "per_worker_batch")  # fmt: skip
-    note_length_and_data(choice, length=False)
+    note_length_and_data(choice, comments_on_length=False)
     switches = []
     if s.precision in ("fp32", "tf32") and choice.device == "cuda":
         value = s.precision == "tf32"
         switches = [f"torch.backends.cuda.matmul.allow_tf32 = {value}"]
         switches.append(f"torch.backends.cudnn.allow_tf32 = {value}")
-    freeing = [] if called == "DeepSpeedStrategy" else list(FREE_GRADIENTS)
+    freeing = [] if target_strategy == "DeepSpeedStrategy" else list(FREE_GRADIENTS)
     blocks = [imports, switches, schedule, model, optimizers, freeing]
     body = "\n\n".join("\n".join(map(fold_call, lines)) for lines in blocks if lines)
     head = format_comments(
@@ -100,8 +101,8 @@ def write(choice: Choice, called: str) -> str:
     return f"{head}\n{body}\n\nstrategy = {strategy}" + write_call("trainer = Trainer", arguments)
 
 
-def list_trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
-    """Return the arguments of Lightning's Trainer by name."""
+def list_trainer_arguments(choice: Choice, target_strategy: str) -> dict[str, Any]:
+    """Return the keyword arguments of Lightning's Trainer."""
     s = choice.settings
     arguments: dict[str, Any] = {
         "accelerator": "cpu" if choice.device == "cpu" else "gpu",
@@ -110,24 +111,26 @@ def list_trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
         "strategy": Code("strategy"),
         "precision": PRECISION.get(choice.take_setting("precision"), "32-true"),
         "accumulate_grad_batches": choice.take_setting("gradient_accumulation_steps"),
-        # By default Lightning writes a checkpoint at the end. It is complete in memory, with the
-        # optimizer's states.
+        # By default Lightning writes a checkpoint at the end, which adds to the peak memory.
         "enable_checkpointing": False,
     }
     choice.take_setting("gpus")
     by_itself = choice.options.get("mixed_precision") == "policy"
     if s.precision == "bf16-true":
-        if called != "DeepSpeedStrategy":
+        if target_strategy != "DeepSpeedStrategy":
             choice.add_note("in training_step, the loss of outputs.float()", "precision")
-    elif called == "DeepSpeedStrategy" or by_itself:
-        arguments["precision"] = "32-true"  # the strategy does the mixed precision
-    elif called == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
+    elif target_strategy == "DeepSpeedStrategy" or by_itself:
+        # The strategy itself does the mixed precision, so that the Trainer must not.
+        arguments["precision"] = "32-true"
+    elif target_strategy == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
         arguments["precision"] = "32-true"
         choice.add_note(
             "ModelParallelStrategy does not take it from the Trainer: do it in training_step",
             "precision",
         )
-    if (norm := choice.take_setting("max_grad_norm")) is not None and called != "DeepSpeedStrategy":
+    if (
+        norm := choice.take_setting("max_grad_norm")
+    ) is not None and target_strategy != "DeepSpeedStrategy":
         arguments["gradient_clip_val"] = norm
     sync = choice.take_option("gradient_sync")
     if s.gradient_accumulation_steps > 1 and sync == "last-part":
@@ -142,7 +145,7 @@ def list_trainer_arguments(choice: Choice, called: str) -> dict[str, Any]:
 
 
 def write_ddp_strategy(choice: Choice, imports: list[str]) -> str:
-    """Return the code that creates Lightning's DDP strategy."""
+    """Return the code that creates Lightning's DDP strategy, and extend `imports`."""
     arguments, hook = list_ddp_arguments(choice), choose_comm_hook(choice)
     if hook is not None:
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
@@ -154,7 +157,7 @@ def write_ddp_strategy(choice: Choice, imports: list[str]) -> str:
 
 
 def write_configure_model(choice: Choice, imports: list[str]) -> list[str]:
-    """Return the LightningModule's method that shards its network `self.model` by FSDP2."""
+    """Return the code of a LightningModule's method that shards `self.model` by FSDP2."""
     s = choice.settings
     mixed = choice.take_option("mixed_precision")
     lines, needed = write_sharding_lines(choice, "self.model", mixed == "policy")

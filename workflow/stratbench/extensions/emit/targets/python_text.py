@@ -1,13 +1,20 @@
-"""Writes values and calls as text of a Python file."""
+"""Formats values and calls as Python code."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class CodeLines(NamedTuple):
+    """Lines of Python code, and the import lines that they need."""
+
+    lines: list[str]
+    imports: list[str]
 
 
 class Code(str):
-    """Text that is code in a file, not a quoted string."""
+    """Text that is written to a file as code, not as a quoted string."""
 
     __slots__ = ()
 
@@ -15,24 +22,21 @@ class Code(str):
         return str(self)
 
 
-def write_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the code of a call with one argument per line."""
+def write_call(function_name: str, arguments: Mapping[str, Any]) -> str:
+    """Return the code of a call, with one argument per line."""
     lines = "".join(f"    {key}={value!r},\n" for key, value in arguments.items())
-    return f"{name}(\n{lines})\n"
+    return f"{function_name}(\n{lines})\n"
 
 
 def fold_call(line: str) -> str:
-    """Return a code line, with one argument per line if it is long.
-
-    A line of more than 100 characters is long.
-    """
+    """Return a code line; a call of more than 100 characters has one argument per line."""
     head, bracket, rest = line.partition("(")
     if len(line) <= 100 or not bracket or not rest.endswith(")"):
         return line
     indent, arguments, depth = " " * (len(line) - len(line.lstrip())), [""], 0
     for letter in rest[:-1]:
         depth += (letter in "([{") - (letter in ")]}")
-        if depth < 0:  # the call ends before the line does
+        if depth < 0:  # the line has more code after the call, and stays as it is
             return line
         if letter == "," and depth == 0:
             arguments.append("")

@@ -1,4 +1,4 @@
-"""Writes a script that trains the cell in plain PyTorch, with the same order of samples."""
+"""Writes a script that trains the cell in plain PyTorch, for `--to pytorch`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from stratbench.extensions.emit.targets.sharding_lines import (
     write_sharding_lines,
 )
 
-#: Comment on the lines that users replace by their own network and data.
+#: Comment in the script, above the lines that users replace by their own model and data.
 REPLACE_COMMENT = (
     "# Yours in place of the cell's: a network on the device, its loss, and this worker's batches."
 )
 
 
-def write(choice: Choice, called: str) -> str:
-    """Return the cell as a Python script for plain PyTorch.
+def format_target_file(choice: Choice, target_strategy: str) -> str:
+    """Return the cell as a Python script that trains in plain PyTorch.
 
     Args:
         choice: The cell.
-        called: Class or function that wraps the network or the optimizer, or "".
+        target_strategy: PyTorch's class or function that wraps the model or the optimizer, or "".
     """
     s, on_cpu = choice.settings, choice.device == "cpu"
     imports = ["import sys", "import torch", "import torch.distributed as dist"]
@@ -50,8 +50,8 @@ def write(choice: Choice, called: str) -> str:
         choice.take_setting(key)
     choice.take_setting("augment")
     note_loss_chunks(choice)
-    model = write_wrapping_lines(choice, called, imports)
-    optimizer = write_optimizer_lines(choice, called, imports)
+    model = write_wrapping_lines(choice, target_strategy, imports)
+    optimizer = write_optimizer_lines(choice, target_strategy, imports)
     blocks = [
         write_setup_lines(choice, imports),
         [REPLACE_COMMENT, "work = Work(*sys.argv[1:], rank, device)", "model = work.model"],
@@ -68,7 +68,7 @@ def write(choice: Choice, called: str) -> str:
         optimizer.append("scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)")
     if choice.take_setting("compile"):
         model.append("model = torch.compile(model)")
-    blocks += [model, schedule, optimizer, write_loop_lines(choice, called, imports)]
+    blocks += [model, schedule, optimizer, write_loop_lines(choice, target_strategy, imports)]
     if choice.record["task"].get("loss_weighs"):
         choice.add_note(
             "the cell divides the loss by the weight of the global batch; here each worker by its own"
@@ -87,12 +87,12 @@ def write(choice: Choice, called: str) -> str:
 
 
 def sort_imports(imports: list[str]) -> str:
-    """Return import lines without repetition, modules first."""
+    """Return sorted import lines without repetition: `import` first, then `from`."""
     return "\n".join(sorted(set(imports), key=lambda line: (line.startswith("from"), line)))
 
 
 def write_setup_lines(choice: Choice, imports: list[str]) -> list[str]:
-    """Return the code lines that join the process group and choose the worker's device."""
+    """Return the code lines that join the process group and set the worker's device."""
     on_cpu = choice.device == "cpu"
     lines = [
         f"dist.init_process_group({'gloo' if on_cpu else 'nccl'!r})",
@@ -112,16 +112,16 @@ def write_setup_lines(choice: Choice, imports: list[str]) -> list[str]:
     return [*lines, f"assert workers == {choice.settings.gpus}"]
 
 
-def write_wrapping_lines(choice: Choice, called: str, imports: list[str]) -> list[str]:
-    """Return the code lines that wrap `model`, so that workers synchronise in backward.
+def write_wrapping_lines(choice: Choice, target_strategy: str, imports: list[str]) -> list[str]:
+    """Return the code lines that wrap `model` by DDP or FSDP2, if the strategy does.
 
     Args:
         choice: The cell.
-        called: Name of the strategy in PyTorch.
+        target_strategy: PyTorch's class or function that wraps the model or the optimizer, or "".
         imports: Imports of the script, extended in place.
     """
     s = choice.settings
-    if called == "fully_shard":
+    if target_strategy == "fully_shard":
         mixed = choice.take_option("mixed_precision")
         lines, needed = write_sharding_lines(choice, "model", mixed == "policy")
         imports += ["from torch.distributed.device_mesh import init_device_mesh", *needed]
@@ -134,7 +134,7 @@ def write_wrapping_lines(choice: Choice, called: str, imports: list[str]) -> lis
     imports += needed
     if lines:
         lines = [*write_blocks_lines(choice, "model"), *lines]
-    if not called:
+    if not target_strategy:
         return lines
     imports.append("from torch.nn.parallel import DistributedDataParallel")
     keywords = "".join(f", {key}={value!r}" for key, value in list_ddp_arguments(choice).items())
@@ -148,17 +148,17 @@ def write_wrapping_lines(choice: Choice, called: str, imports: list[str]) -> lis
     return lines
 
 
-def write_optimizer_lines(choice: Choice, called: str, imports: list[str]) -> list[str]:
-    """Return the code lines that make the optimizer.
+def write_optimizer_lines(choice: Choice, target_strategy: str, imports: list[str]) -> list[str]:
+    """Return the code lines that create the optimizer.
 
     Args:
         choice: The cell.
-        called: Name of the strategy in PyTorch.
+        target_strategy: PyTorch's class or function that wraps the model or the optimizer, or "".
         imports: Imports of the script, extended in place.
     """
-    if called != "ZeroRedundancyOptimizer":
+    if target_strategy != "ZeroRedundancyOptimizer":
         return [f"optimizer = {write_optimizer_call(choice)}"]
-    imports.append(f"from torch.distributed.optim import {called}")
+    imports.append(f"from torch.distributed.optim import {target_strategy}")
     kind, arguments = list_optimizer_arguments(choice)
     whole = choice.take_option("parameters_as_bucket_view", True)
     arguments = {"parameters_as_bucket_view": whole, **arguments}
@@ -169,16 +169,16 @@ def write_optimizer_lines(choice: Choice, called: str, imports: list[str]) -> li
             "torch's ZeroRedundancyOptimizer gives whole tensors to workers"
         )
     return [
-        f"optimizer = {called}(model.parameters(), optimizer_class=torch.optim.{kind}{keywords})"
+        f"optimizer = {target_strategy}(model.parameters(), optimizer_class=torch.optim.{kind}{keywords})"
     ]
 
 
-def write_loop_lines(choice: Choice, called: str, imports: list[str]) -> list[str]:
+def write_loop_lines(choice: Choice, target_strategy: str, imports: list[str]) -> list[str]:
     """Return the code lines of the training loop.
 
     Args:
         choice: The cell.
-        called: Name of the strategy in PyTorch.
+        target_strategy: PyTorch's class or function that wraps the model or the optimizer, or "".
         imports: Imports of the script, extended in place.
     """
     s, parts = choice.settings, choice.take_setting("gradient_accumulation_steps")
@@ -204,12 +204,12 @@ def write_loop_lines(choice: Choice, called: str, imports: list[str]) -> list[st
     ]
     if parts > 1:
         head = [f"for part, (x, y) in enumerate(zip(x.chunk({parts}), y.chunk({parts})), 1):"]
-        if called == "fully_shard":
+        if target_strategy == "fully_shard":
             if sync == "last-part":
                 head.append(f"    model.set_requires_gradient_sync(part == {parts})")
             elif choice.shard_group_size < s.gpus:
                 head.append(f"    model.set_requires_all_reduce(part == {parts})")
-        elif called:
+        elif target_strategy:
             imports.append("from contextlib import nullcontext")
             head.append(f"    with nullcontext() if part == {parts} else model.no_sync():")
             step = [f"    {line}" for line in step]

@@ -1,23 +1,24 @@
-"""Writes fully_shard as Python code for a device mesh `mesh`, and notes on sharding."""
+"""Writes calls of `fully_shard` (FSDP2) as Python code, and comments on sharding."""
 
 from __future__ import annotations
 
 from stratbench.extensions.emit.choice import Choice
 from stratbench.extensions.emit.targets.checkpointing import write_checkpointing_lines
 from stratbench.extensions.emit.targets.hyperparameters import AUTOCAST
+from stratbench.extensions.emit.targets.python_text import CodeLines
 
 
 def write_sharding_lines(
-    choice: Choice, model: str, by_policy: bool
-) -> tuple[list[str], list[str]]:
-    """Return the code lines that shard `model`, and the imports they need.
+    choice: Choice, model_variable: str, fsdp_casts_weights: bool
+) -> CodeLines:
+    """Return the code lines that shard a model by FSDP2 over a device mesh named `mesh`.
 
     Args:
         choice: The cell.
-        model: Name of the network in the file.
-        by_policy: Whether FSDP2 itself does the mixed precision.
+        model_variable: Name of the model's variable in the emitted file.
+        fsdp_casts_weights: Whether FSDP2 does the mixed precision, instead of autocast.
     """
-    names, policy = ["fully_shard"], choice.settings.precision in AUTOCAST and by_policy
+    names, policy = ["fully_shard"], choice.settings.precision in AUTOCAST and fsdp_casts_weights
     always = choice.take_option("reshard_after_forward") == "always"
     arguments = ["mesh=mesh"]
     if choice.take_option("offload") == "cpu":
@@ -39,33 +40,30 @@ def write_sharding_lines(
     if not always:
         root.append("reshard_after_forward=False")
     imports = [f"from torch.distributed.fsdp import {', '.join(sorted(names))}"]
-    lines = write_blocks_lines(choice, model)
+    lines = write_blocks_lines(choice, model_variable)
     recomputing, needed = write_checkpointing_lines(choice)
     imports += needed
     lines += recomputing
     lines += ["for block in blocks:", f"    fully_shard(block, {', '.join(arguments)})"]
-    return [*lines, f"fully_shard({model}, {', '.join(root)})"], imports
+    return CodeLines([*lines, f"fully_shard({model_variable}, {', '.join(root)})"], imports)
 
 
-def write_blocks_lines(choice: Choice, model: str) -> list[str]:
-    """Return the code line that lists the blocks of a network."""
+def write_blocks_lines(choice: Choice, model_variable: str) -> list[str]:
+    """Return the code line that sets `blocks`, the list of modules to shard one at a time."""
     if classes := choice.block_class_names:
         return [
-            f"blocks = [m for m in {model}.modules() if type(m).__name__ in {tuple(classes)!r}]"
+            f"blocks = [m for m in {model_variable}.modules() if type(m).__name__ in {tuple(classes)!r}]"
         ]
     note_shard_groups(choice)
     least = choice.record["model"]["parameters"] // 12
     return [
-        f"blocks = [m for m in {model}.children() "
-        f"if sum(p.numel() for p in m.parameters()) >= {least}]"
+        f"blocks = [m for m in {model_variable}.children() if sum(p.numel() for p in m.parameters()) >= "
+        f"{least}]"
     ]
 
 
 def note_shard_groups(choice: Choice) -> None:
-    """Add a note on the cell's shard groups.
-
-    The note is for a network that names no classes of blocks.
-    """
+    """Add a comment that lists the cell's shard groups, for a model without block classes."""
     labels = [group["label"] for group in choice.record["strategy"].get("wrap_groups") or ()]
     choice.add_note(
         f"the cell sharded {len(labels)} groups, made by size or layer ({', '.join(labels)}); "
@@ -74,7 +72,7 @@ def note_shard_groups(choice: Choice) -> None:
 
 
 def note_mixed_precision(choice: Choice, engine: str) -> None:
-    """Add a note on how the cell's mixed precision differs from an engine's FSDP2."""
+    """Add a comment on how FSDP2's mixed precision in an engine differs from the cell's."""
     mixed = choice.take_option("mixed_precision")
     if choice.settings.precision not in ("bf16", "fp16"):
         return
@@ -92,6 +90,6 @@ def note_mixed_precision(choice: Choice, engine: str) -> None:
 
 
 def describe_gradient_reduction(choice: Choice) -> str:
-    """Return a text on whether FSDP reduces gradients after each micro-batch or the last."""
+    """Return a text that says after which micro-batches FSDP reduces gradients."""
     last = choice.take_option("gradient_sync") == "last-part"
     return "the last part" if last else "each part, which takes less memory"

@@ -1,4 +1,4 @@
-"""Writes the arguments of transformers' Trainer, for `--to trainer`."""
+"""Writes a cell as arguments of transformers' Trainer, for `--to trainer`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from stratbench.extensions.emit.targets.sharding_lines import (
 )
 
 
-def write(choice: Choice, called: str) -> str:
-    """Return the cell as TrainingArguments.
+def format_target_file(choice: Choice, target_strategy: str) -> str:
+    """Return the cell as Python code that creates transformers' TrainingArguments.
 
     Args:
         choice: The cell.
-        called: The Trainer's name of the strategy.
+        target_strategy: The Trainer's word for the strategy.
     """
     s = choice.settings
     arguments: dict[str, Any] = {
@@ -41,16 +41,17 @@ def write(choice: Choice, called: str) -> str:
         **make_length_arguments(choice),
         **make_optimizer_arguments(choice),
         **make_schedule_arguments(choice),
-        "max_grad_norm": choice.take_setting("max_grad_norm")
-        or 0.0,  # 0.0 turns off clipping, which the Trainer does by default
+        # The Trainer clips gradients by default. 0.0 disables clipping.
+        "max_grad_norm": choice.take_setting("max_grad_norm") or 0.0,
         "seed": choice.take_setting("seed"),
         "dataloader_drop_last": True,
-        "save_strategy": "no",  # by default the Trainer writes a checkpoint at the end
-        "use_cpu": choice.device == "cpu" and called in ("", "ddp"),
+        # By default the Trainer writes a checkpoint at the end.
+        "save_strategy": "no",
+        "use_cpu": choice.device == "cpu" and target_strategy in ("", "ddp"),
     }
     choice.take_setting("global_batch")
-    if called == "deepspeed":
-        # DeepSpeed itself does mixed precision, as in the cell.
+    if target_strategy == "deepspeed":
+        # DeepSpeed does the mixed precision, so that no argument of the Trainer sets it.
         arguments["deepspeed"] = make_deepspeed_config(choice)
         note_missing_cpu_support(choice, "the Trainer", "DeepSpeed")
         if s.max_grad_norm is not None or s.gradient_accumulation_steps > 1:
@@ -61,10 +62,11 @@ def write(choice: Choice, called: str) -> str:
         add_precision_arguments(choice, arguments)
     if choice.take_setting("compile"):
         arguments["torch_compile"] = True
-    if called == "ddp":
+    if target_strategy == "ddp":
         options = list_ddp_arguments(choice)
         arguments["ddp_bucket_cap_mb"] = options["bucket_cap_mb"]
-        arguments["ddp_find_unused_parameters"] = False  # the Trainer's default differs by model
+        # This argument is explicit, since its default depends on the model.
+        arguments["ddp_find_unused_parameters"] = False
         if options.get("gradient_as_bucket_view"):
             choice.add_note(
                 "no argument has it; between trainer = Trainer(...) and trainer.train(), "
@@ -77,7 +79,7 @@ def write(choice: Choice, called: str) -> str:
                 f"no argument has it: register torch's {hook} on the DistributedDataParallel",
                 "compress",
             )
-    if called == "fsdp":
+    if target_strategy == "fsdp":
         arguments |= {"fsdp": True, "fsdp_config": make_fsdp_config(choice)}
         note_missing_cpu_support(choice, "the Trainer", "FSDP")
         if s.gradient_accumulation_steps > 1 and choice.options["gradient_sync"] == "each-part":
@@ -96,7 +98,7 @@ def write(choice: Choice, called: str) -> str:
                 "activation_checkpointing",
             )
     choice.take_setting("gpus")
-    note_length_and_data(choice, length=False)
+    note_length_and_data(choice, comments_on_length=False)
     start = f"start: torchrun --nnodes {choice.num_nodes} --nproc-per-node {choice.workers_per_node} train.py"
     head = format_comments([*choice.title_comments, start, *choice.comments])
     return f"{head}\nfrom transformers import TrainingArguments\n\n" + write_call(
@@ -105,13 +107,13 @@ def write(choice: Choice, called: str) -> str:
 
 
 def make_length_arguments(choice: Choice) -> dict[str, Any]:
-    """Return the argument for the length of the training, in steps or epochs."""
+    """Return the Trainer's argument for the length of the training, in steps or epochs."""
     epochs, steps = choice.take_setting("epochs"), choice.take_setting("steps")
     return {"max_steps": steps} if steps else {"num_train_epochs": epochs}
 
 
 def make_optimizer_arguments(choice: Choice) -> dict[str, Any]:
-    """Return the arguments for the optimizer and its hyperparameters."""
+    """Return the Trainer's arguments for the optimizer and its hyperparameters."""
     s = choice.settings
     for key in ("optimizer", "momentum", "nesterov", "betas", "eps"):
         choice.take_setting(key)
@@ -126,7 +128,7 @@ def make_optimizer_arguments(choice: Choice) -> dict[str, Any]:
     }
     wanted, sharded = find_optimizer_implementation(choice), s.strategy == "fsdp"
     fused = s.optimizer == "adamw" and wanted == "fused"
-    # The implementation that torch chooses by default.
+    # The implementation that PyTorch chooses if the Trainer sets none.
     runs = "foreach" if choice.device == "cuda" and not sharded else "for-loop"
     if runs == wanted:
         choice.add_note("torch's own choice here", "optimizer_impl")
@@ -149,7 +151,7 @@ def make_optimizer_arguments(choice: Choice) -> dict[str, Any]:
 
 
 def make_schedule_arguments(choice: Choice) -> dict[str, Any]:
-    """Return the arguments for the learning rate schedule, which replace the Trainer's linear default."""
+    """Return the Trainer's arguments for the schedule of the learning rate."""
     kind, warmup, final = map(choice.take_setting, ("schedule", "lr_warmup_steps", "final_lr"))
     arguments: dict[str, Any] = {}
     if warmup:
@@ -168,7 +170,7 @@ def make_schedule_arguments(choice: Choice) -> dict[str, Any]:
 
 
 def add_precision_arguments(choice: Choice, arguments: dict[str, Any]) -> None:
-    """Add the arguments for number formats to `arguments`."""
+    """Add the Trainer's arguments for number formats to `arguments`."""
     chosen = choice.take_setting("precision")
     if chosen in ("bf16", "fp16"):
         arguments[chosen] = True
@@ -183,7 +185,7 @@ def add_precision_arguments(choice: Choice, arguments: dict[str, Any]) -> None:
 
 
 def make_fsdp_config(choice: Choice) -> dict[str, Any]:
-    """Return the Trainer's argument `fsdp_config`, for FSDP2."""
+    """Return the value of the Trainer's argument `fsdp_config`, for FSDP2."""
     classes = choice.block_class_names
     config: dict[str, Any] = {
         "version": 2,

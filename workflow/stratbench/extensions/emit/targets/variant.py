@@ -1,4 +1,4 @@
-"""Writes the cell as a variant and an experiment of config.yaml, for any strategy."""
+"""Writes a cell as blocks `variants` and `experiments` of config.yaml, for `--to variant`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from stratbench.extensions.emit.choice import Choice, format_comments
 from stratbench.strategies import get_option_defaults
 
 
-def write(choice: Choice, called: str) -> str:
-    """Return the blocks `variants` and `experiments` of a study.
+def format_target_file(choice: Choice, target_strategy: str) -> str:
+    """Return the cell as blocks `variants` and `experiments` of a study in config.yaml.
 
     Args:
         choice: The cell.
-        called: Unused.
+        target_strategy: Unused.
     """
     s, cell = choice.settings, choice.cell
     defaults = get_option_defaults(s.strategy)
     options = {
         key: value for key, value in choice.options.items() if value != defaults.get(key, MISSING)
     }
-    options.pop("sha256", None)  # the hash of a command's files is filled in again
+    # stratbench itself adds the hash of a command's files when it reads config.yaml.
+    options.pop("sha256", None)
     variants = {cell.strategy: {"strategy": s.strategy, **options}}
     default = {f.name: f.default for f in fields(Settings)}
     settings = {key: value for key in GIVEN if (value := choice.take_setting(key)) != default[key]}

@@ -41,24 +41,24 @@ from stratbench.workload.network import models
 from stratbench.workload.network.trial import Trial
 from stratbench.workload.torch_internals import replace_attribute, unset_fake_temporarily
 
-#: Block size of the CUDA caching allocator (c10/core/CachingDeviceAllocator.h).
+#: The CUDA caching allocator rounds sizes up to multiples of this (c10/core/CachingDeviceAllocator.h).
 CUDA_BLOCK_BYTES = 512
-#: Parts of memory on the host, for a strategy that stores its states there.
+#: Purposes of memory that is on the host, with a strategy that offloads its states.
 HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
 def trace_steps(
     request: Request,
     batches: Iterable[int],
-    number: int = 0,
+    num_earlier_steps: int = 0,
     stage: int = 0,
     trial: Trial | None = None,
     blocks: Blocks | None = None,
     turns: Turns | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
-    """Trace training steps and an evaluation of a stage's first rank.
+    """Trace training steps and an evaluation of one rank. Return the trace and the strategy.
 
-    The function returns the trace, and the strategy after the steps.
+    The rank is the first of a pipeline stage. The strategy is as it is after the steps.
 
     There is a training step for each of `batches`, then an evaluation. The trace's phases are `setup`, then
     `forward`, `backward` and `optimizer` of each step, and `evaluate`. Momentum and buckets exist from the
@@ -68,7 +68,7 @@ def trace_steps(
     Args:
         request: The request.
         batches: Samples of each step.
-        number: Number of steps before each step, for kinds of steps that come late in a training
+        num_earlier_steps: Number of steps before each step, for kinds of steps that come late in a training
             (`Strategy.list_first_steps_by_kind`).
         stage: Number of the stage.
         trial: Trial of the model, by which the strategy may reject it; None skips that.
@@ -76,7 +76,7 @@ def trace_steps(
         turns: Turns of few micro-batches that a stage takes in place of all.
     """
     with ExitStack() as stack:
-        # Entered first, since the imports there must not make fake tensors.
+        # This context comes first, since it imports modules, which must not create fake tensors.
         stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
         stack.enter_context(fake_worker_environment(request, stage=stage))
         model, strategy, worker = build_worker(request, blocks=blocks)
@@ -104,7 +104,7 @@ def trace_steps(
             if request.autocasts_like_cuda:
                 stack.enter_context(cuda_autocast())
             for batch in batches:
-                _trace_step(trace, strategy, request, batch, number)
+                _trace_step(trace, strategy, request, batch, num_earlier_steps)
             trace.begin_phase("evaluate")
             evaluate_on_fakes(strategy, request)
         return trace, strategy
@@ -114,7 +114,7 @@ def trace_steps(
 def fake_worker_environment(
     request: Request, on_fakes: bool = True, stage: int = 0
 ) -> Iterator[None]:
-    """Set up the process group and torch's modes for a worker of the request.
+    """Set up the fake process group and the torch modes that a traced worker needs.
 
     Args:
         request: The request.
@@ -128,8 +128,8 @@ def fake_worker_environment(
         )
         if on_fakes:
             stack.enter_context(FakeTensors())
-        # On CUDA the optimizer is fused and needs no temporary tensors. Elsewhere an optimizer that is not
-        # fused would read the result of the loss scaler, which fake tensors lack.
+        # A fused optimizer needs no temporary tensors, as on CUDA. With fp16, any other optimizer would read
+        # values of the loss scaler, which fake tensors lack.
         fused = request.is_on_cuda or request.settings.precision == "fp16"
         by_kernels = request.settings.optimizer_impl == "fused"
         stack.enter_context(
@@ -143,7 +143,7 @@ def fake_worker_environment(
 def build_worker(
     request: Request, on_fakes: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
-    """Build the model, the strategy and its worker, without `setup`.
+    """Return the model, the strategy and the worker of a request, before `setup`.
 
     Call it within `fake_worker_environment`.
 
@@ -159,7 +159,7 @@ def build_worker(
         seed=0,
         device=torch.device("cpu"),
         dtype=request.dtype,
-        build=partial(build_fake_model, blocks=blocks) if on_fakes else models.build_model,
+        build_function=partial(build_fake_model, blocks=blocks) if on_fakes else models.build_model,
         checkpointing=request.settings.activation_checkpointing,
     )
     strategy = make_strategy_on_fakes(request)
@@ -184,12 +184,13 @@ def build_worker(
     return model, strategy, worker
 
 
-#: Costs of the last model's units, by its settings and input, since each pipeline stage needs them.
+#: Costs of the units of the model that was measured last, by settings and input. All its pipeline stages need
+#: them.
 _measured: dict[Any, Any] = {}
 
 
 def cache_unit_costs(strategy: Any) -> None:
-    """Make a pipeline measure the units of a model once for all of its stages."""
+    """Make a pipeline measure a model's units once, and reuse their costs for all stages."""
     measure = strategy.measure_model_units
 
     def look_up_unit_costs(*args: Any) -> Any:
@@ -203,7 +204,7 @@ def cache_unit_costs(strategy: Any) -> None:
 
 
 def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
-    """Return a pipeline's strategy, and the costs of the model's units by stage.
+    """Cut a model into pipeline stages. Return the strategy and each stage's unit costs.
 
     Args:
         request: Request of the pipeline.
@@ -222,7 +223,7 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
 
 
 def limit_microbatches(strategy: Any, turns: Turns) -> None:
-    """Make a pipeline's stage take few micro-batches of the same size in place of all.
+    """Make a pipeline stage compute few micro-batches instead of all of a step.
 
     Args:
         strategy: The pipeline.
@@ -239,7 +240,7 @@ def limit_microbatches(strategy: Any, turns: Turns) -> None:
 
 
 def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
-    """Call the strategy's `setup`, and create what the first steps of a training create.
+    """Call the strategy's `setup`, and create the tensors that first steps would create.
 
     Args:
         strategy: The strategy.
@@ -254,10 +255,14 @@ def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Work
 
 
 def _trace_step(
-    trace: OperatorTrace, strategy: base.Strategy, request: Request, batch: int, number: int
+    trace: OperatorTrace,
+    strategy: base.Strategy,
+    request: Request,
+    batch: int,
+    num_earlier_steps: int,
 ) -> None:
-    # Each step counts as the last of a training, so that everything that may be due is done.
-    strategy.steps, strategy.worker.total_steps = number, number + 1
+    # Each step counts as the last of the training, so that it includes what only some steps do.
+    strategy.steps, strategy.worker.total_steps = num_earlier_steps, num_earlier_steps + 1
     trace.begin_phase("forward")
     x, y = request.make_example_batch(batch)
     trace.tag_storages("activations", (x, y))
@@ -267,7 +272,7 @@ def _trace_step(
 
 
 def evaluate_on_fakes(strategy: base.Strategy, request: Request) -> None:
-    """Evaluate as the training loop does: without autocast, and with logits in float64."""
+    """Run an evaluation as in a training: without autocast, and with logits in float64."""
     if not request.eval_batch:
         return
     with strategy.open_evaluation_model() as model, torch.no_grad():
@@ -275,16 +280,16 @@ def evaluate_on_fakes(strategy: base.Strategy, request: Request) -> None:
 
 
 def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str], None]:
-    """Return the function that a strategy calls at the end of a phase.
+    """Return a function that marks the end of a step's phase in the trace.
 
-    The function names the phase.
+    Strategies call the function with the phase's name.
     """
 
-    def mark_phase_end(ended: str) -> None:
-        if ended not in ("forward", "backward"):
+    def mark_phase_end(phase: str) -> None:
+        if phase not in ("forward", "backward"):
             return
-        trace.phases[-1].name = ended
-        if ended == "backward":
+        trace.phases[-1].name = phase
+        if phase == "backward":
             trace.tag_storages("gradients", (p.grad for p in model.parameters()))
         trace.begin_phase("optimizer")
 
@@ -308,7 +313,7 @@ def _tag_kept_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
         trace.tag_storages("gradients" if replica.as_view else "buckets", replica.buckets)
 
 
-# --- the model -----------------------------------------------------------------------------------
+# --- models of fake tensors --------------------------------------------------------------------------
 
 
 def build_fake_model(
@@ -326,7 +331,7 @@ def build_fake_model(
         blocks: Equal blocks to keep in place of all.
     """
     with warnings.catch_warnings():
-        # Torch warns that weights without memory are not initialised.
+        # PyTorch warns that weights without memory are not initialised.
         warnings.simplefilter("ignore")
         made = models.build_fake_model(model, classes, shape)
     if blocks is not None:
@@ -334,11 +339,11 @@ def build_fake_model(
     return made
 
 
-# --- the strategies ------------------------------------------------------------------------------
+# --- strategies on fake tensors ---------------------------------------------------------------------
 
 
 def make_strategy_on_fakes(request: Request) -> base.Strategy:
-    """Return the request's strategy, with substitutes for what other processes would provide.
+    """Return the request's strategy, with substitutes for what other processes provide.
 
     A substitute overrides only what leaves the process, so that the plan does everything else that a
     strategy does.
@@ -350,7 +355,7 @@ def make_strategy_on_fakes(request: Request) -> base.Strategy:
 
 
 class FakeParameterServer(ParameterServer):
-    """A worker of missing parameter servers, whose tensors are not in shared memory."""
+    """Substitute for a worker of parameter servers, without servers and shared memory."""
 
     def flatten(self) -> FlatSpace:
         return FlatSpace(self.model, allocate=_allocate_unmapped_tensors)
@@ -360,7 +365,7 @@ class FakeParameterServer(ParameterServer):
 
 
 class NoChannel:
-    """A channel to servers that does nothing, for a step before the first ticket."""
+    """Substitute for a channel to parameter servers, which neither sends nor receives."""
 
     def send_during_backward(self) -> None: ...
 
@@ -376,6 +381,6 @@ def _allocate_unmapped_tensors(layout: Layout, shared: bool) -> FlatTensors:
 
 
 def list_replicas(strategy: base.Strategy) -> list[Replica]:
-    """Return the substitutes of DistributedDataParallel in the strategy's wrapped model."""
+    """Return the substitutes for DistributedDataParallel in the strategy's wrapped model."""
     module = getattr(strategy, "module", None)
     return [] if module is None else [m for m in module.modules() if isinstance(m, Replica)]
