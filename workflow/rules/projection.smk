@@ -1,6 +1,6 @@
 # Whether `decide` asks for a number of GPUs on which some experiment trains nothing.
 ASKS_PROJECTION = CONFIG["decide"]["gpus"] is not None and any(
-    CONFIG["decide"]["gpus"] not in e.expand_arguments["gpus"]
+    CONFIG["decide"]["gpus"] not in e.expand_cells_arguments["gpus"]
     for e in STUDY.experiments.values()
 )
 ADDED["report"].inputs.append(lambda: existing("projection.csv"))

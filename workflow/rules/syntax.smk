@@ -3,12 +3,12 @@
 from snakemake.exceptions import WorkflowError
 
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.config.yaml_traps import check_syntax
-from stratbench.study.job_values import has_saved_config
+from stratbench.study.config.yaml_traps import check_yaml_syntax
+from stratbench.study.job_values import is_job_with_saved_config
 
-IS_GIVEN_CONFIG = has_saved_config(workflow)
+IS_GIVEN_CONFIG = is_job_with_saved_config(workflow)
 try:
     if not IS_GIVEN_CONFIG:
-        check_syntax("config.yaml")
+        check_yaml_syntax("config.yaml")
 except ConfigError as error:
     raise WorkflowError(str(error)) from None

@@ -44,7 +44,7 @@ onstart:
     resume.report_finished_jobs(workflow, training)
     order.start_jobs_by_priority(workflow)
     job_values.save_config_for_jobs(workflow)
-    job_values.write_values(internals.iter_planned_jobs(workflow))
+    job_values.write_job_values(internals.iter_planned_jobs(workflow))
     if internals.runs_jobs_locally(workflow) and submissions:
         forkserver.share_fork_server_until_exit()
 
@@ -86,7 +86,7 @@ rule train_cell:
             else ""
         ),
         # The record says how many repeats were planned; more of them retrain none.
-        repeats=lambda w: STUDY.experiments[w.experiment].expand_arguments["repeats"],
+        repeats=lambda w: STUDY.experiments[w.experiment].expand_cells_arguments["repeats"],
         gpu_slots=1,
     params:
         **setting_parameters(),
@@ -124,7 +124,7 @@ rule list_cells:
     conda:
         ENV
     params:
-        matrices=json.dumps([e.expand_arguments for e in STUDY.experiments.values()]),
+        matrices=json.dumps([e.expand_cells_arguments for e in STUDY.experiments.values()]),
     message:
         "list the cells of the study {wildcards.study}"
     shell:

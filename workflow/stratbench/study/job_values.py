@@ -38,7 +38,7 @@ def save_config_for_jobs(workflow: Any) -> None:
     internals.set_job_config(workflow, path)
 
 
-def has_saved_config(workflow: Any) -> bool:
+def is_job_with_saved_config(workflow: Any) -> bool:
     """Return whether this process is a job that reads the config saved by `save_config_for_jobs`."""
     return any(
         Path(p).parent.parts[-2:] == CONFIGS.parts
@@ -46,7 +46,7 @@ def has_saved_config(workflow: Any) -> bool:
     )
 
 
-def write_values(jobs: Iterable[Any]) -> None:
+def write_job_values(jobs: Iterable[Any]) -> None:
     """Write the file of values for each Snakemake job whose command has the option `--values`."""
     for job in jobs:
         command = internals.get_rule_command(job)

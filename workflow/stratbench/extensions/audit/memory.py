@@ -28,7 +28,7 @@ def find_too_large_memory_reduction(evidence: AuditData) -> Iterator[Case]:
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
             whole, held = (evidence.compute_median(k, column) for k in (other, group))
-            # Without the workspace of cuBLAS, which is never sharded.
+            # The workspace of cuBLAS is subtracted from both peaks, because it is never sharded.
             if column == "peak_memory_bytes" and whole and held:
                 whole, held = (
                     n - (evidence.compute_median(k, "cublas_bytes") or 0)

@@ -225,8 +225,7 @@ def get_arithmetic_key(facts: Facts) -> tuple[Any, ...]:
 
     Without BatchNorm, and if losses add up over workers, it does not contain the number of workers.
     """
-    # Models with dropout are comparable on any number of workers: other masks change a loss by less than
-    # MAX_LOSS_DIFFERENCE_SHARE.
+    # Dropout does not matter here: different masks change a loss by less than MAX_LOSS_DIFFERENCE_SHARE.
     shared = facts("model.batchnorm") is False and facts("task.loss_adds_up") is not False
     cell = [facts(f"cell.{name}") for name in ("experiment", "model", "repeat")]
     return *cell, facts("batch.global_batch"), "any" if shared else facts.gpus

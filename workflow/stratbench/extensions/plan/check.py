@@ -33,19 +33,19 @@ from stratbench.workload.users_code import ModelError, format_user_error
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
 
-#: Maximum number of parameters of a user's model that is tried with real numbers, as jobs do.
+#: Maximum number of parameters of a user's model that the check runs with real tensors, as jobs do.
 MAX_REAL_PARAMETERS = 50_000_000
-#: Reason why a user's command has no footprint.
+#: Reason why the plan does not predict the memory of a user's command.
 BY_COMMAND = (
     "memory and traffic of a command are unknown until it has run; its time follows from records"
 )
-#: Reason why a model has no footprint if its forward reads values of tensors.
+#: Reason why the plan does not predict the memory of a model whose forward reads values of tensors.
 NO_PREDICTION = "its forward reads values of tensors, and a prediction has none"
 
 
 @dataclass(frozen=True)
 class Network:
-    """A model in some of the study's cells: its identity, its input and its task."""
+    """A model of the study, with its input and its task."""
 
     model: str
     own_model_json: str
@@ -64,7 +64,7 @@ class Network:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of the check of a model, as JSON-able values.
+    """Result of the check of a model, with values that JSON can store.
 
     Attributes:
         fault: Why no strategy can train the model, or None.
@@ -160,7 +160,9 @@ class Checked:
     resharding: dict[Request, dict[str, Footprint]]
 
 
-def check_study(config: Mapping[str, Any], study: Study, resharding: bool = False) -> Checked:
+def check_study(
+    config: Mapping[str, Any], study: Study, tries_both_resharding: bool = False
+) -> Checked:
     """Check all models of a study, and make the footprints of its cells.
 
     Print progress. Results without a fault are cached.
@@ -168,18 +170,18 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
     Args:
         config: The validated config.
         study: The study.
-        resharding: Whether FSDP's cells on most workers are also tried with the other value of
+        tries_both_resharding: Whether FSDP's cells on most workers are tried with both values of
             `reshard_after_forward`.
     """
     subjects = [make_subject(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
-    max_gpus = {name: max(e.expand_arguments["gpus"]) for name, e in study.experiments.items()}
+    max_gpus = {name: max(e.expand_cells_arguments["gpus"]) for name, e in study.experiments.items()}
     others = {
         s.cell: switch_resharding(s.request)
         for s in subjects
         if s.request.may_reshard and s.cell.gpus == max_gpus[s.cell.experiment]
     }
-    if resharding:
+    if tries_both_resharding:
         requests += others.values()
     networks, rehearsals = rehearse_requests(requests, Path(config["results"]) / "plan-cache")
     refused = {
@@ -203,27 +205,29 @@ def check_study(config: Mapping[str, Any], study: Study, resharding: bool = Fals
 
 
 def switch_resharding(request: Request) -> Request:
-    """Return the request with the other value of `reshard_after_forward`."""
+    """Return a request that differs in `reshard_after_forward`: never for always, or reversed."""
     other = {"always": "never", "never": "always"}[request.options[RESHARDING]]
     return request.with_options(**{RESHARDING: other})
 
 
-def cell_refusal_reason(s: Subject, network: CheckResult, rehearsal: Rehearsal) -> str | None:
-    """Return why a cell's model, batch or strategy prevents training, or None if nothing does.
+def cell_refusal_reason(
+    subject: Subject, network_check: CheckResult, rehearsal: Rehearsal
+) -> str | None:
+    """Return why a cell cannot be trained with its model, batch and strategy, or None.
 
     Args:
-        s: The cell.
-        network: Check of the cell's model.
+        subject: The cell.
+        network_check: Check of the cell's model.
         rehearsal: Dry run of the cell's strategy.
     """
-    if network.fault is not None:
-        return network.fault
+    if network_check.fault is not None:
+        return network_check.fault
     try:
         acceptance.check_batchnorm_samples(
-            s.request.model_source,
-            network.has_batchnorm,
-            s.samples_per_step,
-            s.settings.gradient_accumulation_steps,
+            subject.request.model_source,
+            network_check.has_batchnorm,
+            subject.samples_per_step,
+            subject.settings.gradient_accumulation_steps,
         )
     except ModelError as error:
         return str(error)
@@ -233,7 +237,10 @@ def cell_refusal_reason(s: Subject, network: CheckResult, rehearsal: Rehearsal) 
 def rehearse_requests(
     requests: Iterable[Request], folder: Path
 ) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
-    """Return checks of models and dry runs of strategies, from the cache or new."""
+    """Return the checks of the requests' models, and the dry runs of their strategies.
+
+    Results are read from the cache if possible.
+    """
     network_by_request = {request: Network.from_request(request) for request in requests}
     networks = check_networks(network_by_request, folder)
     jobs = {
@@ -241,7 +248,7 @@ def rehearse_requests(
             f"{network.model} with {request.strategy}",
             (request, networks[network]),
             {"rehearsal": request.as_dict()},
-            # Dry runs of sharded models take longer.
+            # Expected duration: a dry run takes longer if the model is sharded.
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
         for request, network in network_by_request.items()
@@ -269,8 +276,8 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
     sharing: dict[Network, list[Request]] = {}
     for request in dict.fromkeys(requests):
         sharing.setdefault(Network.from_request(request), []).append(request)
-    # Cells by command or with activation checkpointing come last, since their requirements on a model are
-    # checked again in their dry runs.
+    # Each network is checked with one of its requests. Requests with a command or with activation
+    # checkpointing come last, since their dry runs check these requirements again.
     firsts = {
         n: min(each, key=lambda r: (r.by_command, bool(r.settings.activation_checkpointing)))
         for n, each in sharing.items()
@@ -283,7 +290,7 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
         check_network,
         {n: CachedJob(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
         folder,
-        imported=sorted(filter(None, builders)),
+        preloaded_modules=sorted(filter(None, builders)),
     )
 
 
@@ -293,17 +300,17 @@ def _make_untried_rehearsal(network: CheckResult) -> Rehearsal:
     )
 
 
-# --- one network ---------------------------------------------------------------------------------
+# --- check of one model ---------------------------------------------------------------------------------
 
 
 def check_network(request: Request) -> CheckResult:
-    """Return the check of the model of `request`. Imports torch, and the user's code."""
+    """Check the model of a request. The check imports torch, and the user's code."""
     import torch
 
     started = time.perf_counter()
     torch.set_num_threads(1)
     try:
-        # Warnings of a model during the check do not concern the study.
+        # Warnings of the model's code during the check are not shown.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = _check_with_task(request)
@@ -332,7 +339,7 @@ def _try_model(request: Request) -> CheckResult:
     parameters = _count_model_parameters(request)
     if models.get_metadata(request.model_source).own_model and parameters <= MAX_REAL_PARAMETERS:
         result = _run_trial(request, on_fakes=False)
-        # This is checked here once instead of for each kind of cell.
+        # If forward reads values of tensors, a trial on fake tensors decides once for all kinds of cells.
         if result.trial_values["reads_values"]:
             try:
                 _run_trial(request, on_fakes=True)
@@ -350,12 +357,12 @@ def _try_model(request: Request) -> CheckResult:
         )
 
 
-def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
+def _run_trial(request: Request, on_fake_tensors: bool) -> CheckResult:
     from stratbench.extensions.plan.footprint import fake
     from stratbench.extensions.plan.remarks import iter_remarks
 
-    with fake.fake_worker_environment(request, on_fakes):
-        model, _, worker = fake.build_worker(request, on_fakes)
+    with fake.fake_worker_environment(request, on_fake_tensors):
+        model, _, worker = fake.build_worker(request, on_fake_tensors)
         groups = worker.wrap_groups
         network, shape = request.model_source, request.input_shape
         trial = models.take_model_trial(
@@ -389,7 +396,10 @@ def _run_trial(request: Request, on_fakes: bool) -> CheckResult:
 
 
 def find_equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
-    """Return the path and number of equal blocks that the model calls equally, or None."""
+    """Return the path and number of a model's equal blocks, or None.
+
+    Forward must call each block once, in order, with equal operations.
+    """
     from stratbench.extensions.plan.footprint.equal_blocks import (
         are_blocks_called_alike,
         find_blocks,
@@ -403,9 +413,9 @@ def find_equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
     return tuple(blocks) if are_blocks_called_alike(model, blocks, x) else None
 
 
-def _describe_group(first: str, last: str) -> str:
-    """Return the text for a shard group, from its first and last module."""
-    return first if first == last else f"{first} to {last}"
+def _describe_group(first_module: str, last_module: str) -> str:
+    """Return the label of a shard group: the names of its first and last module."""
+    return first_module if first_module == last_module else f"{first_module} to {last_module}"
 
 
 def _count_elements(parameters: Any) -> int:
@@ -420,11 +430,11 @@ def _count_model_parameters(request: Request) -> int:
     return _count_elements(model.parameters())
 
 
-# --- one kind of cell ----------------------------------------------------------------------------
+# --- dry run of one kind of cell ----------------------------------------------------------------------------
 
 
 def rehearse_strategy(request: Request, network: CheckResult) -> Rehearsal:
-    """Return the dry run of the request's strategy with its model.
+    """Run a request's strategy with its model on fake tensors, and return the result.
 
     `network` is the check of the model.
     """
@@ -466,7 +476,7 @@ def try_to_make_footprint(
 
     try:
         return make_footprint_by_few_parts(request, trial, blocks and Blocks(*blocks))
-    except ModelError as error:  # the error explains itself
+    except ModelError as error:  # its message says what is wrong
         return str(error)
     except NO_VALUES:
         return NO_PREDICTION
@@ -475,13 +485,13 @@ def try_to_make_footprint(
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _find_refusal_reason(request: Request, trial: Trial, by_rules: bool = False) -> str | None:
-    """Return why the strategy cannot train the model, by its rules or a trial step.
+def _find_refusal_reason(request: Request, trial: Trial, only_by_rules: bool = False) -> str | None:
+    """Return why the strategy cannot train the model, by its rules or a trial step, or None.
 
     Args:
         request: The request.
         trial: Trial of the request's model.
-        by_rules: Check the rules only: no step is taken, and no tensor is real.
+        only_by_rules: Check the rules only: no step is taken, and no tensor is real.
     """
     from stratbench.extensions.plan.footprint import fake
     from stratbench.workload.network.trial import SAMPLES
@@ -489,11 +499,11 @@ def _find_refusal_reason(request: Request, trial: Trial, by_rules: bool = False)
     with ExitStack() as stack:
         try:
             stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
-            stack.enter_context(fake.fake_worker_environment(request, by_rules))
-            model, strategy, worker = fake.build_worker(request, by_rules)
+            stack.enter_context(fake.fake_worker_environment(request, only_by_rules))
+            model, strategy, worker = fake.build_worker(request, only_by_rules)
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
-            if by_rules:
+            if only_by_rules:
                 return None
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:
@@ -503,7 +513,7 @@ def _find_refusal_reason(request: Request, trial: Trial, by_rules: bool = False)
         except ModelError as error:
             return str(error)
         except Exception as error:
-            if by_rules:
+            if only_by_rules:
                 return None
             label = models.describe_model(request.model_source)
             return f"{label}: {request.strategy} cannot train it: its step raised {format_user_error(error)}"

@@ -19,9 +19,9 @@ from stratbench.command.subcommands import (
 from stratbench.study.model_question import add_question_options, format_question_options
 
 
-def add_subcommands(add: SubcommandAdder) -> None:
+def add_subcommands(add_subcommand: SubcommandAdder) -> None:
     """Add `plan` and `check` to the command line."""
-    plan = add("plan", run_plan, "predict memory, time and cost of each cell")
+    plan = add_subcommand("plan", run_plan, "predict memory, time and cost of each cell")
     plan.add_argument(
         "--model",
         metavar="NAME",
@@ -36,67 +36,68 @@ def add_subcommands(add: SubcommandAdder) -> None:
     plan.add_argument(
         "--out",
         type=Path,
-        help="for a single model or a bundle: folder to write; default: STUDY.plan",
+        help="folder for the plan of a single model or of a bundle; default: STUDY.plan",
     )
     add_question_options(plan)
-    add(
+    add_subcommand(
         "check",
         print_rule_answer_with_torch,
         "check whether each strategy of a study can train each model",
     )
 
 
-def run_plan(given: argparse.Namespace, others: list[str]) -> int:
-    """Run `stratbench plan`: the rule `plan`, or the plan of a single model."""
+def run_plan(args: argparse.Namespace, unknown_args: list[str]) -> int:
+    """Run `stratbench plan`, for a study or for a single model."""
     check_packages_installed("torch")
-    if given.model is not None:
-        return plan_model(given, others)
-    check_single_model_options(given)
-    if given.out is not None:
+    if args.model is not None:
+        return plan_model(args, unknown_args)
+    check_single_model_options(args)
+    if args.out is not None:
         raise CommandError(
             "--out: needs --model; the plan of a study is written to the folder `results` of its config"
         )
-    return print_rule_answer(given, others)
+    return print_rule_answer(args, unknown_args)
 
 
-def check_single_model_options(given: argparse.Namespace) -> None:
+def check_single_model_options(args: argparse.Namespace) -> None:
     """Raise CommandError for an option that applies to a single model only."""
-    if given.dataset is not None:
-        raise CommandError("--dataset: needs --model NAME; add it")
-    for option in format_question_options(given):
+    if args.dataset is not None:
+        raise CommandError("--dataset: applies to a single model; add --model NAME")
+    for option in format_question_options(args):
         raise CommandError(f"{option}: needs --model NAME and --gpus N; add them")
 
 
-def plan_model(given: argparse.Namespace, others: list[str]) -> int:
+def plan_model(args: argparse.Namespace, unknown_args: list[str]) -> int:
     """Run `stratbench plan --model NAME`, with the config of this folder if there is one."""
     import yaml
 
     from stratbench.extensions.plan.__main__ import main as make_plan
     from stratbench.study.config.messages import ConfigError
-    from stratbench.study.config.yaml_traps import check_duplicate_keys, check_syntax
+    from stratbench.study.config.yaml_traps import check_duplicate_keys, check_yaml_syntax
 
-    check_no_unknown_arguments([*others, *(["--study"] if given.study else [])])
+    check_no_unknown_arguments([*unknown_args, *(["--study"] if args.study else [])])
     path = Path("config.yaml")
     config: dict[str, Any] = {}
     if path.is_file():
         try:
-            check_syntax(path)
+            check_yaml_syntax(path)
             check_duplicate_keys(path)
         except ConfigError as error:
             raise CommandError(str(error)) from None
         config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     arguments = [
         "--config",
-        json.dumps(apply_config_pairs(config, given.config)),
+        json.dumps(apply_config_pairs(config, args.config)),
         "--model",
-        given.model,
+        args.model,
     ]
-    arguments += ["--dataset", given.dataset] if given.dataset else []
-    arguments += ["--out", str(given.out)] if given.out else []
-    options = format_question_options(given)
+    arguments += ["--dataset", args.dataset] if args.dataset else []
+    arguments += ["--out", str(args.out)] if args.out else []
+    options = format_question_options(args)
     if options and "--gpus" not in options:
-        raise CommandError(f"{next(iter(options))}: needs --gpus N; add it")
-    if options and given.out:
+        option = next(iter(options))
+        raise CommandError(f"{option}: needs --gpus N; add it")
+    if options and args.out:
         raise CommandError("--out writes a page, and --gpus prints a table; remove one of them")
     arguments += [text for option in options.items() for text in option]
     return make_plan(arguments)

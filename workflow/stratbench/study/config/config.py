@@ -40,7 +40,7 @@ class Experiment:
     name: str
     values: Mapping[str, Any]
     #: Keyword arguments of `coordinates.expand_cells`, which lists the cells.
-    expand_arguments: dict[str, Any]
+    expand_cells_arguments: dict[str, Any]
     cells: tuple[Cell, ...]
 
 

@@ -188,7 +188,7 @@ def collect_constraints(config: Mapping[str, Any]) -> dict[str, Any]:
     decide = config["decide"]
     added = {field.name for _, keys in iter_extension_keys("decide") for field in fields(keys)}
     constraints = {key: value for key, value in decide.items() if key not in added}
-    # Decisions add the plan's safety margin to a measured peak, too.
+    # A decision adds the same safety margin to a measured peak as the plan to a predicted one.
     constraints["memory_margin"] = config["cluster"]["memory_margin"]
     return constraints | {"more": collect_extension_values("decide", decide, config)}
 

@@ -12,7 +12,7 @@ from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.messages import ConfigError, format_config_path
 
 
-def check_syntax(path: str | Path) -> None:
+def check_yaml_syntax(path: str | Path) -> None:
     """Raise ConfigError with the line of the first YAML syntax error of a file.
 
     A missing file is no error here.
@@ -68,10 +68,10 @@ def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                at = f"config: {format_config_path(path)}" if path else "config"
-                shown = format_wrong_value(key)
+                location = f"config: {format_config_path(path)}" if path else "config"
+                shown_key = format_wrong_value(key)
                 raise ConfigError(
-                    f"{at}: the key {shown} is not text; write it in quotes: '{shown}'"
+                    f"{location}: the key {shown_key} is not text; write it in quotes: '{shown_key}'"
                 )
             _check_characters(key, path)
             check_value_types(inner, (*path, key))
@@ -97,8 +97,8 @@ def _check_characters(text: str, path: tuple[str | int, ...]) -> None:
     for character in text:
         kind = unicodedata.category(character)
         if kind == "Cs" or (kind == "Cc" and character not in "\n\t\r"):
-            at = f"config: {format_config_path(path)}" if path else "config"
+            location = f"config: {format_config_path(path)}" if path else "config"
             raise ConfigError(
-                f"{at} = {format_wrong_value(text)}: has {character!r}, which is not a printable "
+                f"{location} = {format_wrong_value(text)}: has {character!r}, which is not a printable "
                 "character; remove it"
             )

@@ -51,7 +51,7 @@ def find_unequal_start(evidence: AuditData) -> Iterator[Case]:
                 )
 
 
-# Each value is usable, so the finding is only a warning: a ranking of both kinds is impossible.
+# The finding is only a warning, because each value is usable. Only a ranking of both kinds is impossible.
 @rule("no-common-cell", "warning", "all")
 def find_missing_common_cell(evidence: AuditData) -> Iterator[Case]:
     """Collective strategies and parameter servers never trained the same model on the same data, so that the

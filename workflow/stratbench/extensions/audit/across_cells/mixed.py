@@ -21,8 +21,9 @@ WORKER_SPECIFIC_FIELDS = (
     *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
     "environment.TORCHINDUCTOR_CACHE_DIR",  # each job has another folder for this cache
 )
-#: Prefixes of the paths of record fields whose absence in some of the compared cells is a difference.
-FIELDS_WITH_ABSENCE = ("settings.", "worker.", "provenance.git.")
+#: Prefixes of the paths of record fields that count as different if only some of the compared cells have
+#: them.
+FIELDS_REQUIRED_IN_ALL = ("settings.", "worker.", "provenance.git.")
 #: Prefixes of the paths of record fields that have only default values if no worker has reported.
 FIELDS_OF_WORKERS = ("strategy.wrap_groups", "strategy.traits.")
 #: Text in place of the value of a field that only other cells or workers have.
@@ -31,7 +32,7 @@ NOT_STATED = "not stated"
 VARIED_SETTINGS = ("strategy", "options", "gpus", "per_worker_batch", "seed")
 
 
-#: Values of record fields as texts, by the path of the field. A field has one value per worker, or one.
+#: Values of a record's fields as texts, by the path of the field. A field of workers has each worker's value.
 FieldTexts = dict[str, set[str]]
 RecordWithTexts = tuple[Record, FieldTexts]
 
@@ -149,7 +150,7 @@ def collect_texts_by_path(record: Record) -> FieldTexts:
     for path, value in leaves:
         if not record["workers"] and path.startswith(FIELDS_OF_WORKERS):
             continue
-        # Of a value such as `float16 (autocast)`, only the number format is compared.
+        # Only the number format of a value such as `float16 (autocast)` is compared.
         word = path == "strategy.details.compute_dtype" and isinstance(value, str)
         if value is not None:
             texts[path].add(str(value.split()[0] if word else value))
@@ -203,7 +204,7 @@ def iter_field_differences(evidence: AuditData, row_index: int) -> Iterator[Case
     for key, members in groups.items():
         where = dict(zip(names, key, strict=True))
         for path in dict.fromkeys(path for _, facts in members for path in facts):
-            silent = {NOT_STATED} if path.startswith(FIELDS_WITH_ABSENCE) else set()
+            silent = {NOT_STATED} if path.startswith(FIELDS_REQUIRED_IN_ALL) else set()
             if path.startswith("worker."):  # cells without workers' results have no such fields
                 members = [(record, facts) for record, facts in members if record["workers"]]
             by_record = [(record, facts.get(path, silent)) for record, facts in members]
