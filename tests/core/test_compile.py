@@ -117,7 +117,7 @@ def test_code_that_computes_other_gradients_is_refused(
     assert exit_code == 0, output
     rec = record.read_record(cell.record)
     assert rec["status"] == "unsupported"
-    assert "compile = true: the code that PyTorch" in rec["reason"]
+    assert "compile = true: code compiled by PyTorch" in rec["reason"]
     assert rec["reason"].endswith(
         f"set compile to false {format_help_address('computes wrong gradients')}"
     )

@@ -217,7 +217,7 @@ def test_the_reason_of_nvml_is_told_in_the_same_words(tmp_path, monkeypatch, mac
     machine(**NO_NVML)
     with pytest.raises(
         gpu_locks.DeviceError,
-        match=r"nvidia0 is there and NVML does not answer .*version mismatch.*; see",
+        match=r"nvidia0 is there and NVML does not answer .*version mismatch.*; check",
     ):
         gpu_locks.wants_cuda(device, gpu_locks.list_visible_gpus())
 

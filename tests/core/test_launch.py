@@ -269,7 +269,7 @@ Heartbeat.__init__, Heartbeat.record_step = keep, step_and_sleep
 def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     tmp_path, tiny_data, monkeypatch, strategy
 ):
-    """Once worker 1 sleeps, the agent's clock jumps beyond the limit: no worker got on for so long."""
+    """Once worker 1 sleeps, the agent's clock jumps beyond the limit: no worker made progress for so long."""
     (tmp_path / "sitecustomize.py").write_text(SLEEPS.format(file=str(tmp_path / "sleeps")))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{WORKFLOW}")
     ahead_s = 0.0
@@ -303,7 +303,7 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
         exits, ended = create_runner(s).launch_processes(job, 1)
     assert exits.timed_out
     assert ended.status == "error", ended
-    assert "it hangs: no worker got on for" in ended.reason
+    assert "it hangs: no worker made progress for" in ended.reason
     assert "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:" in ended.reason
     waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
     assert re.search(waits, ended.reason), ended.reason
@@ -447,7 +447,7 @@ def test_other_data_of_the_same_name_are_refused(tiny_data, tmp_path, changes, t
         partial(launch.check_code_and_data, tiny_data, s),
         partial(enter, job_for(s, tiny_data, tmp_path)),
     ):
-        with pytest.raises(DataError, match="holds other data than the cell is to be trained") as e:
+        with pytest.raises(DataError, match="is not that of the cell's settings") as e:
             check()
         assert told in str(e.value)
         assert "\n" not in str(e.value)
@@ -486,7 +486,7 @@ def test_data_that_are_replaced_while_a_cell_starts_end_it(start_cell, warm, tin
     launched = start_cell(s, data_dir=folder, program=("-c", code), env=warm)
     returned, output = launched.finish()
     assert returned == 1
-    assert f"{folder} was prepared again as the cell started" in output
+    assert f"{folder} was prepared again while the cell started" in output
     assert not launched.record.exists()
 
 
@@ -885,9 +885,9 @@ def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     job = job_with(tmp_path, [None, LOST])
     exits = Exits([ProcessExit("rank0", -9), ProcessExit("rank1", 1)], timed_out=False)
     monkeypatch.setattr(ending, "count_oom_kills", lambda: 5)
-    assert ending.classify_ending(job, exits, kills_before=4).status == "oom"
+    assert ending.classify_ending(job, exits, oom_kills_before=4).status == "oom"
     assert (
-        ending.classify_ending(job, exits, kills_before=5).status == "error"
+        ending.classify_ending(job, exits, oom_kills_before=5).status == "error"
     )  # one of a cell before
 
 
@@ -989,7 +989,7 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
 def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
     tmp_path, monkeypatch, steps, alive, hung
 ):
-    """Half an hour later all are quiet, or one has just got on, or has never trained: it may compile."""
+    """Half an hour later all are quiet, one has just made progress, or one has never trained."""
     job = job_with(tmp_path, [None, None], time.monotonic(), time_limit_s=None)
     heartbeats = [Heartbeat(job.folder.get_heartbeat_path(rank)) for rank in (0, 1)]
     for heartbeat, taken in zip(heartbeats, steps, strict=True):
@@ -1012,13 +1012,13 @@ def test_a_cell_that_was_ended_because_it_hung_is_an_error(tmp_path):
     job = job_with(tmp_path, [None, None], time_limit_s=None)
     exits = Exits([ProcessExit(f"rank{r}", None) for r in (0, 1)], timed_out=False, has_hung=True)
     assert ending.classify_ending(job, exits) == ending.Ending(
-        "error", "it hangs: no worker got on"
+        "error", "it hangs: no worker made progress"
     )
     job.folder.write_worker_states(0, {"rank0": stood(3, True), "rank1": stood(2, True)})
     assert ending.classify_ending(job, exits).reason == (
-        "it hangs: no worker got on for 50.0 s, and no step before had taken longer than 0.2 s; "
+        "it hangs: no worker made progress for 50.0 s, and no step before had taken longer than 0.2 s; "
         "rank 1: 2 steps, in phase train; rank 0: 3 steps, in phase train "
-        "[docs/troubleshooting.md#no-worker-got-on]"
+        "[docs/troubleshooting.md#no-worker-made-progress]"
     )
 
 
@@ -1033,7 +1033,7 @@ def test_who_did_not_come_to_a_collective_is_named(tmp_path):
     )
     found = ending.classify_ending(job, exits)
     assert found.status == "error"
-    assert found.reason.startswith(f"{reason}; it hangs: no worker got on for 50.0 s")
+    assert found.reason.startswith(f"{reason}; it hangs: no worker made progress for 50.0 s")
     assert "; rank 1: 3 steps, in phase train [docs/troubleshooting.md" in found.reason
 
 

@@ -284,5 +284,5 @@ def test_a_pause_is_no_hang(tmp_path):
         patch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
         assert standing.are_all_workers_hung(job, [worker], 0.0)
         assert not standing.are_all_workers_hung(job, [worker], later_s - 1)
-        standing.write_worker_states(job, 0, [worker], at_limit=False, awake_since_s=later_s - 1)
+        standing.write_worker_states(job, 0, [worker], reached_time_limit=False, awake_since_s=later_s - 1)
     assert not job.folder.read_worker_states()["rank0"]["is_hung"]

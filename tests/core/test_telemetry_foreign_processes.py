@@ -84,7 +84,7 @@ def test_a_stranger_is_noted_with_the_most_that_it_held(tmp_path, worker):
 @pytest.mark.parametrize("case", ["own", "ended", "draws", "numbered in another way", "broker"])
 def test_who_is_no_stranger(tmp_path, worker, monkeypatch, case):
     if case == "broker":
-        monkeypatch.setattr(foreign_processes, "_BROKERS", (psutil.Process(STRANGER).name(),))
+        monkeypatch.setattr(foreign_processes, "_MPS_SERVERS", (psutil.Process(STRANGER).name(),))
     found = {
         "own": nvml_with({worker: GIB, os.getpid(): GIB}),
         "ended": nvml_with({worker: GIB, NOBODY: GIB}),

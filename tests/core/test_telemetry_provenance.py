@@ -221,7 +221,7 @@ def test_hash_changes_with(change):
 def test_hash_takes_bfloat16_and_empty_tensors_and_no_other_entries():
     state = {"half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.empty(0, 4)}
     assert len(hash_state(state)) == 64
-    with pytest.raises(TypeError, match="'extra' is of type dict"):
+    with pytest.raises(TypeError, match="'extra' of type dict"):
         hash_state({"extra": {}})
 
 

@@ -90,7 +90,7 @@ def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second,
     found = ending.classify_ending(job, exits)
     if step is None:
         assert found.status == "error"
-        assert found.reason.startswith("it hangs: no worker got on")
+        assert found.reason.startswith("it hangs: no worker made progress")
     else:
         assert found == ending.Ending("unsupported", SAID.format(step))
 

@@ -227,7 +227,7 @@ def test_a_loss_that_does_not_add_up_trains_alike_in_equal_parts_only(
     name, options, gpus, equals, alone
 ):
     given = (name, get_option_defaults(name) | options, gpus)
-    said, usual = get_traits(*given, adds_up=False), get_traits(*given)
+    said, usual = get_traits(*given, loss_adds_up=False), get_traits(*given)
     assert (said.equals_ddp, said.is_synchronous_on_one_worker) == (equals, alone)
     assert usual.equals_ddp
 

@@ -311,7 +311,7 @@ SEEN_BY: list[Cell] = [
 
 DDP, FSDP, PS = ("ddp", "zero1-torch"), ("fsdp", "fsdp-kept", "fsdp-alone"), ("ps-sync", "ps-alone")
 HOOK = dict.fromkeys(FSDP, "stem.weight has a gradient hook")
-LOST = dict.fromkeys(FSDP, "its changes are lost when the weights are gathered or pulled")
+LOST = dict.fromkeys(FSDP, "these changes are lost when the weights are gathered or pulled")
 NOT_KEPT = (
     "evaluation depends on it, but the servers keep weights and buffers of real numbers alone"
 )
@@ -334,9 +334,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "CountsInNumber": dict.fromkeys(PS, f"forward changes calls, and {NOT_KEPT}"),
     "Remembers": dict.fromkeys(PS, f"forward changes seen, state, and {NOT_KEPT}"),
     "Replaces": dict.fromkeys(PS, f"forward changes factor, and {NOT_KEPT}"),
-    "Changes": LOST | dict.fromkeys(PS, "its changes are lost"),
+    "Changes": LOST | dict.fromkeys(PS, "these changes are lost"),
     "MaxNorm": LOST
-    | dict.fromkeys(PS, "its changes are lost")
+    | dict.fromkeys(PS, "these changes are lost")
     | dict.fromkeys((*DDP, "zero1"), "depend on the batch, so the workers' replicas would diverge"),
     "Again": dict.fromkeys((*DDP, *FSDP), "checkpoint with use_reentrant=False"),
     "Complex": dict.fromkeys(PS, "several dtypes (complex64, float64)")

@@ -128,7 +128,7 @@ def test_a_clock_goes_on_with_an_epoch() -> None:
     one.end()
     other = StepClock(CPU)
     other.load_history(history)
-    other.begin_epoch(goes_on=True)
+    other.begin_epoch(continues_epoch=True)
     other.mark_step_end()
     other.end()
     assert len(other.step_ms) == 2
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_whatever_the_reason(
     tmp_path: Path,
 ) -> None:
     writer = checkpoints.Writer(tmp_path)
-    writer.start_write(3, [torch.zeros(1)], facts={"counts": {1, 2}})
+    writer.start_write(3, [torch.zeros(1)], metadata={"counts": {1, 2}})
     with pytest.raises(TypeError, match="set is not JSON serializable"):
         writer.wait_for_write()
 
@@ -312,7 +312,7 @@ def test_what_a_killed_writer_left_goes_with_the_last_checkpoint(tmp_path: Path)
     half, other = tmp_path / ".0123456789abcdef.checkpoint-4.bin", tmp_path / "other.bin"
     for path in (half, other, tmp_path / "checkpoint-2.bin"):
         path.write_bytes(b"0")
-    checkpoints.delete_checkpoints(tmp_path, below=9)
+    checkpoints.delete_checkpoints(tmp_path, before_step=9)
     assert {p.name for p in tmp_path.iterdir()} == {half.name, other.name}  # it may be under way
     checkpoints.delete_checkpoints(tmp_path)
     assert list(tmp_path.iterdir()) == [other]

@@ -1,7 +1,7 @@
-"""Registers the training strategies, whose families have one file each, here or in an extension.
+"""Registers the training strategies. Each family of strategies has one file, here or in an extension.
 
-Strategy modules import torch inside functions only, so that the workflow can read a strategy's name and
-options in milliseconds.
+Strategy modules import torch only inside functions. So the workflow can read a strategy's name and options in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from stratbench.strategies.base import Strategy, Traits
     from stratbench.strategies.mesh import Mesh
 
-#: Module and class of each strategy, or a function that makes the class of the name.
+#: Python path (`module:class`) of each strategy by name. A path may also be of a function that takes the name
+#: and returns the class.
 REGISTRY: dict[str, str] = {
     "single": "stratbench.strategies.single:Single",
     "ddp": "stratbench.strategies.ddp:DDP",
@@ -54,43 +55,44 @@ def get_option_defaults(name: str) -> dict[str, Any]:
     return dict(_option_defaults(name))
 
 
-def resolve_options(name: str, given: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Return all options of a strategy on `gpus` workers: the configured ones, else defaults.
+def resolve_options(name: str, chosen_options: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """Return all options of a strategy on `gpus` workers: chosen values, and defaults for the rest.
 
     Args:
         name: Name of the strategy.
-        given: Options that are set, which override the defaults.
+        chosen_options: Options that the config sets; they override the defaults.
         gpus: Number of workers.
     """
-    return get_strategy_class(name).resolve(get_option_defaults(name) | given, gpus)
+    return get_strategy_class(name).resolve(get_option_defaults(name) | chosen_options, gpus)
 
 
 def get_traits(
     name: str,
     options: Mapping[str, Any],
     gpus: int,
-    moves_by_zeros: bool = False,
-    replaced: bool = False,
-    adds_up: bool = True,
+    changes_without_gradient: bool = False,
+    replaces_lost_workers: bool = False,
+    loss_adds_up: bool = True,
 ) -> Traits:
-    """Return the traits of the strategy that is registered as `name`, with these options.
+    """Return the traits of the strategy registered as `name`, with these options and workers.
 
     Args:
         name: Name of the strategy.
         options: All options of the strategy.
         gpus: Number of workers.
-        moves_by_zeros: Whether the strategy moves parameters in steps that give them no gradient
-            (`acceptance.updates_parameters_without_gradient`), which one process and DDP leave unchanged.
-        replaced: Whether workers that end are replaced.
-        adds_up: Whether the loss of a batch is the mean over its parts; if not, parts of other sizes
-            train something else.
+        changes_without_gradient: Whether the strategy changes parameters in steps that give them no gradient
+            (`acceptance.updates_parameters_without_gradient`). One process and DDP leave such parameters
+            unchanged.
+        replaces_lost_workers: Whether new workers replace workers that end.
+        loss_adds_up: Whether the loss of a batch is the mean of the losses of its parts. If not, the updates
+            depend on the sizes of the parts.
     """
     strategy = make_strategy(name, options)
     traits = strategy.traits(gpus)
-    if replaced:
+    if replaces_lost_workers:
         traits = replace(traits, ends_with_a_worker=False)
-    if not adds_up:
-        # DDP computes one part of a batch per worker.
+    if not loss_adds_up:
+        # Updates equal DDP's only with DDP's parts of a batch: one per worker.
         parts = strategy.mesh(gpus).replicas * strategy.num_batch_parts
         traits = replace(
             traits,
@@ -98,7 +100,7 @@ def get_traits(
             and strategy.num_batch_parts == 1,
             equals_ddp=traits.equals_ddp and parts == gpus,
         )
-    if not moves_by_zeros:
+    if not changes_without_gradient:
         return traits
     return replace(traits, is_synchronous_on_one_worker=False, equals_ddp=False)
 

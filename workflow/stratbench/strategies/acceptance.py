@@ -1,4 +1,4 @@
-"""Checks whether a strategy can train a model, for jobs and the command `check`, before any training."""
+"""Checks before the training whether a strategy can train a model, for jobs and the command `check`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def check_model(
         raise Refused(f"{models.describe_model(network)}: {name} cannot train it: {reason}")
 
 
-#: Largest difference between the scores of a divided model and of the whole model, relative to the largest
-#: score: with and without full precision.
+#: Limits on how far the scores of a model that is divided among workers may differ from those of the whole
+#: model, relative to the largest score. The first is for fp32 and fp64, the second for rounded precisions.
 SCORES, ROUNDED_SCORES = 1e-3, 5e-2
 
 
@@ -53,9 +53,9 @@ def refuse_changed_scores(
 ) -> Iterator[None]:
     """Raise Refused if the strategy's set-up changes the scores of the user's model.
 
-    The set-up is within the block. Refused is also raised if a worker would train whole parameters on some
-    positions only. The check is for strategies that divide a model by the user's declarations. All workers
-    must call it.
+    The caller sets the strategy up within this context. Refused is also raised if a worker would train whole
+    parameters on some positions only. The check is for strategies that divide a model by the user's
+    declarations. All workers must call it.
 
     Args:
         strategy: The strategy.
@@ -88,55 +88,59 @@ def refuse_changed_scores(
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
     if not error.item() <= bound:
         raise Refused(
-            f"{models.describe_model(network)}: divided as the config states, it gives other scores than "
-            f"the whole model (they differ by {error.item():.2g} times the largest score); correct "
-            f"{strategy.stated_by}"
+            f"{models.describe_model(network)}: divided among workers as the config states, it gives "
+            f"other scores than the whole model (the difference is {error.item():.2g} times the largest "
+            f"score); correct {strategy.stated_by}"
         )
     if names := strategy.list_partly_trained_parameters(x, y):
         raise Refused(
             f"{models.describe_model(network)}: with sequence_parallel: true each worker would train "
-            f"{format_names(names)} on its own positions alone; give the modules with these parameters the "
-            "way `norm` in tensor_plan"
+            f"the parameters {format_names(names)} on its own positions only; in tensor_plan, give the "
+            "modules with these parameters the value `norm`"
         )
 
 
 def check_batchnorm_samples(
-    network: str | models.Model, batchnorm: bool, samples: int, parts: int
+    network: str | models.Model, has_batchnorm: bool, worker_samples: int, batch_parts: int
 ) -> None:
     """Raise Refused if a worker's BatchNorm would normalise over a single sample.
 
     Args:
         network: Name of the model, or the description of a user's own.
-        batchnorm: Whether the model has BatchNorm.
-        samples: Samples per step of a worker.
-        parts: Number of parts in which the worker computes its samples.
+        has_batchnorm: Whether the model has BatchNorm.
+        worker_samples: Number of samples that a worker computes in a step.
+        batch_parts: Number of parts into which the worker divides these samples.
     """
-    if samples < compute_min_samples(batchnorm, parts):
-        within = "" if parts == 1 else f" in each of {parts} parts (gradient_accumulation_steps)"
+    if worker_samples < compute_min_samples(has_batchnorm, batch_parts):
+        in_each_part = (
+            ""
+            if batch_parts == 1
+            else f" in each of {batch_parts} parts (gradient_accumulation_steps)"
+        )
         raise Refused(
-            f"{models.describe_model(network)}: it normalises over the batch (BatchNorm), but a worker's "
-            f"batch has one sample{within}; use a larger batch, or fewer workers"
+            f"{models.describe_model(network)}: BatchNorm normalises over a worker's batch, which has only "
+            f"one sample{in_each_part}; use a larger batch, or fewer workers"
         )
 
 
-def compute_min_samples(batchnorm: bool, parts: int) -> int:
-    """Return the smallest number of samples per step that a worker can train with.
+def compute_min_samples(has_batchnorm: bool, batch_parts: int) -> int:
+    """Return the smallest number of samples with which a worker can train a step.
 
-    The number is two per part with BatchNorm, else one per step.
+    With BatchNorm, the number is two per part of the batch. Otherwise, it is one per step.
     """
-    return 2 * parts if batchnorm else 1
+    return 2 * batch_parts if has_batchnorm else 1
 
 
 def updates_parameters_without_gradient(strategy: Strategy, trial: Trial, s: Settings) -> bool:
-    """Return whether the strategy changes parameters in steps without a gradient for these parameters.
+    """Return whether the strategy changes a parameter in steps in which it has no gradient.
 
-    Some strategies then use a gradient of zeros, which changes a parameter by momentum, weight decay or
-    AdamW's moments.
+    Some strategies use a gradient of zeros for such a parameter. Momentum, weight decay or AdamW's moments
+    then change it.
 
     Args:
         strategy: The strategy.
         trial: Trial of the model, which finds parameters that get a gradient in some steps only.
         s: Settings of the cell.
     """
-    goes_on = s.momentum or s.weight_decay or s.betas
-    return bool(strategy.updates_by_zeros and trial.sometimes_without_gradient and goes_on)
+    changes_by_zeros = s.momentum or s.weight_decay or s.betas
+    return bool(strategy.updates_by_zeros and trial.sometimes_without_gradient and changes_by_zeros)

@@ -1,4 +1,4 @@
-"""Defines a strategy (a way to train with N workers) as the training loop needs it.
+"""Defines the interface of a strategy (a way to train with several workers) for the training loop.
 
 The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for each epoch
 `batches`, `step` for each batch, and `open_evaluation_model`; finally `report` and `close`. A strategy of
@@ -35,41 +35,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a strategy with its options and number of workers, recorded with each cell.
+    """Properties of a strategy with certain options and workers, which each cell's record contains.
 
-    Decision, audit and plan depend on these properties, and never on the strategy's name. The defaults are
-    for a strategy that declares nothing. They promise nothing, so that no conclusion depends on it.
+    Decision, audit and plan depend on these properties, and never on the strategy's name. A strategy that
+    declares nothing has the defaults, which promise nothing. So no conclusion depends on such a strategy.
     """
 
-    #: Whether the training ends when one of several workers is lost.
+    #: Whether the training ends when one of its workers is lost.
     ends_with_a_worker: bool = True
-    #: Whether, in the long run, all workers are as slow as the slowest one.
+    #: Whether the slowest worker determines the mean step time of all workers.
     waits_for_slowest: bool = True
-    #: Whether a single worker makes the updates of plain synchronous SGD.
+    #: Whether the strategy, with only one worker, makes the same updates as plain synchronous SGD.
     is_synchronous_on_one_worker: bool = False
-    #: Whether the updates with this number of workers are those of DDP, except for rounding. With BatchNorm,
-    #: whose statistics are each worker's own, this is so only for equal numbers of workers.
+    #: Whether the strategy makes the same updates as DDP with as many workers, except for rounding. Models
+    #: with BatchNorm get other updates with other numbers of workers, since each worker has its own
+    #: statistics.
     equals_ddp: bool = False
     #: Whether parameters, gradients and optimizer state are divided among the workers.
     shards_states: bool = False
-    #: Number of equal shards into which parameters and gradients are divided, or None if the shards are
-    #: uneven or unknown.
+    #: Number of equal shards into which parameters and gradients are divided. None: the shards are uneven, or
+    #: their number is unknown.
     weight_parts: int | None = 1
-    #: Number of equal shards into which the optimizer's state is divided, or None if it is uneven or unknown.
+    #: Number of equal shards into which the optimizer's state is divided. None: the shards are uneven, or
+    #: their number is unknown.
     optimizer_parts: int | None = 1
-    #: Whether the optimizer also has state for the padding between parameters in a flat tensor.
+    #: Whether parameters are in flat tensors with padding between them, for which the optimizer has state,
+    #: too.
     optimizer_padded: bool = False
     #: Whether sharded states are in host memory instead of device memory.
     states_on_host: bool = False
-    #: Number of updates per global batch, or None if it varies or is unknown.
+    #: Number of updates of the weights per global batch. None: the number varies or is unknown.
     updates_per_step: float | None = None
-    #: Traffic of ring collectives: each of W workers sends at least this number of copies of the trainable
-    #: parameters per step, times (W - 1) / W. With sharded states, all copies but one are of all parameters,
-    #: which are gathered. None without a ring, or if unknown.
+    #: Minimum number of copies of the trainable parameters that ring collectives move per step. In a ring of
+    #: W workers, each sends (W - 1) / W of every copy. With sharded states, one copy is of the gradients, and
+    #: the others are of all parameters, which are gathered. None: there is no ring, or its traffic is
+    #: unknown.
     ring_copies: float | None = None
-    #: Number of copies of the trainable parameters that a worker keeps in addition to the parameters and the
-    #: optimizer's moments, such as those in `Strategy.extra_state`. They are divided as the optimizer's state
-    #: is, and count as part of it. None if there is no such number.
+    #: Size of further tensors that a worker keeps, such as `Strategy.extra_state`, as a number of copies of
+    #: the trainable parameters. The parameters and the optimizer's moments do not count. The tensors are
+    #: divided among workers as the optimizer's state is, and are part of that state. None: their size is no
+    #: such multiple.
     kept_copies: float | None = 0.0
 
 
@@ -81,40 +86,44 @@ class Worker:
     settings: Settings
     #: Number of this worker among all workers, from 0.
     rank: int
-    #: Number of workers.
+    #: Number of all workers of the cell.
     world_size: int
     #: Number of workers on this worker's node.
     local_world_size: int
     #: Device that this worker computes on.
     device: torch.device
-    #: Folder of the run's files.
+    #: Folder of the files of this run of the cell.
     folder: RunFolder
-    #: The model's sharding groups in forward order: (label, modules).
+    #: Name and modules of each shard group of the model, in the order of forward.
     wrap_groups: list[tuple[str, list[nn.Module]]]
-    #: Function that a step calls between forward and backward. It sleeps if the study slows this worker.
+    #: Function that a step calls between forward and backward. The function sleeps if the study slows this
+    #: worker.
     delay_step: Callable[[], None] = lambda: None
-    #: Function that a step calls with the name of each of its phases when the phase ends.
+    #: Function that a step calls at the end of each of its phases, with the name of the phase.
     mark_phase_end: Callable[[str], None] = lambda phase: None
-    #: Training task.
+    #: Task that the model learns, with its loss and score.
     task: Task = field(default_factory=Classification)
-    #: Whether the task returns its loss as a sum and a weight (`tasks.LossKind`).
+    #: Whether the task returns a batch's loss as two values: a sum and the weight to divide it by
+    #: (`tasks.LossKind`).
     has_weighted_loss: bool = False
-    #: Number of steps of all epochs, over which a schedule changes the learning rate.
+    #: Number of steps of the whole training. A schedule changes the learning rate over these steps.
     total_steps: int = 1
-    #: Counts compilations if the settings use torch.compile.
+    #: Counter of torch.compile's compilations. None: the settings do not use torch.compile.
     compile_watch: CompileWatch | None = None
-    #: Heartbeat to update on progress, or None if no process reads it.
+    #: Heartbeat to update at each progress, by which the agent detects a hang. None: no process reads it.
     heartbeat: Heartbeat | None = None
-    #: Result of a trial step of the model if it is a user's own.
+    #: Results of a trial step of a user's own model. None: the model is built-in.
     trial: Trial | None = None
-    #: Division of the workers, or None if each has a replica of the model.
+    #: Division of the workers into replicas, stages and tensor workers. None: each worker has a replica of
+    #: the model.
     mesh: Mesh | None = None
-    #: Hash of the model's initial weights, which all workers build from one seed.
+    #: SHA-256 of the model's initial weights. All workers build these weights from the same seed.
     initial_weights_hash: str = ""
-    #: Shape of one sample, as the model takes it.
+    #: Shape of one sample as the model takes it, without the batch dimension.
     input_shape: tuple[int, ...] = ()
-    #: Makes the worker's channel to parameter servers from a function that connects to an incarnation of the
-    #: servers within a number of seconds. None: that function makes it.
+    #: Function that opens the worker's channel to parameter servers that may restart. Its argument is a
+    #: function that connects to the servers, given the number of their start and a limit in seconds. None:
+    #: the strategy connects only once.
     make_server_channel: Callable[[Callable[[int | None, float], Any]], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -122,27 +131,28 @@ class Worker:
 
     @property
     def data_rank(self) -> int:
-        """Index of this worker's share among the `data_workers` shares of each batch."""
+        """Index, from 0, of this worker's share of each batch. A batch has `data_workers` shares."""
         return self.mesh.place(self.rank).replica
 
     @property
     def random_stream_index(self) -> int:
-        """Index of this worker's random stream. Workers with equal layers and samples share a stream."""
+        """Number to add to the random seed, equal for workers that divide the same layers."""
         return self.rank // self.mesh.tensor
 
     @property
     def data_workers(self) -> int:
-        """Number of shares of each batch: one per replica of the model."""
+        """Number of shares into which each batch is divided: one per replica of the model."""
         return self.mesh.replicas
 
 
-#: Phases of a step before backward, without the artificial slowdown of a worker.
+#: Names of the phases of a step before backward, except for the artificial slowdown of a worker.
 BEFORE_BACKWARD = ("data", "forward")
 
-#: Reason why workers with shards of the model's states cannot join and leave (`Strategy.rigid`).
+#: Reason why workers cannot join and leave if they hold shards of the model's states (for `Strategy.rigid`).
 STATE_IN_PARTS = "each worker holds a part of the state, which is lost with the worker"
 
-#: Class attributes of a strategy that strategies derived from it do not inherit.
+#: Names of class attributes that subclasses of a strategy do not inherit. They claim something that a
+#: subclass may not fulfil.
 CLAIMS = (
     "rule",
     "alike_on_any_count",
@@ -161,17 +171,19 @@ class Strategy:
     strategy of its own, and declares its own `CLAIMS`.
     """
 
-    #: `collective`: all workers take each step together. `server`: workers send gradients to parameter
-    #: servers and receive weights. `own`: a user's program trains, with its own loop.
+    #: How the strategy trains. `collective`: all workers take each step together. `server`: workers send
+    #: gradients to parameter servers and receive weights. `own`: a user's program trains with its own loop.
     kind: ClassVar[Literal["collective", "server", "own"]] = "collective"
-    #: Packages that the strategy needs in addition to stratbench's, as `name==version`
+    #: Packages, as `name==version`, that the strategy needs and stratbench itself does not
     #: (`strategies/needs.py`).
     needs: ClassVar[tuple[str, ...]] = ()
-    #: Training loop of the strategy in place of `train.loop.train`, as "module:function". None: that loop.
+    #: Path of the strategy's own training loop, as "module:function". None: the strategy uses
+    #: `train.loop.train`.
     loop: ClassVar[str | None] = None
     #: Name of the update policy of the strategy's parameter servers, or None without servers.
     policy: ClassVar[str | None] = None
-    #: Family of the strategy, which determines its colour in figures; `other` is black.
+    #: Group of similar strategies to which this strategy belongs. The group determines the colour in figures;
+    #: `other` is black.
     family: ClassVar[
         Literal[
             "alone",
@@ -185,48 +197,56 @@ class Strategy:
             "other",
         ]
     ] = "other"
-    #: Number of the strategy's marker in figures among its family's markers, for families that several
-    #: extensions share: without one of them, the others keep their markers. None: the next free number in the
-    #: registry's order.
+    #: Number of the strategy's marker in figures, among the markers of its family. A fixed number keeps the
+    #: marker even if an extension with other strategies of the family is deleted. None: the next free number,
+    #: in the registry's order.
     mark: ClassVar[int | None] = None
     #: Description of the strategy in one line, for documentation and reports.
     summary: ClassVar[str]
-    #: Formula for reports of how the weights W are updated. g is a gradient, velocity SGD's direction, lr the
-    #: learning rate of a global batch, eta that of one push of a worker, and N the number of workers.
+    #: Formula by which the weights W are updated, for reports. g is a gradient, velocity is the direction of
+    #: SGD with momentum, and N is the number of workers. lr is the learning rate for a global batch, and eta
+    #: for one push of a worker.
     rule: ClassVar[str] = ""
     #: Largest number of workers that the strategy can use, or None without a limit.
     max_workers: ClassVar[int | None] = None
     #: Whether the strategy needs a torch.distributed process group.
     needs_group: ClassVar[bool] = True
-    #: Whether the strategy shards the model by its wrap groups. The record then has these groups.
+    #: Whether the strategy shards the model by its wrap groups (modules that are gathered together). The
+    #: record then lists these groups.
     uses_wrap_groups: ClassVar[bool] = False
-    #: Whether the strategy divides the model's layers among workers, for which the model must declare how.
+    #: Whether the strategy divides the model's layers among workers. A model must then declare how to divide
+    #: it.
     divides_network: ClassVar[bool] = False
-    #: Whether a worker waits for activations of other workers, so that no computation hides their transfer.
+    #: Whether a worker waits for activations from other workers. No computation then overlaps with their
+    #: transfer.
     waits_for_activations: ClassVar[bool] = False
-    #: Whether a rank computes and stores the same with any number of workers, so that the plan needs to
-    #: predict only one number of workers.
+    #: Whether a rank computes and stores the same with any number of workers. The plan then runs the strategy
+    #: with only one number of workers.
     alike_on_any_count: ClassVar[bool] = False
-    #: Names of collectives that its steps may start (`CollectiveCall.collective_name`), for the measurement
-    #: of links. None: unknown, and all kinds are measured.
+    #: Names of the collectives that a step of the strategy may start (`CollectiveCall.collective_name`).
+    #: `stratbench links` measures these. None: the names are unknown, and `links` measures all kinds.
     collectives: ClassVar[tuple[str, ...] | None] = None
-    #: Phases of a step that contain no wait for other workers: they show how the workers' computation times
-    #: differ. It is empty if each phase may contain waits.
+    #: Names of the phases of a step that contain no wait for other workers. Their times show how fast each
+    #: worker computes. Empty: each phase may contain waits.
     own_phases: tuple[str, ...] = ()
-    #: Reason why the strategy's workers cannot join and leave during the training, as a clause, or None if
-    #: they can.
+    #: Clause that says why workers cannot join and leave during the training. None: they can join and leave.
     rigid: ClassVar[str | None] = "it does not say that workers may join and leave while it trains"
-    #: Reason why an interrupted training restarts from step 0, as a clause, or None if its state is saved.
+    #: Clause that says why an interrupted training restarts from step 0. None: the training resumes from its
+    #: saved state.
     begins_anew: ClassVar[str | None] = "it does not say that all its state can be kept"
-    #: Whether the strategy's first steps differ from later ones, so that the plan has to look at later steps.
+    #: Whether the first steps of a training do other work than later steps. The plan then predicts a later
+    #: step.
     warms_up: ClassVar[bool] = False
-    #: Whether a parameter without a gradient in a step is updated by a gradient of zeros, not left unchanged.
+    #: Whether the strategy uses a gradient of zeros for a parameter that has no gradient in a step. If not,
+    #: the parameter stays unchanged.
     updates_by_zeros: ClassVar[bool] = False
-    #: Short text on which buffers count, such as BatchNorm's statistics, if forward writes to them.
+    #: Short text that says whose buffers are used, if forward writes different values to them on each worker
+    #: (such as BatchNorm's statistics).
     buffers_note: ClassVar[str] = "each worker keeps its own"
-    #: Short text on the weights and BatchNorm statistics that are evaluated.
+    #: Short text that says whose weights and BatchNorm statistics are evaluated.
     evaluated_on: ClassVar[str] = "the only worker's weights and BatchNorm statistics"
-    #: Sentence on parts of a step's time that the breakdown cannot separate, or None if there are none.
+    #: Sentence that names the phases of a step in which communication is contained and cannot be separated.
+    #: None: there are no such phases.
     breakdown_note: ClassVar[str | None] = None
     #: Dataclass of the strategy's options.
     Options: ClassVar[type[Options]] = Options
@@ -246,7 +266,7 @@ class Strategy:
 
     @classmethod
     def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
-        """Return the options for a cell with `gpus` workers, including those that others determine."""
+        """Return all options for a cell with `gpus` workers, also those that follow from others."""
         return options
 
     @classmethod
@@ -257,7 +277,7 @@ class Strategy:
             name: Name of the strategy.
             options: All options of the strategy.
             gpus: Number of workers.
-            per_worker_batch: Samples per step of a worker.
+            per_worker_batch: Number of samples of a worker per step.
         """
 
     @classmethod
@@ -284,7 +304,7 @@ class Strategy:
     def explain_fixed_workers(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
-        """Return why workers cannot join or leave during training. None if they can.
+        """Return why workers cannot join or leave during the training, or None if they can.
 
         Args:
             options: All options of the strategy.
@@ -294,7 +314,7 @@ class Strategy:
 
     @classmethod
     def restart_reason(cls, options: dict[str, Any], values: Mapping[str, Any]) -> str | None:
-        """Return why an interrupted training cannot resume and restarts from step 0. None if it resumes.
+        """Return why an interrupted training restarts from step 0, or None if it can resume.
 
         Args:
             options: All options of the strategy.
@@ -304,7 +324,7 @@ class Strategy:
 
     @classmethod
     def packages(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the packages that the strategy needs: those in `needs`, and others by option."""
+        """Return the packages that the strategy needs with these options, as `name==version`."""
         return cls.needs
 
     @classmethod
@@ -317,7 +337,7 @@ class Strategy:
 
     @classmethod
     def iter_unmet_requirements(cls, options: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a sentence per requirement of the strategy's options that this machine does not meet."""
+        """Yield a sentence for each thing that the options require and this machine lacks."""
         yield from ()
 
     def iter_model_refusals(self, model: nn.Module, worker: Worker) -> Iterator[str]:
@@ -342,11 +362,11 @@ class Strategy:
         return nullcontext()
 
     def forget_batch(self) -> None:
-        """Free everything that depends on the batch size, which may differ in the next step."""
+        """Free everything that depends on the batch size, because the next step may have another size."""
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
-        """Return the number of samples of a worker in one call of `step`."""
+        """Return the number of samples that a worker computes in one call of `step`."""
         return s.per_worker_batch
 
     def traits(self, gpus: int) -> Traits:
@@ -363,44 +383,43 @@ class Strategy:
 
     @property
     def num_plain_steps(self) -> int:
-        """Number of first steps that only average gradients, before the strategy's own kind of step."""
+        """Number of steps at the beginning that only average gradients, as plain data parallelism does."""
         return 0
 
     @property
     def num_batch_parts(self) -> int:
         """Number of equal parts into which the strategy divides each batch.
 
-        It divides each part of gradient accumulation instead if a batch has several.
+        With gradient accumulation, the strategy divides each accumulated micro-batch instead.
         """
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the fraction of a step in which a worker waits for other workers' layers.
+        """Return the fraction of a step in which a worker waits for other workers' layers (the bubble).
 
-        The result is None if unknown.
-
-        All layers count as equally slow, and transfers as free.
+        The prediction assumes that all layers are equally slow and that transfers take no time. The result is
+        None if the fraction is unknown.
         """
         return 0.0
 
     @property
     def list_first_steps_by_kind(self) -> tuple[int, ...]:
-        """Indices of the training steps at which a new kind of step begins."""
+        """Indices of the steps at which the kind of work changes, such as to compressed gradients."""
         return (0,)
 
     @property
     def steps_per_period(self) -> int:
-        """Number of steps after which the strategy's pattern of work repeats.
+        """Number of steps after which the work of the steps repeats, such as one for identical steps.
 
-        The work repeats only once the last kind of step has begun.
+        The work repeats only from the last index of `list_first_steps_by_kind` on.
         """
         return 1
 
     def choose_segment_steps(self, discarded: int, timed: int) -> tuple[int, int]:
-        """Return the numbers of steps to discard and to time in a segment.
+        """Return how many steps of a segment (a short timed run) are discarded, and how many are timed.
 
-        Whole periods of the strategy are timed. Its first steps are discarded, because most steps of a
-        training are of another kind.
+        Whole periods of the strategy (`steps_per_period`) are timed. The first steps are discarded, because
+        most steps of a training do other work.
 
         Args:
             discarded: Smallest number of steps to discard.
@@ -414,7 +433,7 @@ class Strategy:
         return before, -(-timed // period) * period
 
     def count_exchanges(self, steps: int) -> int:
-        """Return the number of steps with communication among the first `steps` of a training."""
+        """Return in how many of the first `steps` steps of a training the workers communicate."""
         return steps
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
@@ -422,22 +441,22 @@ class Strategy:
         raise NotImplementedError
 
     def weights_and_buffers(self) -> list[Tensor]:
-        """Return this worker's part of the model, as writable tensors."""
+        """Return the weights and buffers that this worker holds, as writable tensors."""
         raise NotImplementedError
 
     @property
     def accumulates_repeatedly(self) -> bool:
-        """Whether backward adds to a gradient several times, until the last sum is complete."""
+        """Whether one backward adds to a gradient several times, so that only the last sum is whole."""
         return bool(self.worker.trial and self.worker.trial.repeatedly_added_parameters)
 
     def list_changed_frozen_parameters(self) -> list[Tensor]:
-        """Return the frozen parameters that forward changes, which are saved and restored like buffers."""
+        """Return the frozen parameters that forward changes; like buffers, they are saved and restored."""
         written = set(self.worker.trial.overwritten_parameters if self.worker.trial else ())
         named = self.model.named_parameters() if written else ()
         return [p for name, p in named if name in written and not p.requires_grad]
 
     def extra_state(self) -> list[Tensor | Stateful]:
-        """Return the strategy's state besides weights, buffers and the optimizer's, to restore after warm-up.
+        """Return further state to restore after warm-up, besides weights, buffers and the optimizer's state.
 
         The list has tensors, or objects with `state_dict` and `load_state_dict`, always in the same order.
         Tensors count as the optimizer's state in the record and in the plan; `Traits.kept_copies` has
@@ -446,7 +465,8 @@ class Strategy:
         return []
 
     def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
-        """Return tensors that persist between steps besides model, optimizer and `extra_state`, by purpose.
+        """Return tensors by purpose that persist between steps and are in no model, optimizer or
+        `extra_state`.
 
         The purposes are `gradients`, `buckets`, `communication` and `received`; the plan shows the memory of
         each. These tensors need not be restored. They are not model states, and count in the record's peak
@@ -455,13 +475,13 @@ class Strategy:
         return {}
 
     def list_late_tensors(self) -> list[Tensor]:
-        """Return the persistent tensors that only a later step than the first creates."""
+        """Return the persistent tensors that the first step does not create, but a later step."""
         return []
 
     def reset(self) -> None:
         """Reset the state that `restore` does not restore.
 
-        It consists of step counts, the loss scale and the state of hooks.
+        This state consists of step counts, the loss scale and the state of hooks.
         """
 
     def save(self) -> SavedState:
@@ -480,7 +500,7 @@ class Strategy:
         self.reset()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
-        """Yield the indices of this worker's samples, shape [samples_per_step], for each step of an epoch.
+        """Yield the indices of this worker's samples for each step of an epoch, shape [samples_per_step].
 
         Args:
             order: The epoch's shuffled sample indices, shape [train_samples], equal on all workers.
@@ -497,7 +517,7 @@ class Strategy:
         raise NotImplementedError
 
     def gradients_of(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Compute a batch's gradients without an update; return the gradients that this worker holds.
+        """Compute a batch's gradients without updating weights; return those that this worker holds.
 
         Parameters without a gradient have zeros. The list is empty if the strategy does not know its
         gradients; compiled code is then not checked.
@@ -530,25 +550,25 @@ class Strategy:
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this worker reports the results of all workers, which is known after the training."""
+        """Whether this worker reports the results for all workers. This is known only after the training."""
         return self.worker.rank == 0
 
     def report(self) -> dict[str, Any]:
-        """Return the strategy's own entries of the record: `details`, `evaluated_on`, `updates_applied`."""
+        """Return the strategy's entries in the record: `details`, `evaluated_on`, `updates_applied`."""
         raise NotImplementedError
 
     def communication(self) -> dict[str, Any] | None:
-        """Return this rank's communication per training step, or None if the communication is unknown.
+        """Return the bytes and times of this rank's communication per training step, or None if unknown.
 
-        It has `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their `method`. If
-        known, it also has mean times per step: `total_ms` of communication, of which `overlapped_ms` run
-        concurrently with computation and `exposed_ms` do not, or `server_wait_ms`. It is called once, after
-        the timed training.
+        The result has `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their
+        `method`. If known, it also has mean times per step: `total_ms` of communication, of which
+        `overlapped_ms` run concurrently with computation and `exposed_ms` do not, or `server_wait_ms`. The
+        method is called once, after the timed training.
         """
         return None
 
     def check_equal_collectives(self) -> None:
-        """Raise Refused if workers have called different collectives. All workers call it between epochs."""
+        """Raise Refused if workers called different collectives. All workers call this between epochs."""
 
     def close(self) -> None:
         """Release the resources that `setup` acquired, after the last measurement."""

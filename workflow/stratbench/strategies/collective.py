@@ -1,4 +1,4 @@
-"""Defines the strategies whose workers compute gradients on parts of a batch and update together.
+"""Defines strategies whose workers take every step together, each on its part of the batch.
 
 This module imports torch inside functions only, as `strategies.base` does.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Collective(Strategy):
-    """Base of the strategies in which all workers take every step together.
+    """Base class of the strategies in which all workers take every step together.
 
     A subclass wraps the model. Forward, backward, precision and the optimizer's step are the same for all
     strategies, so that a comparison shows the effect of the strategy alone.
@@ -36,18 +36,19 @@ class Collective(Strategy):
 
     #: Model as the strategy has wrapped it.
     module: nn.Module
-    #: Module that a step calls: the wrapped model, or its compiled form.
+    #: Module that a step calls: the wrapped model, compiled if the settings require it.
     compiled: nn.Module
-    #: Wrapper that makes the model return its loss (`loss_chunks`), or None if the model returns scores.
+    #: Wrapper that makes the model return its loss instead of scores (setting `loss_chunks`). None: the model
+    #: returns scores.
     chunked: ChunkedLoss | None = None
 
     def wrap(self, model: nn.Module, worker: Worker) -> nn.Module:
-        """Return a model wrapped in a module whose forward and backward synchronise the workers."""
+        """Return the model wrapped in a module whose forward and backward synchronise the workers."""
         raise NotImplementedError
 
     def setup(self, model: nn.Module, worker: Worker) -> None:
         self.worker, self.model = worker, model
-        # If the model has buffers, forward may begin with a wait for the buffers of another worker.
+        # Forward may begin with a wait for another worker's buffers, so no phase is free of waits.
         if any(True for _ in model.buffers()):
             self.own_phases = ()
         if worker.settings.loss_chunks > 1:
@@ -60,7 +61,7 @@ class Collective(Strategy):
         self.reset()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Return an optimizer of the tensors in `self.local`, by the cell's settings.
+        """Return the optimizer of the tensors in `self.local`, as the settings define it.
 
         No other code builds an optimizer. Its state should exist before the first step, as the moments do
         here: the plan assumes that the first step needs the memory of any step.
@@ -79,7 +80,8 @@ class Collective(Strategy):
             "lr": s.lr,
             "weight_decay": s.weight_decay,
             "foreach": s.optimizer_impl == "foreach",
-            # Fused kernels read on the device whether the loss scaler found an overflow, without a wait.
+            # The fused optimizer needs no wait for the loss scaler: its kernels read the overflow flag on the
+            # device.
             "fused": s.optimizer_impl == "fused",
         }
         if s.optimizer == "adamw":
@@ -101,7 +103,7 @@ class Collective(Strategy):
         for t in tensors:
             if s.optimizer == "adamw":
                 optimizer.state[t] = {
-                    # Fused kernels read the step on the device; other implementations read it on the host.
+                    # Fused kernels read the step count on the device, and other implementations on the host.
                     "step": torch.zeros(
                         (), dtype=torch.float32, device=t.device if fused else "cpu"
                     ),
@@ -109,13 +111,13 @@ class Collective(Strategy):
                     "exp_avg_sq": torch.zeros_like(t),
                 }
             elif s.momentum:
-                # A momentum of zero becomes the first gradient, as in torch. Without it, torch's fused SGD
-                # reads uninitialised memory if the loss scaler skips the first step.
+                # Without this buffer, torch's fused SGD reads uninitialised memory if the loss scaler skips
+                # the first step. As in torch, a first step from zero sets the buffer to the gradient.
                 optimizer.state[t]["momentum_buffer"] = torch.zeros_like(t)
 
     def reset(self) -> None:
         self.steps, self.scaler = 0, None
-        #: Weight of each part of the current batch, for tasks that return a sum and a weight.
+        #: Sums of target weights, one per part of the current batch. Empty if the task has no weights.
         self.part_weights: list[Tensor] = []
         if self.worker.settings.precision == "fp16":
             from stratbench.strategies.scaler import SharedScaler
@@ -124,14 +126,14 @@ class Collective(Strategy):
             self.scaler = SharedScaler(self.worker.device, shared=parts is None or parts > 1)
 
     def updated_tensors(self) -> list[Tensor]:
-        """Return the tensors that this rank's optimizer updates: the parameters, or shards of them."""
+        """Return the tensors that this rank's optimizer updates: all parameters, or a shard of each."""
         return self.parameters
 
     def assign_gradients_to_updated_tensors(self) -> None:
         """Assign the gradients to `updated_tensors`, unless these are the parameters themselves."""
 
     def prepare_update(self) -> None:
-        """Set the step's learning rate, and clip the gradients if the settings require clipping."""
+        """Set the step's learning rate, and clip the gradients if the settings say so."""
         s = self.worker.settings
         if s.has_changing_lr:
             share = s.compute_lr_factor(self.steps, self.worker.total_steps)
@@ -141,7 +143,7 @@ class Collective(Strategy):
             self.clip_gradients(s.max_grad_norm)
 
     def clip_gradients(self, norm: float) -> None:
-        """Scale the gradients down if their norm is larger than `norm`, without synchronising the device."""
+        """Scale the gradients down to the norm `norm` if theirs is larger, without synchronising."""
         from torch.nn.utils import clip_grads_with_norm_
 
         if self.scaler is not None:
@@ -155,9 +157,9 @@ class Collective(Strategy):
         return get_total_norm([t.grad for t in self.list_normed_tensors() if t.grad is not None])
 
     def list_normed_tensors(self) -> list[Tensor]:
-        """Return the tensors whose gradients this worker adds to the gradient norm.
+        """Return the tensors with the gradients that this worker contributes to the total norm.
 
-        A tensor that several workers hold is counted by one of them.
+        If several workers hold a tensor, only one of them counts it.
         """
         return self.local
 
@@ -166,16 +168,16 @@ class Collective(Strategy):
             return self.compute_mean_loss(x, y)
 
     def compute_mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of the compiled or wrapped model on part of a batch."""
+        """Return the model's mean loss on one part of a batch, in the model's compiled form if it has one."""
         if self.chunked is None:
             return self.compute_part_loss(self.compiled(x), y)
         with self.chunked.compute_loss_against(y):
             return self.compiled(x)
 
     def make_chunked_loss(self) -> ChunkedLoss:
-        """Make the model compute its loss in parts of the positions.
+        """Make the model compute its loss on one chunk of the token positions after another.
 
-        The model is not wrapped yet.
+        This must be called before the model is wrapped.
         """
         import torch
 
@@ -187,10 +189,10 @@ class Collective(Strategy):
         return ChunkedLoss(self.model, tokens, worker.settings.loss_chunks, worker.task.loss)
 
     def compute_part_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a part of the batch, on which backward is called.
+        """Return the loss of one part of the batch, from which backward computes gradients.
 
-        If the task returns a sum and a weight, each target counts as 1 here. The weight of the global batch
-        is known only after the last part of the last worker; `correct_by_weight` then corrects the loss.
+        If the task returns a sum and a weight, each target has the weight 1 here. The true weight of the
+        global batch is known only after all workers' last parts. `correct_by_weight` then corrects the loss.
         """
         outputs = convert_scores_for_loss(outputs, self.worker.settings.precision)
         loss, weight = compute_loss_and_weight(self.worker.task, outputs, y)
@@ -206,21 +208,21 @@ class Collective(Strategy):
         )
 
     def count_targets(self, y: Tensor) -> float:
-        """Return the number of targets in a worker's batch, each of which weighs 1.
+        """Return the number of targets (such as tokens) in a worker's batch.
 
         Args:
             y: Targets of any samples, which show the number of targets per sample.
         """
         return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
 
-    def correct_by_weight(self, loss: Tensor, full: float) -> Tensor:
-        """Correct gradients and mean loss of a batch for the weights of its targets.
+    def correct_by_weight(self, loss: Tensor, full_weight: float) -> Tensor:
+        """Rescale gradients and loss that were computed with a weight of 1 per target.
 
-        Afterwards the loss is the global batch's sum divided by its weight.
+        Afterwards the loss is the sum over the global batch, divided by the sum of its target weights.
 
         Args:
             loss: Mean loss with a weight of 1 per target.
-            full: Weight of a worker's batch if each target weighs 1.
+            full_weight: Sum of the weights of a worker's batch if each target has the weight 1.
 
         Returns:
             The corrected loss.
@@ -233,7 +235,7 @@ class Collective(Strategy):
         for weight in self.part_weights:
             own += weight
         self.part_weights.clear()
-        factor = divide_or_zero(full, self.average_batch_weight(own))
+        factor = divide_or_zero(full_weight, self.average_batch_weight(own))
         by_kind: dict[Any, list[Tensor]] = {}
         for gradient in self.list_gradients():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -241,19 +243,22 @@ class Collective(Strategy):
             multiply_all(gradients, factor.to(device, dtype))
         return loss * factor.to(loss.dtype)
 
-    def average_batch_weight(self, own: Tensor) -> Tensor:
-        """Return the mean weight of the replicas' batches. `own` is the weight of this worker's batch."""
+    def average_batch_weight(self, own_weight: Tensor) -> Tensor:
+        """Return the sum of target weights of a replica's batch, averaged over the replicas.
+
+        `own_weight` is the sum of this worker's batch.
+        """
         import torch.distributed as dist
 
         w = self.worker
         if w.world_size > 1:
             if not w.mesh.reports_for_replica(w.rank):
-                own.zero_()
-            dist.all_reduce(own)
-        return own / w.mesh.replicas
+                own_weight.zero_()
+            dist.all_reduce(own_weight)
+        return own_weight / w.mesh.replicas
 
     def list_gradients(self) -> list[Tensor]:
-        """Return the gradients that this worker's optimizer uses in the next update."""
+        """Return the gradients that this worker's optimizer will use in its next update."""
         from stratbench.telemetry.shards import get_local_shard
 
         return [get_local_shard(t.grad) for t in self.local if t.grad is not None]
@@ -274,7 +279,7 @@ class Collective(Strategy):
         return gradients
 
     def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Compute the batch's gradients of `updated_tensors`, and return the mean loss of the batch."""
+        """Compute the gradients of `updated_tensors` on a batch, and return the batch's mean loss."""
         parts = self.worker.settings.gradient_accumulation_steps
         loss = self.add_gradients(x, y) if parts == 1 else self.accumulate_gradients(x, y, parts)
         self.assign_gradients_to_updated_tensors()
@@ -301,9 +306,9 @@ class Collective(Strategy):
         self.optimizer.zero_grad(set_to_none=True)
 
     def accumulate_gradients(self, x: Tensor, y: Tensor, parts: int) -> Tensor:
-        """Add the gradients of the batch in equal parts; return the batch's mean loss.
+        """Compute the batch's gradients in equal parts, one after another; return the mean loss.
 
-        The last part synchronises the gradients. Memory for activations is that of one part.
+        Workers exchange gradients only in the last part. Activations need the memory of only one part.
 
         Args:
             x: Inputs.
@@ -317,14 +322,14 @@ class Collective(Strategy):
         return loss
 
     def create_sync_context(self, last: bool) -> AbstractContextManager:
-        """Return the context that decides whether a part of a batch synchronises gradients.
+        """Return a context for one part of a batch, in which gradients are exchanged or not.
 
-        Gradients are synchronised only in the `last` part.
+        Workers exchange gradients only if the part is the `last` one.
         """
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Run forward and backward of one batch part; return its share of the mean loss.
+        """Run forward and backward of one part of a batch; return its share of the mean loss.
 
         Args:
             x: Inputs.
@@ -345,7 +350,7 @@ class Collective(Strategy):
         return loss.detach()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of `loss`, which the wrapped model synchronises between the workers."""
+        """Compute the gradients of `loss`; the wrapped model exchanges them between workers."""
         loss.backward()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:
@@ -358,7 +363,7 @@ class Collective(Strategy):
         return [*self.local, *self.list_changed_frozen_parameters(), *self.model.buffers()]
 
     def state_tensors(self) -> list[Tensor]:
-        """Return the tensors of this worker's training state, always in the same number and order."""
+        """Return the tensors of this worker's training state, always as many and in the same order."""
         import torch
 
         from stratbench.telemetry.memory import get_optimizer_state
@@ -370,18 +375,18 @@ class Collective(Strategy):
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
     def export_counts(self) -> dict[str, Any]:
-        """Return, as values for JSON, the counts since `reset` that are not in tensors."""
+        """Return the number of steps since `reset` and the loss scaler's state, as values for JSON."""
         scale = None if self.scaler is None else self.scaler.export_counts()
         return {"steps": self.steps, "scale": scale}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
-        """Restore the values that `export_counts` returned; it must be called after `reset`."""
+        """Restore the values that `export_counts` returned. Call this after `reset`."""
         self.steps = counts["steps"]
         if self.scaler is not None:
             self.scaler.load_counts(counts["scale"])
 
     def optimizer_dtype(self) -> str | None:
-        """Return the number formats of the optimizer's state per weight, or None without such state."""
+        """Return the dtypes of the optimizer's moments as text, or None if it has no moments."""
         from stratbench.telemetry.memory import get_optimizer_state
 
         state = get_optimizer_state(self.optimizer).items()
@@ -402,7 +407,7 @@ class Collective(Strategy):
 
 
 def reduce_norm(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
-    """Return the norm of a vector that workers hold in shards. All workers must call it.
+    """Return the norm of a vector of which each worker holds a shard. All workers must call this.
 
     Args:
         norm: Norm of this worker's shard.
@@ -419,12 +424,12 @@ def reduce_norm(norm: Tensor, workers: int, group: ProcessGroup | None = None) -
 
 
 def list_dtype_names(tensors: Iterable[Tensor]) -> list[str]:
-    """Return the sorted names of the tensors' number formats, without repetition."""
+    """Return the names of the tensors' dtypes, sorted and without repetition."""
     return sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
 
 
 def compile_if_requested(module: nn.Module, s: Settings) -> nn.Module:
-    """Return a module, or its compiled form if the settings have `compile: true`.
+    """Return the module compiled by torch.compile if the setting `compile` is true, else as it is.
 
     As PyTorch recommends, the wrapped module is compiled: DDP's buckets divide the graph (DDPOptimizer), and
     FSDP's hooks are between the graphs of its groups. All batches of a training have one shape. The evaluated
@@ -441,7 +446,7 @@ def compile_if_requested(module: nn.Module, s: Settings) -> nn.Module:
 
 
 def describe_ring_traffic(sent_bytes: float) -> dict[str, Any]:
-    """Return `Strategy.communication` for ring collectives, where a worker receives as much as it sends.
+    """Return the entries of `Strategy.communication` for ring collectives, which send and receive equally.
 
     See Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """

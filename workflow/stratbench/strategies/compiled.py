@@ -1,4 +1,4 @@
-"""Checks in the warm-up that compiled code computes the same gradients as the model's own code."""
+"""Checks, in the warm-up, that compiled code computes the same gradients as uncompiled (eager) code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
     from stratbench.strategies.base import Strategy, Worker
 
-#: Largest relative difference between compiled and eager gradients. The second bound is for 16 bits and
-#: TensorFloat-32, whose sums depend more on their order.
+#: Largest accepted relative difference between compiled and eager (uncompiled) gradients. The second bound is
+#: for 16 bits and TensorFloat-32, whose sums depend more on their order.
 BOUND, ROUNDED_BOUND = 1e-2, 0.2
-#: Largest factor between the gradients' norms if forward draws random numbers, since compiled code draws
-#: other ones.
+#: Largest accepted factor between the norms of compiled and eager gradients if forward draws random numbers.
+#: Compiled code draws other random numbers.
 RANDOM_FACTOR = 10.0
-#: Largest share of the device's memory in a compiled step at which an eager step, which needs more, is tried.
+#: Share of the device's memory that a compiled step may use for the check to take place. The check takes an
+#: eager step, which needs more memory.
 MAX_MEMORY = 0.5
 
 
@@ -65,14 +66,14 @@ def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: T
         apart = "which differ from eager ones by {:.3g} of their norm"
     if not (worst := _reduce_to_largest(error, worker)) <= bound:
         raise Refused(
-            f"model {worker.settings.model!r}: compile = true: the code that PyTorch {torch.__version__} "
-            f"compiles computes wrong gradients, {apart.format(worst)}; set compile to false "
+            f"model {worker.settings.model!r}: compile = true: code compiled by PyTorch {torch.__version__} "
+            f"computes wrong gradients, {apart.format(worst)}; set compile to false "
             f"{format_help_address('computes wrong gradients')}"
         )
 
 
 def _compute_relative_distance(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the norm of the difference of two gradients, divided by the expected gradient's norm.
+    """Return the norm of the gradients' difference, relative to the norm of the expected gradients.
 
     The result is 0 if the expected norm is 0 or not finite.
     """
@@ -83,7 +84,10 @@ def _compute_relative_distance(actual: Sequence[Tensor], expected: Sequence[Tens
 
 
 def _compute_largest_norm_ratio(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Return the largest factor by which corresponding gradients' norms differ, ignoring negligible norms."""
+    """Return the largest factor by which the norms of one parameter's two gradients differ.
+
+    Gradients with a negligible norm are ignored.
+    """
     norms = torch.stack(
         [
             torch.stack([_compute_total_norm([a]), _compute_total_norm([b])])
@@ -99,7 +103,7 @@ def _compute_largest_norm_ratio(actual: Sequence[Tensor], expected: Sequence[Ten
 
 
 def _compute_total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all tensors together, in float64."""
+    """Return the Euclidean norm of all tensors as one vector, in float64."""
     each = [t.detach().to_dense() if t.is_sparse else t.detach() for t in tensors]
     wide = [t.to(torch.complex128 if t.is_complex() else torch.float64) for t in each]
     return torch.stack([torch.linalg.vector_norm(t) for t in wide]).norm()

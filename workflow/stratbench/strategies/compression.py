@@ -1,4 +1,4 @@
-"""Gradient compression of `ddp`: communication hooks that replace its all-reduce."""
+"""Gradient compression for `ddp`: communication hooks that replace DDP's all-reduce."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class SixteenBits:
-    """Communication hook that sends gradients in 16 bits, after dividing them by the number of workers.
+    """Communication hook of DDP that divides gradients by the number of workers and sends 16 bits.
 
     The sum then overflows only where the mean does. torch's own hook for bfloat16 does not support gloo.
     """
 
-    #: Whether backward waits until each bucket has been sent.
+    #: Whether backward waits after each bucket until the workers have exchanged it.
     holds_backward = False
 
     def __init__(self, dtype: torch.dtype, workers: int) -> None:
@@ -32,7 +32,7 @@ class SixteenBits:
         return future.then(lambda done: buffer.copy_(sent))
 
     def reset(self) -> None:
-        """Do nothing, because compression to 16 bits has no state between steps."""
+        """Do nothing: compression to 16 bits has no state between steps."""
 
     def list_persistent_tensors(self) -> list[Tensor]:
         return []
@@ -43,14 +43,16 @@ class SixteenBits:
 
 
 class PowerSGD:
-    """Compresses gradients by PowerSGD (Vogels et al., NeurIPS 2019), with error feedback and warm start.
+    """Communication hook of DDP that compresses gradients by PowerSGD (Vogels et al., NeurIPS 2019).
 
-    It uses torch's hook. From step `start` on, a matrix of n x m is sent as two of n x r and m x r, if these
-    are less than half as large. The error is added to the next step's gradient. Vectors are sent
-    uncompressed. Buckets are compressed one after the other, and backward waits for each.
+    It uses torch's hook, with error feedback and warm start. From step `start` on, a matrix of n x m is sent
+    as two of n x r and m x r (r: rank), if these are less than half as large. The error is added to the next
+    step's gradient. Vectors are sent uncompressed. Buckets are compressed one after the other, and backward
+    waits for each.
     """
 
-    #: A matrix is compressed only if this makes it smaller by more than this factor (torch's default).
+    #: Factor by which compression must at least shrink a matrix; otherwise the matrix is sent as it is
+    #: (torch's default).
     MIN_RATE = 2
     holds_backward = True
 
@@ -75,13 +77,13 @@ class PowerSGD:
         compresses = self._state.iter >= self._start
         mean = powerSGD_hook(self._state, bucket)
         if compresses:
-            # The hook starts collectives in callbacks, which gloo runs in any order: with two buckets at a
-            # time, workers would mix up the buckets.
+            # Only one bucket is compressed at a time. The hook starts collectives in callbacks, which gloo
+            # runs in any order, so workers could otherwise mix up buckets.
             mean.wait()
         return mean
 
     def reset(self) -> None:
-        """Reset the compression error and the step count; the next steps are sent uncompressed."""
+        """Reset the compression error and the step count, so that the next steps are not compressed."""
         self._state = self._make_state()
 
     def begin_compression(self) -> None:
@@ -89,7 +91,7 @@ class PowerSGD:
         self._state.iter = self._start
 
     def list_persistent_tensors(self) -> list[Tensor]:
-        """Return the compression errors and the factors that the next step uses."""
+        """Return the stored compression errors and matrix factors, which the next step uses."""
         s = self._state
         return [
             t for state in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in state.values()

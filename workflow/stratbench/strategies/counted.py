@@ -1,4 +1,4 @@
-"""Base of strategies without a formula for their traffic, which is counted in an untimed step."""
+"""Base of strategies without a formula for their traffic: bytes are counted in a warm-up step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Counted(collective.Collective):
-    """Counts the communication of the first warm-up step, or of the last if the strategy `warms_up`.
+    """Base of strategies whose communication is counted, in the first warm-up step.
 
-    The first steps of a strategy that `warms_up` do other work than most steps.
+    A strategy that `warms_up` does other work in its first steps. Its last warm-up step is counted instead.
     """
 
-    #: Whether the communication of the next step is counted, as it is after a `save`.
+    #: Whether the next step counts the bytes that it sends. `save`, which begins the warm-up, sets this.
     _counts_step = True
-    #: Bytes that the last counted step sent, or NaN if no step was counted or they are unknown.
+    #: Number of bytes that the last counted step sent. NaN: no step was counted, or the bytes are unknown.
     _sent_bytes = nan
 
     def save(self) -> SavedState:

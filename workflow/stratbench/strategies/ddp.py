@@ -1,4 +1,4 @@
-"""`ddp`: every worker has the whole model; gradients are averaged by all-reduce during backward."""
+"""`ddp`: every worker has the whole model, and an all-reduce averages gradients during backward."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
-#: DDP times its first ten steps, and then each step whose number this divides (its default).
+#: DDP times its first ten steps, and later every step whose number is a multiple of this (DDP's default).
 SAMPLE_INTERVAL = 100
 
 
-#: DDP's message that lists, by number, parameters without a gradient in the previous step.
+#: DDP's error message with the numbers of the parameters that got no gradient in the previous step.
 _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
-def no_gradient_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters without a gradient, for which DDP waits, with the remedy."""
+def no_gradient_reason(parameter_names: Sequence[str]) -> str:
+    """Return a sentence on parameters that got no gradient, for which DDP would wait, with the remedy."""
     return (
-        f"{format_names(names)} got no gradient in a step, and DDP waits for one from every parameter; use "
-        "it in each forward, remove it, or freeze it with requires_grad_(False)"
+        f"{format_names(parameter_names)} got no gradient in a step, and DDP waits for one from "
+        "every parameter; use it in each forward, remove it, or freeze it with requires_grad_(False)"
     )
 
 
 class SampledTimes(NamedTuple):
-    """The number of steps that DDP has timed, and the sums of their times."""
+    """Number of steps that DDP has timed, with the summed times of their communication."""
 
     steps: int
     communication_ms: float
     overlap_ms: float
 
 
-def read_sampled_times(module: DistributedDataParallel, every: int) -> SampledTimes:
-    """Return the sums of the step times that DDP has logged so far.
+def read_sampled_times(module: DistributedDataParallel, sample_interval: int) -> SampledTimes:
+    """Return the summed communication times of the steps that DDP has timed so far.
 
-    DDP stores means without the number of steps, which follows from the iteration. See
+    DDP stores mean times without the number of timed steps, which follows from the iteration number. See
     torch/csrc/distributed/c10d/logger.cpp and reducer.cpp (should_collect_runtime_stats).
 
     Args:
         module: The wrapped model.
-        every: Interval of timed steps after the first ten.
+        sample_interval: Number of steps from one timed step to the next, after the first ten steps.
     """
     from stratbench.workload.torch_internals import read_ddp_log
 
     logged = read_ddp_log(module)
     last = logged.get("iteration", 0)
-    steps = min(last, 10) + max(0, last // every - 10 // every)
+    steps = min(last, 10) + max(0, last // sample_interval - 10 // sample_interval)
     return SampledTimes(
         steps,
         steps * logged.get("avg_backward_comm_time", 0) / 1e6,
@@ -118,12 +118,12 @@ class DDP(collective.Collective):
                 value = getattr(self, name)
                 if value != default and self.compress != "powersgd":
                     raise ValueError(
-                        f"{name} = {value}: only compress: powersgd uses it; remove it"
+                        f"{name} = {value}: the option has an effect only with compress: powersgd; remove it"
                     )
 
     @property
     def compress(self) -> str:
-        """Name of the gradient compression that the options select."""
+        """Name of the gradient compression (option `compress`), such as `fp16`."""
         return self.options.compress
 
     @property
@@ -134,7 +134,7 @@ class DDP(collective.Collective):
     def explain_fixed_workers(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
-        """Return why workers cannot join and leave with PowerSGD or fp16. None with other options."""
+        """Return why workers cannot join and leave with PowerSGD or fp16, or None with other options."""
         if options.get("compress") == "powersgd":
             return (
                 "each worker keeps PowerSGD's compression error of its own gradients, which is lost with the "
@@ -180,7 +180,7 @@ class DDP(collective.Collective):
             is_synchronous_on_one_worker=True,
             equals_ddp=exact,
             updates_per_step=1,
-            # The traffic of PowerSGD depends on the shapes of all parameters.
+            # PowerSGD has no such number of copies: its traffic depends on the shapes of all parameters.
             ring_copies={"none": 2, "powersgd": None}.get(self.compress, 1),
         )
 
@@ -225,7 +225,7 @@ class DDP(collective.Collective):
             bucket_cap_mb=self.options.bucket_cap_mb,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
         )
-        # On a GPU, DDP waits for CUDA events in each timed step, so its default interval is kept there.
+        # On a GPU, DDP waits for CUDA events in each step that it times, so it times few steps there.
         self._sample_every = SAMPLE_INTERVAL if worker.device.type == "cuda" else 1
         if worker.device.type != "cuda":
             log_each_ddp_step(module)
@@ -235,7 +235,7 @@ class DDP(collective.Collective):
         return module
 
     def make_comm_hook(self, workers: int) -> SixteenBits | PowerSGD | None:
-        """Return the communication hook that replaces the all-reduce, or None without compression."""
+        """Return the communication hook that replaces DDP's all-reduce, or None without compression."""
         import torch
 
         match self.compress if workers > 1 else "none":
@@ -268,7 +268,7 @@ class DDP(collective.Collective):
         if self.compressor is not None:
             gradients = self.compressor.compute_mean_bytes(self.parameters, self.steps)
         buffers = sum(b.nbytes for b in self.model.buffers())
-        # Buffers are broadcast in a ring before a step's first forward, in which the last rank sends nothing.
+        # The term `buffers` is their broadcast before a step's forward. In its ring, W - 1 of W workers send.
         traffic = collective.describe_ring_traffic((w - 1) / w * (2 * gradients + buffers))
         before, after = self._warm_up, read_sampled_times(self.module, self._sample_every)
         steps = after.steps - before.steps
@@ -287,7 +287,7 @@ class DDP(collective.Collective):
     def open_evaluation_model(self) -> Iterator[nn.Module]:
         import torch.distributed as dist
 
-        # This overwrites the other ranks' statistics, as the next forward would.
+        # Rank 0's BatchNorm statistics are evaluated. The next training forward would broadcast them anyway.
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)
         with super().open_evaluation_model() as model:

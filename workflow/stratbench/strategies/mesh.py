@@ -1,4 +1,4 @@
-"""The division of a cell's workers into replicas of the model, pipeline stages and tensor workers."""
+"""Defines how a cell's workers are divided into replicas of the model, pipeline stages and tensor workers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-def check_equal_groups(option: str, workers: int, gpus: int) -> None:
-    """Raise ValueError if a cell's workers cannot form equal groups.
+def check_equal_groups(option: str, group_size: int, gpus: int) -> None:
+    """Raise ValueError if a cell's workers cannot form groups of the given size.
 
     Args:
-        option: Option that sets the group size, and its value, for the message.
-        workers: Workers per group.
+        option: Name and value of the option that sets the group size, for the message.
+        group_size: Workers per group.
         gpus: Number of workers of the cell.
     """
-    if gpus % workers:
+    if gpus % group_size:
         raise ValueError(
-            f"{option} does not divide {gpus} workers into equal groups; change it or the number of workers"
+            f"{option} does not divide the {gpus} workers into equal groups; change the option or `gpus`"
         )
 
 
 class MeshCoordinate(NamedTuple):
-    """A worker's coordinate in a mesh: its replica, pipeline stage and tensor worker, each from 0."""
+    """Position of a worker in a mesh: numbers of its replica, pipeline stage and tensor worker, from 0."""
 
     replica: int
     stage: int
@@ -30,16 +30,16 @@ class MeshCoordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """A division of workers: replicas of the model, each with pipeline stages of tensor workers.
+    """Division of a cell's workers into replicas of the model, each with pipeline stages and tensor workers.
 
     Each replica computes on its share of a global batch, whether its states are whole (DDP) or divided among
     the replicas (FSDP). The workers of one replica compute on the same samples. Consecutive ranks are tensor
-    workers of one stage, since these exchange most data. Ranks count through the stages last.
+    workers of one stage, since these exchange most data. The stage changes slowest with the rank.
     """
 
     #: Number of replicas of the model.
     replicas: int
-    #: Number of workers that divide each layer.
+    #: Number of workers among which each layer is divided.
     tensor: int = 1
     #: Number of pipeline stages per replica.
     stages: int = 1
@@ -55,16 +55,18 @@ class Mesh:
         return self.tensor * self.stages
 
     def place(self, rank: int) -> MeshCoordinate:
-        """Return the mesh coordinate of the worker with rank `rank`."""
+        """Return the coordinate in the mesh of the worker with this rank."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.replicas)
         return MeshCoordinate(replica, stage, tensor)
 
-    def get_rank(self, at: MeshCoordinate) -> int:
-        """Return the rank of the worker at a mesh coordinate."""
-        return (at.stage * self.replicas + at.replica) * self.tensor + at.tensor
+    def get_rank(self, coordinate: MeshCoordinate) -> int:
+        """Return the rank of the worker at a coordinate of the mesh."""
+        return (
+            coordinate.stage * self.replicas + coordinate.replica
+        ) * self.tensor + coordinate.tensor
 
     def reports_for_replica(self, rank: int) -> bool:
-        """Return whether a worker reports for its replica. The first worker of its last stage does."""
+        """Return whether a worker reports the results of its replica: the last stage's first worker does."""
         at = self.place(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

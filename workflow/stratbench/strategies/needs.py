@@ -1,4 +1,4 @@
-"""Checks, before any training, that the packages which only some strategies need are installed."""
+"""Checks before any training that packages for single strategies, such as deepspeed, are installed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Missing(ModelError):
     """A package that a strategy needs is not installed, or has another version."""
 
 
-#: Name of a strategy in the study, its class, and its options.
-Used = tuple[str, "type[Strategy]", Mapping[str, Any]]
+#: Name of a strategy in the study, class of the strategy, and options of the strategy.
+StrategyUse = tuple[str, "type[Strategy]", Mapping[str, Any]]
 
 
 def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
@@ -31,15 +31,15 @@ def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) 
         raise Missing(reason)
 
 
-def iter_missing_requirements(strategies: Iterable[Used]) -> Iterator[str]:
-    """Yield a sentence per missing package, with the command that installs it."""
+def iter_missing_requirements(strategies: Iterable[StrategyUse]) -> Iterator[str]:
+    """Yield a sentence per missing package or other requirement of the strategies, with the remedy."""
     strategies = list(strategies)
-    wanted: dict[tuple[str, str], dict[str, None]] = {}
+    strategies_by_pin: dict[tuple[str, str], dict[str, None]] = {}
     for name, cls, options in strategies:
         for pin in cls.packages(options):
             distribution, version = pin.split("==")
-            wanted.setdefault((distribution, version), {})[name] = None
-    yield from _iter_missing_packages(wanted)
+            strategies_by_pin.setdefault((distribution, version), {})[name] = None
+    yield from _iter_missing_packages(strategies_by_pin)
     lacks = (
         f"{name}: {reason}"
         for name, cls, o in strategies
@@ -48,19 +48,22 @@ def iter_missing_requirements(strategies: Iterable[Used]) -> Iterator[str]:
     yield from dict.fromkeys(lacks)
 
 
-def _iter_missing_packages(wanted: Mapping[tuple[str, str], Iterable[str]]) -> Iterator[str]:
-    if not wanted:
+def _iter_missing_packages(
+    strategies_by_pin: Mapping[tuple[str, str], Iterable[str]],
+) -> Iterator[str]:
+    if not strategies_by_pin:
         return
-    from importlib import metadata  # imported here, since few studies need this slow import
+    # The import is here because it is slow, and few studies need it.
+    from importlib import metadata
 
-    for (distribution, version), names in wanted.items():
+    for (distribution, version), strategy_names in strategies_by_pin.items():
         try:
             installed = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             installed = "none"
         if installed != version:
             yield (
-                f"{', '.join(names)}: {distribution}=={version} is needed, but this Python has {installed}; "
-                f"run pip install {distribution}=={version}, or with --sdm conda add it to "
+                f"{', '.join(strategy_names)}: {distribution}=={version} is needed, but this Python has "
+                f"{installed}; run pip install {distribution}=={version}, or with --sdm conda add it to "
                 "envs/stratbench.yaml"
             )

@@ -1,4 +1,4 @@
-"""Reasons for which a strategy refuses a model, as sentences of messages."""
+"""Reasons why strategies refuse to train a model, as sentences for messages."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
 
 
-def sparse_gradient_reason(names: Sequence[str], reason: str) -> str:
-    """Return a sentence on parameters with sparse gradients, which are not supported, with the remedy."""
-    listed = format_names(names)
-    return f"the gradient of {listed} is sparse, which {reason}; build the layer with sparse=False"
+def sparse_gradient_reason(parameter_names: Sequence[str], unsupported: str) -> str:
+    """Return a sentence on parameters with sparse gradients, and the remedy.
+
+    `unsupported` is a clause that says what does not support sparse gradients.
+    """
+    names = format_names(parameter_names)
+    return (
+        f"the gradient of {names} is sparse, which {unsupported}; build the layer with sparse=False"
+    )
 
 
-def iter_unshardable_model_reasons(trial: Trial, as_parameters: bool = True) -> Iterator[str]:
+def iter_unshardable_model_reasons(trial: Trial, replaces_parameters: bool = True) -> Iterator[str]:
     """Yield reasons why a strategy that shards parameters would train a user's model wrongly.
 
     Args:
         trial: Result of a trial step of the model.
-        as_parameters: Whether the shards replace the parameters in the model's modules.
+        replaces_parameters: Whether the strategy replaces the parameters of the model's modules by their
+            shards.
     """
     if trial.hooked_parameters:
         yield lost_hooks_reason(trial.hooked_parameters)
-    if as_parameters and trial.parameters_read_elsewhere:
+    if replaces_parameters and trial.parameters_read_elsewhere:
         yield wrong_reference_reason(trial.parameters_read_elsewhere)
-    if as_parameters and trial.class_dependent_parameters:
+    if replaces_parameters and trial.class_dependent_parameters:
         yield changed_class_reason(trial.class_dependent_parameters)
     if trial.overwritten_parameters:
         yield lost_changes_reason(trial.overwritten_parameters)
@@ -36,69 +42,71 @@ def iter_unshardable_model_reasons(trial: Trial, as_parameters: bool = True) -> 
         yield describe_repeated_gradients(trial.repeatedly_added_parameters)
 
 
-def lost_hooks_reason(names: Sequence[str]) -> str:
-    """Return a sentence on gradient hooks that sharding the parameters would remove, with the remedy."""
+def lost_hooks_reason(parameter_names: Sequence[str]) -> str:
+    """Return a sentence on parameters with gradient hooks, which would not run on shards; with the remedy."""
     return (
-        f"{format_names(names)} has a gradient hook, which would stay on the whole parameter while its "
-        "shards are trained; change the gradient in forward instead (torch.where, detach, an autograd "
-        "function)"
+        f"{format_names(parameter_names)} has a gradient hook, which would stay on the whole parameter "
+        "while its shards are trained; change the gradient in forward instead (torch.where, detach, an "
+        "autograd function)"
     )
 
 
-def wrong_reference_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward does not read from their module's attribute."""
+def wrong_reference_reason(parameter_names: Sequence[str]) -> str:
+    """Return a sentence on parameters that forward reads from elsewhere than their module's attribute."""
     return (
-        f"forward reads {format_names(names)} from a list or dictionary instead of its module's attribute, "
-        "but only the attribute gets the shards that are trained; read the attribute, or use "
+        f"forward reads {format_names(parameter_names)} from a list or dictionary instead of its module's "
+        "attribute, but only the attribute gets the shards that are trained; read the attribute, or use "
         "nn.ParameterList or nn.ParameterDict"
     )
 
 
-def changed_class_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters whose class or attributes forward reads, with the remedy."""
+def changed_class_reason(parameter_names: Sequence[str]) -> str:
+    """Return a sentence on parameters whose class or own attributes forward reads, with the remedy."""
     return (
-        f"forward uses the class or an attribute of {format_names(names)}, which shards of a parameter do "
-        "not have; store the attribute in the module"
+        f"forward uses the class or an attribute of {format_names(parameter_names)}, which shards of "
+        "a parameter do not have; store the attribute in the module"
     )
 
 
-def lost_changes_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward changes without effect, with the remedy."""
+def lost_changes_reason(parameter_names: Sequence[str]) -> str:
+    """Return a sentence on parameters whose changes by forward would be lost, with the remedy."""
     return (
-        f"forward writes to {format_names(names)}, and its changes are lost when the weights are gathered or "
-        "pulled; store them in a buffer (register_buffer), or change how forward uses the parameter"
+        f"forward writes to {format_names(parameter_names)}, and these changes are lost when the weights "
+        "are gathered or pulled; store them in a buffer (register_buffer), or change how forward uses the "
+        "parameter"
     )
 
 
-def diverging_replicas_reason(names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward changes depending on data, which makes replicas differ."""
+def diverging_replicas_reason(parameter_names: Sequence[str]) -> str:
+    """Return a sentence on parameters that would differ between replicas, as forward writes data to them."""
     return (
-        f"forward writes values to {format_names(names)} that depend on the batch, so the workers' replicas "
-        "would diverge; store them in a buffer (register_buffer), or change how forward uses the parameter"
+        f"forward writes values to {format_names(parameter_names)} that depend on the batch, so the "
+        "workers' replicas would diverge; store them in a buffer (register_buffer), or change how forward "
+        "uses the parameter"
     )
 
 
-def describe_repeated_gradients(names: Sequence[str]) -> str:
-    """Return a sentence on gradients to which one backward adds repeatedly, with the remedy."""
+def describe_repeated_gradients(parameter_names: Sequence[str]) -> str:
+    """Return a sentence on parameters to whose gradient one backward adds several times, with the remedy."""
     return (
-        f"backward adds to the gradient of {format_names(names)} several times, and the first sum would be "
-        "used as the whole gradient (reentrant checkpointing calls a block again); checkpoint with "
-        "use_reentrant=False"
+        f"backward adds to the gradient of {format_names(parameter_names)} several times, and the first "
+        "sum would be used as the whole gradient (reentrant checkpointing calls a block again); checkpoint "
+        "with use_reentrant=False"
     )
 
 
-def skipped_by_data_reason(names: Sequence[str]) -> str:
-    """Return a sentence on modules that forward skips depending on its data, with the remedy."""
+def skipped_by_data_reason(module_names: Sequence[str]) -> str:
+    """Return a sentence on modules that forward skips for some batches, with the remedy."""
     return (
-        f"not every batch uses {format_names(names)}: forward chooses by values of tensors. Workers have "
-        "different data, so they would wait for each other forever or sum the gradients of different "
+        f"not every batch uses {format_names(module_names)}: forward chooses by values of tensors. Workers "
+        "have different data, so they would wait for each other forever or sum the gradients of different "
         "modules; call it always, and choose with torch.where or a factor of 0 or 1"
     )
 
 
-def skipped_at_random_reason(modules: Sequence[str]) -> str:
+def skipped_at_random_reason(module_names: Sequence[str]) -> str:
     """Return a sentence on modules that forward skips at random, with the remedy."""
     return (
-        f"not every forward calls {format_names(modules)}: each worker draws its own random numbers, so "
+        f"not every forward calls {format_names(module_names)}: each worker draws its own random numbers, so "
         "workers would wait for each other forever; call it always, and multiply its output by 0 or 1"
     )

@@ -15,7 +15,7 @@ from stratbench.workload.network.changes import Attributes
 
 
 class Stateful(Protocol):
-    """An object that has state, such as torch's schedulers and samplers."""
+    """An object whose state can be copied and loaded, such as torch's schedulers and samplers."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,7 +35,7 @@ class _HostCopy(NamedTuple):
 
 
 class SavedState:
-    """A copy in host memory of tensors, of an optimizer's state and of other objects with a state.
+    """Copy in host memory of a training's state: tensors, an optimizer's state and other objects' states.
 
     `put_back` makes the originals equal to the copies again, bit for bit.
     """
@@ -47,7 +47,7 @@ class SavedState:
         extra: Sequence[Tensor | Stateful],
         attributes: Attributes | None = None,
     ) -> None:
-        """Copy the present state of tensors, optimizer and other objects to host memory.
+        """Copy to host memory the present state of the tensors, the optimizer and other objects.
 
         Args:
             tensors: Tensors to copy.
@@ -78,7 +78,7 @@ class SavedState:
         optimizer: torch.optim.Optimizer | None,
         extra: Sequence[Tensor | Stateful],
     ) -> None:
-        """Restore the saved values into tensors, optimizer and objects, in the order of saving.
+        """Copy the saved state into the tensors, the optimizer and other objects from which it was saved.
 
         State that the optimizer has created since then, such as moments of its first step, is removed.
 
@@ -92,8 +92,9 @@ class SavedState:
         """
         if len(extra) != len(self._extra):
             raise ValueError(
-                f"extra_state() returned {len(self._extra)} entries when saved and {len(extra)} now; it must "
-                "always return the same number, and reset() must handle all other state"
+                f"the strategy's extra_state() returned {len(self._extra)} entries at the save and "
+                f"{len(extra)} at the restore; return the same number always, and reset other state in "
+                "reset()"
             )
         if self._attributes is not None:
             self._attributes.put_back()
@@ -127,17 +128,17 @@ def _copy_to_host(value: Any) -> Any:
     return _HostCopy(value.detach().to("cpu", copy=True), value.device)
 
 
-def _restore_value(then: Any, now: Any) -> Any:
-    """Return a saved value, copied into the present tensor if that fits.
+def _restore_value(saved: Any, present: Any) -> Any:
+    """Return a saved value, copied into the present tensor if possible.
 
-    The present tensor fits if it has the same shape, type and device.
+    A copy is possible if the present tensor has the same shape, dtype and device.
     """
-    if not isinstance(then, _HostCopy):
-        return deepcopy(then)
-    if torch.is_tensor(now) and (now.shape, now.dtype, now.device) == (
-        then.copy.shape,
-        then.copy.dtype,
-        then.device,
+    if not isinstance(saved, _HostCopy):
+        return deepcopy(saved)
+    if torch.is_tensor(present) and (present.shape, present.dtype, present.device) == (
+        saved.copy.shape,
+        saved.copy.dtype,
+        saved.device,
     ):
-        return now.copy_(then.copy)
-    return then.copy.to(then.device, copy=True)
+        return present.copy_(saved.copy)
+    return saved.copy.to(saved.device, copy=True)

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 that counts skipped steps and can share overflows between workers."""
+"""Loss scaling for fp16 that counts skipped steps, and that workers with sharded gradients can share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratbench.workload.torch_internals import ObservableScaler
 
 
 class SharedScaler(ObservableScaler):
-    """Loss scaler whose workers, if `shared`, all skip a step in which one of them finds an overflow.
+    """Loss scaler that counts skipped steps. If `shared`, all workers skip a step when one overflows.
 
     With sharded gradients an overflow may be in one worker's shard only, and this worker alone would skip the
     step. Torch's ShardedGradScaler reduces its flags for the same reason. All-reduced gradients overflow on
@@ -31,7 +31,7 @@ class SharedScaler(ObservableScaler):
             self._skipped += (flag > 0).squeeze()
 
     def export_counts(self) -> dict[str, Any]:
-        """Return the loss scale and step counts as values for JSON. This waits for the device."""
+        """Return the loss scale and step counts as values for JSON, after waiting for the device."""
         return self.state_dict() | {"skipped": self.count_skipped_steps()}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
@@ -40,5 +40,5 @@ class SharedScaler(ObservableScaler):
         self._skipped.fill_(counts["skipped"])
 
     def count_skipped_steps(self) -> int:
-        """Return the number of steps skipped because of an overflow, after waiting for the device."""
+        """Return how many steps were skipped because of an overflow, after waiting for the device."""
         return int(self._skipped)

@@ -1,4 +1,4 @@
-"""`single`: a plain training loop in one process, the baseline for other strategies' overhead."""
+"""`single`: training in one process, with which the overhead of other strategies is compared."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Slowdown:
-    """Delays a worker by a sleep between forward and backward of each step.
+    """Slows a worker by a sleep between forward and backward of each step.
 
     With factor f, a step takes f times as long as the same computation without the delay, which is measured
     before the training. The host first waits for the GPU; otherwise the sleep would overlap with the GPU's
@@ -44,7 +44,7 @@ class Slowdown:
         classes: int,
         device: torch.device,
     ) -> Slowdown:
-        """Return the slowdown that the settings define for a rank, perhaps none.
+        """Return the slowdown that the settings define for a rank; by default it never sleeps.
 
         Args:
             s: Settings of the cell.
@@ -72,7 +72,7 @@ class Slowdown:
         time.sleep((self.factors[-1] - 1) * self.compute_s)
 
     def summarize_delays(self) -> dict[str, Any]:
-        """Return this worker's slowdown factors and undelayed step time, for the record."""
+        """Return this worker's slowdown factors and its step time without slowdown, for the record."""
         return {
             "factor": self.factor,
             "sigma": self.sigma,
@@ -84,7 +84,7 @@ class Slowdown:
 def measure_step_s(
     s: Settings, model: nn.Module, shape: tuple[int, ...], classes: int, device: torch.device
 ) -> float:
-    """Return the median seconds of the bare model's forward and backward on a step's samples.
+    """Return the median seconds of the unwrapped model's forward and backward on one step's samples.
 
     The model's state does not change.
 

@@ -20,14 +20,17 @@ from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.machine.core_waits import CoreWaits
 from stratbench.telemetry.timeline import PhaseLog
 
-#: Number of CUDA events that are kept before they are read. Beyond it, each tick reads completed steps.
+#: Largest number of CUDA events that are kept unread. Above it, each end of a step reads the events of
+#: completed steps.
 _UNREAD_EVENTS = 4096
-#: Number of last steps of which `own_ms` is kept: about 1 KiB of a record per worker.
+#: Number of steps at the end of a training whose time without waits (`own_ms`) is kept. They take about 1 KiB
+#: per worker in a record.
 OWN_STEPS = 128
-#: Number of steps after each start of the clock whose time to be issued by the host is measured. In the first
-#: step the device is idle and caches may be cold; in the second the host may have to wait for the device.
+#: Number of steps after each start of the clock for which the host's time to queue the step is measured. In
+#: the first, caches may be cold. In the second, the host may have to wait for the device.
 _ISSUED_STEPS = 2
-_STEP = 0  # label of the stamp that ends a step; labels of named phases count from 1
+# Label of a time stamp that ends a step. The labels of phases are 1, 2 and so on.
+_STEP = 0
 
 
 def synchronise(device: torch.device) -> None:
@@ -48,8 +51,8 @@ class StepClock:
     time between a step's last phase and its end is the phase `other`. On CUDA, phases are times of the
     current stream: a collective on its own stream counts only if the current stream waits for it.
 
-    `begin_epoch` leaves a CUDA device idle, so that the host need not wait for space in the device's
-    queue. The time to issue the next steps is then the host's own (`shortest_issue_ms`).
+    `begin_epoch` leaves a CUDA device idle, so that the host need not wait for space in the device's queue.
+    The time in which the host queues the next steps is then its own (`shortest_issue_ms`).
     """
 
     def __init__(
@@ -58,11 +61,11 @@ class StepClock:
         heartbeat: Heartbeat | None = None,
         own: Collection[str] = (),
     ) -> None:
-        """Create a clock that has not begun.
+        """Create a clock that does not run yet.
 
         Args:
             device: CPU or CUDA device.
-            heartbeat: Heartbeat that gets every step.
+            heartbeat: Heartbeat that is updated after every step, or None.
             own: Phases in which this worker waits for no other worker.
 
         Raises:
@@ -82,31 +85,31 @@ class StepClock:
         self._epoch_starts_s: list[float] = []
         self._epoch_times_s: list[float] = []
         self._step_ms = array("d")
-        # Per phase: number of steps with it, and the sum of their times in ms.
+        # By phase: number of steps that contain the phase, and the sum of the phase's times in ms.
         self._phases: dict[str, tuple[int, float]] = {}
         self._own = own
         self._own_ms: deque[float] = deque(maxlen=OWN_STEPS)
         self._issue_ms: float | None = None
         self._issued_ns = self._left_to_issue = 0
-        #: Time that threads wait for a core while the clock runs.
+        #: Counter of the time that threads wait for a CPU core while the clock runs.
         self.core_waits = CoreWaits()
 
     @property
     def is_running(self) -> bool:
-        """Whether an epoch has begun and not ended."""
+        """Whether the clock of an epoch has begun and not ended."""
         return self._running
 
-    def begin_epoch(self, goes_on: bool = False) -> None:
+    def begin_epoch(self, continues_epoch: bool = False) -> None:
         """Start the clock of an epoch, after waiting for the device.
 
         Args:
-            goes_on: Whether the time belongs to the preceding epoch, which was interrupted.
+            continues_epoch: Whether the time is added to the preceding epoch, which was interrupted.
         """
         if self._running:
             raise RuntimeError(
-                "StepClock.begin_epoch: the preceding epoch has not ended; call end() first"
+                "StepClock.begin_epoch: the preceding epoch has not ended; call end_epoch() first"
             )
-        self._running, self._goes_on = True, goes_on
+        self._running, self._goes_on = True, continues_epoch
         synchronise(self.device)
         self.core_waits.begin_span()
         self._begun_ns = self._issued_ns = time.perf_counter_ns()
@@ -125,14 +128,14 @@ class StepClock:
             self._compute_oldest_steps()
 
     def mark_phase_end(self, phase: str) -> None:
-        """Mark the end of `phase` within the current step."""
+        """Mark the end of the phase named `phase` within the current step."""
         self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(self._label_of.get(phase) or self._add_label(phase))
 
     def end(self) -> None:
-        """Stop the clock of the epoch after waiting for the device. Compute its step times."""
+        """Stop the epoch's clock after waiting for the device, and compute the epoch's step times."""
         if not self._running:
-            raise RuntimeError("StepClock.end: no epoch has begun; call begin() first")
+            raise RuntimeError("StepClock.end_epoch: no epoch has begun; call begin_epoch() first")
         if self._on_cuda and self._heartbeat is not None:
             self._wait_for_each_step(self._heartbeat)
         synchronise(self.device)
@@ -151,12 +154,12 @@ class StepClock:
 
     @property
     def epoch_times_s(self) -> list[float]:
-        """Wall clock of each ended epoch, in seconds."""
+        """Wall-clock time of each ended epoch, in seconds."""
         return list(self._epoch_times_s)
 
     @property
     def epoch_starts_s(self) -> list[float]:
-        """Start of each ended epoch in seconds.
+        """Start of each ended epoch on the clock `time.perf_counter`, in seconds.
 
         All processes of a node share the clock. On Linux `time.perf_counter` reads CLOCK_MONOTONIC, which
         counts from the node's boot, so the clocks of two nodes cannot be compared.
@@ -165,39 +168,42 @@ class StepClock:
 
     @property
     def train_time_s(self) -> float:
-        """Wall clock of all ended epochs in seconds, without the time between epochs."""
+        """Wall-clock time of all ended epochs in seconds, without the time between epochs."""
         return sum(self._epoch_times_s)
 
     @property
     def step_ms(self) -> list[float]:
-        """Time of each step of the ended epochs, in ms, in order."""
+        """Time of each step of the ended epochs in ms, in the order of the steps."""
         return self._step_ms.tolist()
 
     @property
     def phase_means_ms(self) -> dict[str, float]:
-        """Mean time of each phase in a step, in ms.
+        """Mean time per step of each phase, in ms.
 
-        The mean is over the steps in which the phase was marked.
+        The mean is over the steps that contain the phase.
         """
         return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
 
     @property
     def step_without_waits_ms(self) -> list[float]:
-        """Time of each of the last steps in ms, minus waits for other workers."""
+        """Time of each of the last OWN_STEPS steps in ms, without waits for other workers."""
         return list(self._own_ms)
 
     @property
     def shortest_issue_ms(self) -> float | None:
-        """Shortest time in ms in which the host issued a step.
+        """Shortest time in ms in which the host queued a step on the GPU, or None if not measured.
 
-        Only the first two steps after each `begin_epoch` count. The time is None before the first step, and
+        Only the first two steps after each `begin_epoch` count. Before the first step there is no time, nor
         on a CPU, where the host is the device. It may include waits for the device if a step has more
         operations than the device's queue can hold.
         """
         return self._issue_ms
 
     def export_history(self) -> dict[str, Any]:
-        """Return all measured times up to the last `end` as values for JSON, for `load_history`."""
+        """Return the measured times of all ended epochs as values for JSON.
+
+        `load_history` loads these values.
+        """
         return {
             "epoch_starts_s": self.epoch_starts_s,
             "epoch_times_s": self.epoch_times_s,
@@ -206,14 +212,14 @@ class StepClock:
         }
 
     def load_history(self, history: dict[str, Any]) -> None:
-        """Replace the measured times by the history of another clock, and continue from it."""
+        """Replace the measured times by those that another clock exported, and continue from them."""
         self._epoch_starts_s = list(history["epoch_starts_s"])
         self._epoch_times_s = list(history["epoch_times_s"])
         self._step_ms = array("d", history["step_ms"])
         self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
 
     def _note_issue_time(self) -> None:
-        """Store how long the host took to issue the training step that ends now."""
+        """Store how long the host took to queue the training step whose end is being marked."""
         now_ns = time.perf_counter_ns()
         took_ms = (now_ns - self._issued_ns) / 1e6
         self._issue_ms = took_ms if self._issue_ms is None else min(took_ms, self._issue_ms)
@@ -231,8 +237,8 @@ class StepClock:
         label = len(self._label_of) + 1
         if label > 255:
             raise ValueError(
-                f"StepClock.mark_phase_end: {phase!r} is the 256th name of a phase; use the same "
-                "names in each step"
+                f"StepClock.mark_phase_end: {phase!r} is the 256th phase name, and 255 are allowed; "
+                "use the same names in each step"
             )
         self._label_of[phase] = label
         return label
@@ -241,24 +247,21 @@ class StepClock:
         return start.elapsed_time(stop) if self._on_cuda else (stop - start) / 1e6
 
     def _wait_for_each_step(self, heartbeat: Heartbeat) -> None:
-        """Wait for each queued step, and update the heartbeat after each."""
+        """Wait for the end of each queued step, and update the heartbeat after each."""
         first = bisect_left(self._stamps, True, key=lambda event: not event.query())
         for event in self._stamps[first:]:
             event.synchronize()
             heartbeat.record_progress()
 
     def _compute_oldest_steps(self) -> None:
-        """Compute the times of the oldest steps that the device has completed.
-
-        One call computes at most two steps.
-        """
+        """Compute the times of at most two steps, the oldest ones that the device has completed."""
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():
                 self._compute_steps(length)
 
     def _compute_steps(self, length: int) -> None:
-        """Compute step times from the first `length` time stamps, which end with a step."""
+        """Compute the step times of the first `length` marks, the last of which ends a step."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
         in_step: dict[str, float] = {}
@@ -285,7 +288,7 @@ class StepClock:
 
 
 class Phases:
-    """Measures the wall clock of named phases outside of the training, by `with phases("setup"): ...`.
+    """Measures the wall-clock time of phases outside of the training: `with phases("setup"): ...`.
 
     The device is synchronised at both ends, so a phase's time includes the work that it has queued. The times
     of phases with the same name are added. Each start and end is written to `log`, except for the end of a
@@ -309,5 +312,5 @@ class Phases:
         self._log.write_phase_event(name, "end")
 
     def as_dict(self) -> dict[str, float]:
-        """Return the total seconds of each phase by name, where `setup` has the key `setup_s`."""
+        """Return the total seconds of each phase. The key of the phase `setup` is `setup_s`."""
         return {f"{name}_s": ns / 1e9 for name, ns in self._total_ns.items()}

@@ -1,4 +1,4 @@
-"""Detects which collective a PyTorch operator starts, and counts the collectives of a block of code."""
+"""Detects which collective a PyTorch operator starts, and counts the collectives that some code starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from stratbench.workload.torch_internals import (
     tree_leaves,
 )
 
-#: Kind of collective by the operator's name without outer underscores; "" for operators that send nothing.
+#: Name of the collective that an operator starts, by the operator's name without outer underscores. Empty:
+#: the operator sends nothing.
 _KINDS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -32,7 +33,7 @@ _KINDS = {
     "wrap_tensor_autograd": "",
     "barrier": "",
 }
-#: Namespace of operators that return a new tensor instead of writing to an argument.
+#: Namespace of PyTorch's collective operators that return a new tensor instead of writing to an argument.
 _FUNCTIONAL = "_c10d_functional"
 
 
@@ -52,13 +53,15 @@ def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     name = op.__name__.partition(".")[0].strip("_")
     kind = _KINDS.get(name)
     if kind is None:
-        raise NotImplementedError(f"{op.name()!r} is a collective whose traffic is not known")
+        raise NotImplementedError(
+            f"PyTorch's collective {op.name()!r} is unknown here, so its traffic cannot be counted"
+        )
     if kind == "":
         return None
     each = [t.numel() * t.element_size() for t in iter_tensors((args, kwargs))]
     group = find_process_group((args, kwargs))
     ranks = group and group.size()
-    # The larger one of input and output is the whole tensor, the other one a rank's share of it.
+    # Gather and scatter have two tensors: the larger one is whole, the other one a rank's share of it.
     n_bytes = max(each) if "gather" in kind or "scatter" in kind else sum(each)
     if op.namespace == _FUNCTIONAL and kind == "all_gather":
         n_bytes *= ranks
@@ -71,7 +74,7 @@ def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
 
 
 def _get_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
-    """Return what waits for a collective (a value of `CollectiveCall.waiter`), from `async_op`."""
+    """Return what waits for a collective that an operator starts, as in `CollectiveCall.waiter`."""
     if op.namespace == _FUNCTIONAL:
         return "user"
     names = [argument.name for argument in get_arguments(op)]
@@ -80,13 +83,13 @@ def _get_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "n
 
 
 def find_process_group(arguments: Any) -> torch.distributed.ProcessGroup | None:
-    """Return the process group among a collective operator's arguments, or None if there is none."""
+    """Return the process group in the arguments of a collective operator, or None without a group."""
     groups = map(resolve_group, tree_leaves(arguments))
     return next((group for group in groups if group is not None), None)
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested lists, tuples and dicts."""
+    """Yield every tensor that is contained in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -98,7 +101,7 @@ def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class CollectiveCount(TorchDispatchMode):
-    """Context in which `calls` collects each collective that operators start.
+    """Context that collects in `calls` each collective that PyTorch's operators start.
 
     An unknown collective does not end the training, but then the traffic of all is unknown.
     """
@@ -109,7 +112,7 @@ class CollectiveCount(TorchDispatchMode):
         self._is_whole = True
 
     def count_wire_bytes(self, world_size: int) -> float:
-        """Return the bytes that a rank sent by ring algorithms.
+        """Return the bytes that a rank has sent, if the collectives used ring algorithms.
 
         The result is NaN after an unknown collective.
         """
@@ -119,7 +122,8 @@ class CollectiveCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t is DTensor for t in types):
-            return NotImplemented  # the operators on the local tensors are dispatched afterwards
+            # DTensor then dispatches the operators on its local tensors, which are counted.
+            return NotImplemented
         try:
             call = detect_collective(op, args, kwargs or {})
         except NotImplementedError:

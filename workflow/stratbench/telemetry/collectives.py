@@ -1,4 +1,4 @@
-"""Describes a collective operation, and the bytes that it moves between workers, without torch."""
+"""Describes a collective operation and the bytes that it moves between workers; imports no torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective operation: its kind, the size of its tensor, and the ranks that take part.
+    """One call of a collective: its name, the size of its tensor, and the ranks that take part.
 
     Attributes:
         collective_name: Name of the collective, such as `all_reduce`.
         n_bytes: Bytes of the whole tensor: the one that is reduced, broadcast, gathered (output), scattered
             (input), or sent to one rank.
         group_size: Number of ranks that take part, or None for all.
-        bytes_per_sample: Further bytes per sample of a worker, for a collective that exchanges activations.
-        rank_stride: Distance between consecutive ranks of a group, which is the number of interleaved groups.
-        waiter: What waits for the collective. `user`: the operator that reads its new tensor (DTensor's
-            activations). `stream`: the stream in which it was called, or the host on a CPU. `none`: nothing,
-            until code waits for its handle.
+        bytes_per_sample: Bytes of the tensor in addition to `n_bytes`, per sample of a worker, if the
+            collective exchanges activations.
+        rank_stride: Difference between consecutive ranks of a group. A difference of 2 means that two groups
+            alternate.
+        waiter: What waits for the end of the collective. `user`: the operator that reads the resulting tensor
+            (DTensor's activations). `stream`: the stream in which the collective was called, or the host on a
+            CPU. `none`: nothing, until code waits for the collective's handle.
     """
 
     collective_name: str
@@ -31,9 +33,9 @@ class CollectiveCall:
 
     @property
     def as_tuple(self) -> tuple[Any, ...]:
-        """Kind and bytes, then ranks, bytes per sample and stride.
+        """Name, bytes, group size, bytes per sample and rank stride of the collective.
 
-        Fields at the end that have their defaults are left out.
+        Values at the end are left out if they are defaults.
         """
         if self.rank_stride > 1:
             return astuple(self)[:5]
@@ -43,17 +45,17 @@ class CollectiveCall:
             (self.collective_name, self.n_bytes) if self.group_size is None else astuple(self)[:3]
         )
 
-    def is_within_node(self, node_ranks: int, world_size: int) -> bool:
-        """Return whether each process group of this collective is within one node.
+    def is_within_node(self, ranks_per_node: int, world_size: int) -> bool:
+        """Return whether the ranks of each process group of this collective are on one node.
 
         Args:
-            node_ranks: Number of ranks per node.
+            ranks_per_node: Number of ranks per node.
             world_size: Number of all ranks.
         """
-        return node_ranks % ((self.group_size or world_size) * self.rank_stride) == 0
+        return ranks_per_node % ((self.group_size or world_size) * self.rank_stride) == 0
 
     def count_wire_bytes(self, world_size: int, samples: int = 0) -> float:
-        """Return the bytes that a rank sends (and also receives) by ring algorithms.
+        """Return the bytes that a rank sends by a ring algorithm, and also receives.
 
         An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, "Bandwidth optimal all-reduce
         algorithms for clusters of workstations", 2009). The bytes of a broadcast are the mean over the ranks.

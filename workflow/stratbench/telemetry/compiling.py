@@ -1,6 +1,6 @@
 """Checks that torch.compile can work on this machine, and counts its compilations.
 
-To import this module does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def missing_compiler_reason(cuda: bool) -> str | None:
-    """Return why torch.compile cannot work on this machine, with the remedy. None if it can.
+    """Return why torch.compile cannot work on this machine, with the remedy, or None if it can.
 
     torch.compile needs a C++ compiler for a CPU, and Triton and a C compiler for a GPU.
     """
@@ -32,7 +32,7 @@ def missing_compiler_reason(cuda: bool) -> str | None:
 
 
 class CompileWatch:
-    """Counts and times torch.compile's compilations in this process.
+    """Counter of torch.compile's compilations in this process, and of their seconds.
 
     The compilations of forward and of backward count separately.
     """
@@ -52,11 +52,11 @@ class CompileWatch:
         self.seconds += time.perf_counter() - self._begun
 
     def end_warm_up(self) -> None:
-        """Mark the end of the warm-up, after which a compilation counts as a recompilation."""
+        """Mark the end of the warm-up. Each later compilation counts as a recompilation."""
         self._warm = self.compilations
 
     def summarize_compilations(self) -> dict[str, float]:
-        """Return the number of compilations, their seconds, and the number after the warm-up."""
+        """Return the number of compilations, their total seconds, and the number of recompilations."""
         return {
             "compilations": self.compilations,
             "compile_s": self.seconds,

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a model's training, without computing anything."""
+"""Counts the floating-point operations of a model's training without executing them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-#: Operations of a training step, divided by those of its forward, if all parameters are trained. Backward
-#: computes two gradients for each product of forward.
+#: Operations of a training step as a multiple of those of its forward, if all parameters are trained. For
+#: each matrix product of forward, backward computes two gradients.
 TRAINING_FLOPS = 3
 
 
 def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
-    """Return floating-point operations per sample of a model's forward and of its training.
+    """Return the floating-point operations per sample of forward, and of a training step.
 
-    Convolutions, matrix products and attention are counted, a multiplication and its addition as two.
-    Element-wise operations, normalisation and pooling are not counted (torch.utils.flop_counter). The model
-    is built of fake tensors, which take neither memory nor time, and draws no random number.
+    Convolutions, matrix products and attention are counted. A multiplication and its addition are two
+    operations. Element-wise operations, normalisation and pooling are not counted (torch.utils.flop_counter).
+    The model is built of fake tensors, which take neither memory nor time, and draws no random number.
 
     By convention, training takes `TRAINING_FLOPS` times the forward (Chowdhery et al., PaLM, 2022, appendix
     B). With frozen parameters, backward is counted without their gradients.
@@ -34,9 +34,10 @@ def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) ->
     from stratbench.workload.known_values import KnownFakes
     from stratbench.workload.torch_internals import make_flop_formulas
 
-    # Fake tensors are used instead of the meta device, since models can detect that they have no values.
+    # Fake tensors take the place of the meta device, which models can detect.
     with KnownFakes():
-        model = build().eval()  # in training, BatchNorm refuses a single sample
+        # The model is in evaluation mode, because BatchNorm refuses to train on a single sample.
+        model = build().eval()
         text = len(input_shape) == 1
         x = torch.empty(1, *input_shape, dtype=torch.int64 if text else torch.float32)
         uncounted = make_flop_formulas()
@@ -59,9 +60,9 @@ def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) ->
 def _count_convolution_backward(
     grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_named: Any
 ) -> int:
-    """Return the operations of a convolution's backward, by the shapes of its tensors.
+    """Return the floating-point operations of a convolution's backward, given the shapes of its tensors.
 
-    It replaces torch's own formula, which is wrong for grouped convolutions. The gradient of the input and
+    This formula replaces torch's own, which is wrong for grouped convolutions. The gradient of the input and
     that of the weight each take as many operations as forward.
     """
     *_, transposed, _output_padding, _groups, wanted = rest

@@ -1,4 +1,4 @@
-"""Reads the git state of the checkout that a cell runs from, without torch, for the launcher."""
+"""Reads the git revision from which a cell runs, and whether files were changed since."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 @functools.cache
 def read_git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return `{"revision": ..., "dirty": ...}` of the checkout at `root`, cached per process.
+    """Return the git revision of the checkout at `root`, and whether the checkout is dirty.
 
     A checkout is dirty if a tracked file differs from the revision, or if git does not track a Python or
-    Snakemake file in it. The result is None without git, outside of a checkout, or before the first commit.
+    Snakemake file in it. The result is `{"revision": ..., "dirty": ...}`, and is cached per process. It is
+    None without git, outside of a checkout, or before the first commit.
     """
     revision = _run_git(root, "rev-parse", "HEAD")
     if revision is None:
@@ -24,7 +25,7 @@ def read_git_state(root: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _run_git(root: str | os.PathLike[str], *arguments: str) -> str | None:
-    # Without optional locks, cells that run at the same time do not compete for the index.
+    # Without optional locks, several cells can call git at the same time: they do not lock its index.
     command = ["git", "--no-optional-locks", "-C", os.fspath(root), *arguments]
     try:
         done = subprocess.run(

@@ -13,20 +13,22 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple
 
-#: Signal that makes a process of a cell write the stacks of its threads; others ignore it.
+#: Signal on which a process of a cell writes the stacks of its threads. Processes without a handler ignore
+#: it.
 STACK_SIGNAL = signal.SIGUSR1
-_FORM = struct.Struct("QQQQ")  # native byte order, so that each number is written at once
-#: Number of shard groups that the worker has called in this step, behind the times.
+# Number of steps, and three times in ns. In native byte order each number is written at once.
+_FORM = struct.Struct("QQQQ")
+#: Form of the field after the times: the number of shard groups that the worker has called in this step.
 _CALLS = struct.Struct("Q")
-#: Number of one shard group that the worker has called.
+#: Form of the entry for one called shard group: its number.
 _CALL = struct.Struct("H")
-#: Largest number of calls per step that are stored.
+#: Largest number of calls of shard groups that are stored per step.
 MAX_CALLS = 1024
 _SIZE = _FORM.size + _CALLS.size + MAX_CALLS * _CALL.size
-#: Shortest time in seconds without progress that counts as a hang.
+#: Shortest time in seconds without progress after which a worker counts as hung.
 SHORTEST_HANG_S = 10.0
-#: A worker hangs if a step takes this many times the longest earlier step, or another phase this many times
-#: the longest earlier pause.
+#: A worker counts as hung if its time without progress is longer than both limits: STEPS times its longest
+#: step, and PAUSES times its longest time before progress outside of steps.
 STEPS, PAUSES = 10.0, 2.0
 
 
@@ -35,7 +37,8 @@ class Heartbeat:
 
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
-            file.write(bytes(_SIZE))  # a mapped page without a block would fail on a full disk
+            # Disk blocks are allocated now, because on a full disk a later write to the map would crash.
+            file.write(bytes(_SIZE))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._calls = 0
@@ -44,7 +47,7 @@ class Heartbeat:
         self._write_file()
 
     def record_step(self) -> None:
-        """Store that a training step is complete, or on CUDA that the step is queued."""
+        """Store that a training step has ended or, on CUDA, that the host has queued it."""
         now_ns = monotonic_ns()
         span_ns = now_ns - self._last_ns
         if span_ns > self._longest_step_ns:
@@ -53,20 +56,22 @@ class Heartbeat:
         self._steps += 1
         self._write_file()
 
-    def record_group_call(self, group: int) -> None:
-        """Store that a shard group is called, in which workers may wait for each other."""
+    def record_group_call(self, group_number: int) -> None:
+        """Store that the worker calls a shard group, where workers may wait for each other."""
         if self._calls < MAX_CALLS:
-            _CALL.pack_into(self._map, _FORM.size + _CALLS.size + self._calls * _CALL.size, group)
+            _CALL.pack_into(
+                self._map, _FORM.size + _CALLS.size + self._calls * _CALL.size, group_number
+            )
             self._calls += 1
             _CALLS.pack_into(self._map, _FORM.size, self._calls)
 
     def forget_calls(self) -> None:
-        """Forget the stored calls of shard groups, because another step begins."""
+        """Delete the stored calls of shard groups, because another step begins."""
         self._calls = 0
         _CALLS.pack_into(self._map, _FORM.size, 0)
 
     def record_progress(self) -> None:
-        """Store progress other than a training step: a phase, or a batch of an evaluation."""
+        """Store progress outside of training steps: a phase, or a batch of an evaluation."""
         now_ns = monotonic_ns()
         self._longest_pause_ns = max(self._longest_pause_ns, now_ns - self._last_ns)
         self._last_ns = now_ns
@@ -112,7 +117,7 @@ class HeartbeatReading(NamedTuple):
 
 
 def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> HeartbeatReading | None:
-    """Return the heartbeat of a worker of this node, or None before its start.
+    """Return the content of a worker's heartbeat file on this node, or None before the worker starts.
 
     Args:
         path: File of the worker.
@@ -130,9 +135,9 @@ def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> Hear
 
 
 def read_shard_group_calls(path: Path) -> list[int]:
-    """Return the numbers of the shard groups that a worker has called, in order.
+    """Return the numbers of the shard groups that a worker has called in its present step, in order.
 
-    The list has the calls of the worker's last step.
+    The list is empty without a file.
     """
     try:
         content = path.read_bytes()

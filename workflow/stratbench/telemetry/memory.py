@@ -1,4 +1,4 @@
-"""Measures the memory of one worker: the peak during training, and the exact bytes of its model states.
+"""Measures the memory of one worker: the peak during training, and the bytes of its model states.
 
 On a CPU the peak is the kernel's high-water mark of resident memory since a reset. On CUDA it is the peak of
 the caching allocator, beside NVML's values.
@@ -23,7 +23,7 @@ from stratbench.telemetry.shards import free_gathered_parameters, get_local_shar
 from stratbench.workload.torch_internals import free_cublas_workspaces
 
 METHOD_RESET = "vmhwm"
-# Without a reset, the peak may be an earlier one, from before start(), and is an upper bound.
+# Without a reset at start(), the kernel's peak may be from before start(), so it is an upper bound.
 METHOD_LIFETIME = "vmhwm-since-process-start"
 METHOD_MAXRSS = "maxrss-since-process-start"
 METHOD_CUDA = "cuda-allocator"
@@ -48,11 +48,12 @@ class MemoryMeter:
         self._idle_bytes = _read_resident_bytes() if self.device.type == "cpu" else None
 
     def start(self) -> None:
-        """Forget earlier peaks, and use the present memory as base. This waits for the device."""
+        """Start a new measurement of the peak, with the present memory as base. Wait for the device."""
         if self.device.type == "cuda":
             self._nvml = self._nvml or Nvml()
             torch.cuda.synchronize(self.device)
-            # cuBLAS keeps tens of MiB per stream, which are not model states.
+            # The base must not contain cuBLAS's workspaces (tens of MiB per stream), which are no model
+            # states.
             free_cublas_workspaces()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._method = METHOD_CUDA
@@ -64,7 +65,7 @@ class MemoryMeter:
         self._base_bytes = _read_resident_bytes()
 
     def read(self) -> dict[str, int | str]:
-        """Return the memory in bytes since `start()`, without values that are unavailable.
+        """Return the peak memory since `start()` and related values in bytes, as far as available.
 
         It must be called outside of the timed training: it frees cuBLAS's workspaces, which the next matrix
         product allocates again from the allocator's cache.
@@ -80,7 +81,9 @@ class MemoryMeter:
             RuntimeError: If `start()` was not called.
         """
         if not self._method:
-            raise RuntimeError("MemoryMeter.read: start() was not called; call it first")
+            raise RuntimeError(
+                "the memory is read before MemoryMeter.start() was called; call start() first"
+            )
         on_cuda = self.device.type == "cuda"
         peak_bytes = (
             torch.cuda.max_memory_allocated(self.device)
@@ -114,13 +117,13 @@ class MemoryMeter:
 
 
 def _read_requested_bytes(device: torch.device) -> dict[str, int]:
-    """Return the peak of bytes requested from CUDA's caching allocator, and cuBLAS's share of these.
+    """Return the peak of the bytes requested from CUDA's allocator, and the bytes for cuBLAS in it.
 
     cuBLAS allocates a workspace per thread and stream with its first matrix product; the function frees these
     workspaces. Requests are counted before the allocator rounds them up.
     """
     before = torch.cuda.memory_stats(device)
-    # Another allocator, such as cudaMallocAsync, lacks this statistic.
+    # Other allocators, such as cudaMallocAsync, do not count requested bytes.
     if not before.get("requested_bytes.all.peak"):
         return {}
     free_cublas_workspaces()
@@ -135,7 +138,7 @@ def _read_requested_bytes(device: torch.device) -> dict[str, int]:
 
 
 def get_cuda_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a CUDA device (`GPU-...`). None if torch does not report UUIDs."""
+    """Return the UUID of a CUDA device (`GPU-...`), or None if torch does not report it."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return None
@@ -146,12 +149,12 @@ def get_cuda_uuid(device: torch.device) -> str | None:
 def measure_model_states(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Return the bytes of the model states on this rank between two training steps.
+    """Return the bytes of parameters, gradients, optimizer state and buffers on this rank.
 
-    They are `parameters_bytes`, `gradients_bytes`, `optimizer_bytes` and `buffers_bytes`. A DTensor counts as
-    its local shard, without padding. Gradients count as the local size of the trainable parameters, whether
-    or not they exist now. The optimizer's bytes are those of the tensors in its state. Parameters that FSDP2
-    has left gathered are freed first, since they would count in full.
+    The bytes are those between two training steps. A DTensor counts as its local shard, without padding.
+    Gradients count as much as the trainable parameters, whether or not they exist now. The optimizer's bytes
+    are those of the tensors in its state. Parameters that FSDP2 has left gathered are freed first, since they
+    would count in full.
     """
     free_gathered_parameters(model)
     parameters = list(model.parameters())
@@ -167,8 +170,8 @@ def measure_model_states(
 
 
 def get_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the optimizer's own dictionary of its state on this rank, by parameter."""
-    # ZeroRedundancyOptimizer keeps this rank's share in the optimizer that it wraps.
+    """Return the dict in which the optimizer stores its state on this rank, by parameter."""
+    # ZeroRedundancyOptimizer wraps another optimizer, which has this rank's share of the state.
     return getattr(optimizer, "optim", optimizer).state
 
 
@@ -177,7 +180,7 @@ def _sum_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _trim_heap() -> None:
-    """Give freed heap memory back to the kernel.
+    """Return heap memory that is free to the kernel.
 
     The base then does not include this memory. The call works with glibc only.
     """
@@ -188,12 +191,13 @@ def _trim_heap() -> None:
 
 
 def _reset_high_water_mark() -> str:
-    """Set the kernel's high-water mark VmHWM to the present resident size, by clear_refs (proc(5)).
+    """Set the kernel's record of peak resident memory (VmHWM) to the present resident memory.
 
-    This fails in containers that mount /proc read-only, and on systems without /proc.
+    A write to /proc/self/clear_refs does this (proc(5)). It fails in containers that mount /proc read-only,
+    and on systems without /proc.
 
     Returns:
-        The `method` by which `read` then measures the peak.
+        Name of the method by which `read` can then measure the peak.
     """
     try:
         _CLEAR_REFS.write_text("5", encoding="utf-8")
@@ -211,14 +215,14 @@ def _read_peak_resident_bytes(method: str) -> int:
     peak_bytes = None if method == METHOD_MAXRSS else _read_status_bytes("VmHWM")
     if peak_bytes is not None:
         return peak_bytes
-    # VmHWM is preferred, because ru_maxrss survives exec: a small program that a large one has started
-    # inherits the large one's peak. The unit is KiB on Linux, bytes on macOS.
+    # Without VmHWM, ru_maxrss is used. It is an upper bound, since a program inherits the peak of the program
+    # that has started it. Its unit is KiB on Linux, and bytes on macOS.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def _read_status_bytes(field: str) -> int | None:
-    """Return a size field of /proc/self/status in bytes. None if the field is missing."""
+    """Return the bytes in a field of /proc/self/status, or None if the field is missing."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Detects pauses of a node, in which the processes of a cell were stopped for any reason.
+"""Detects pauses of a node: time spans in which the processes of a cell were stopped.
 
 SLURM may suspend a job, a user may press Ctrl-Z or close a laptop, and a virtual machine may be frozen. A
 thread of the cell's agent then sees its clock jump. On a slow machine the kernel counts how long the thread
@@ -17,30 +17,30 @@ from typing import Any, NamedTuple
 
 from stratbench.telemetry.timeline import read_samples
 
-#: Period in seconds at which the thread reads its clock. A pause may begin later by this time than recorded.
+#: Seconds between two readings of the clock. A pause may begin up to this time later than recorded.
 PERIOD_S = 0.5
-#: Shortest jump of the clock in seconds that counts as a pause. Swapped memory also causes short jumps.
+#: Shortest jump of the clock in seconds that counts as a pause. Shorter jumps may come from swapped memory.
 SHORTEST_S = 2.0
-#: Shortest pause in seconds if the kernel does not count waits for a core. Crowded machines have waits of 4
-#: s.
+#: Shortest jump in seconds that counts as a pause if the kernel does not count waits for a core. On crowded
+#: machines threads wait up to 4 s.
 SHORTEST_UNCOUNTED_S = 15.0
-#: Seconds of CPU time within a pause above which a process was not stopped.
+#: CPU time in seconds above which a process counts as running, not stopped, during a pause.
 WORK_S = 0.1
-#: Largest share of pauses in the training time that does not matter for comparisons.
+#: Share of a cell's training time that pauses may take without invalidating its measurements.
 NEGLIGIBLE = 0.01
 #: Possible causes of a pause, as the end of a sentence.
 CAUSES = "its job was suspended, its processes were stopped, or the machine slept"
-#: Clock that also counts while the machine sleeps, unlike `time.monotonic`.
+#: Clock that also counts while the machine sleeps. `time.monotonic` does not.
 _WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Pause(NamedTuple):
-    """A span in which the processes of a cell were stopped.
+    """A time span in which the processes of a cell were stopped.
 
     Attributes:
-        begin_s: Begin in seconds of `time.monotonic`.
-        length_s: Length in seconds.
-        asleep_s: Seconds of it in which the machine slept, which `time.monotonic` does not count.
+        begin_s: Begin of the pause in seconds of `time.monotonic`.
+        length_s: Length of the pause in seconds, including sleep.
+        asleep_s: Seconds of the pause in which the machine slept. `time.monotonic` does not count them.
     """
 
     begin_s: float
@@ -54,7 +54,7 @@ class Pause(NamedTuple):
 
 
 class _ClockReading(NamedTuple):
-    """A reading of two clocks, without and with sleep, and of the thread's time waiting for a core, in s."""
+    """Values in seconds of two clocks (without and with sleep) and of this thread's waits for a core."""
 
     monotonic_s: float
     with_sleep_s: float
@@ -62,7 +62,7 @@ class _ClockReading(NamedTuple):
 
 
 class PauseWatch:
-    """Detects pauses of this process in a thread, until `stop` is called."""
+    """Detector of pauses of this process. A thread runs until `stop` is called."""
 
     def __init__(self) -> None:
         self.pauses: list[Pause] = []
@@ -75,12 +75,12 @@ class PauseWatch:
         self._start_thread.start()
 
     def stop(self) -> None:
-        """Read the clock a last time, and end the thread."""
+        """Detect pauses a last time, and end the thread."""
         self._ended.set()
         self._start_thread.join()
 
     def wait_for_latest_reading(self) -> None:
-        """Wait until `pauses` has all pauses up to now, including one that has just ended."""
+        """Wait until `pauses` contains all pauses up to now, also one that has just ended."""
         now_s = time.monotonic()
         with self._new_look:
             self._new_look.wait_for(lambda: self._looked_s >= now_s or self._ended.is_set())
@@ -92,21 +92,21 @@ class PauseWatch:
 
     @property
     def awake_since_s(self) -> float:
-        """End of the last pause, or begin of the watch, in seconds of `time.monotonic`."""
+        """End of the last pause in seconds of `time.monotonic`. Without a pause, begin of the watch."""
         return self._awake_since_s
 
     def _detect_pauses(self) -> None:
         with contextlib.ExitStack() as opened:
             try:
-                counts = opened.enter_context(open("/proc/thread-self/schedstat", "rb"))
+                schedstat_file = opened.enter_context(open("/proc/thread-self/schedstat", "rb"))
             except OSError:
-                counts = None
-            shortest_s = SHORTEST_UNCOUNTED_S if counts is None else SHORTEST_S
-            before = _read_clocks(counts)
+                schedstat_file = None
+            shortest_s = SHORTEST_UNCOUNTED_S if schedstat_file is None else SHORTEST_S
+            before = _read_clocks(schedstat_file)
             is_last = False
             while not is_last:
                 is_last = self._ended.wait(PERIOD_S)
-                now = _read_clocks(counts)
+                now = _read_clocks(schedstat_file)
                 pause = _find_pause(before, now, shortest_s)
                 with self._new_look:
                     if pause is not None:
@@ -117,27 +117,31 @@ class PauseWatch:
                 before = now
 
 
-def _read_clocks(counts: Any) -> _ClockReading:
-    """Read both clocks and the waiting time, again if the thread lost its core meanwhile."""
+def _read_clocks(schedstat_file: Any) -> _ClockReading:
+    """Read the clocks and the waits for a core at one moment; repeat if the thread has just waited."""
     while True:
-        waited_s = _read_waited_seconds(counts)
+        waited_s = _read_waited_seconds(schedstat_file)
         moment = _ClockReading(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
-        if _read_waited_seconds(counts) == waited_s:
+        if _read_waited_seconds(schedstat_file) == waited_s:
             return moment
 
 
-def _read_waited_seconds(counts: Any) -> float:
-    """Return the seconds that this thread has waited for a core.
+def _read_waited_seconds(schedstat_file: Any) -> float:
+    """Return how many seconds this thread has waited for a CPU core so far.
 
-    The result is 0 if the kernel does not count them.
+    The result is 0 if the kernel does not count such waits.
     """
-    return 0.0 if counts is None else int(os.pread(counts.fileno(), 128, 0).split()[1]) / 1e9
+    return (
+        0.0
+        if schedstat_file is None
+        else int(os.pread(schedstat_file.fileno(), 128, 0).split()[1]) / 1e9
+    )
 
 
 def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) -> Pause | None:
-    """Return the pause between two readings. None if waits for a core explain their distance.
+    """Return the pause between two readings of the clocks, or None if there was none.
 
-    Those are the period of the readings and waits for a core.
+    There was none if the period of the readings and waits for a core explain the time between the readings.
     """
     passed_s = now.with_sleep_s - before.with_sleep_s
     length_s = passed_s - PERIOD_S - (now.waited_s - before.waited_s)
@@ -148,9 +152,9 @@ def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) ->
 
 
 def iter_worker_pauses(pauses: Sequence[Pause], samples: Path, origin_s: float) -> Iterator[Pause]:
-    """Yield the pauses in which no sampled process of the cell used CPU time.
+    """Yield the pauses of the agent in which the cell's other processes used no CPU time, either.
 
-    In other pauses, perhaps only the agent was stopped.
+    In the remaining pauses only the agent may have been stopped.
 
     Args:
         pauses: Pauses of the agent.

@@ -1,4 +1,4 @@
-"""Collects host and software of a worker: everything that could make two records incomparable.
+"""Collects facts on the host and software of a worker by which two records can be compared.
 
 Each worker collects it on its own node. Facts that the machine does not offer are absent. Secrets are never
 included: environment variables are selected by an allow-list, and a variable whose name or value looks like a
@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "torchvision", "numpy", "nvidia-ml-py", "psutil")
 def collect_worker_provenance(
     device: torch.device | str, nvml: Nvml | None = None
 ) -> dict[str, Any]:
-    """Return host, libraries, flags, environment and device of this rank, as values for JSON.
+    """Return facts on host, libraries, flags, environment and device of this worker, for the record.
 
     Keys: `device`, `host`, `load_1m` (at the call), `software`, `flags`, `environment`, `slurm` (inside a
     SLURM job), and for a CUDA device `gpu`, `driver`, `topology`.
@@ -50,7 +50,7 @@ def collect_worker_provenance(
 
 
 def collect_host_facts() -> dict[str, Any]:
-    """Return name, CPU, cores, affinity and memory of this node, as usable by this process."""
+    """Return facts on this node, such as its name, cores and memory, and PyTorch's thread counts."""
     threads = {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
@@ -59,7 +59,7 @@ def collect_host_facts() -> dict[str, Any]:
 
 
 def hash_state(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of a model's named weights.
+    """Return the SHA-256 of the weights in a model's state dict.
 
     The hash is over the name, dtype, shape and bytes of each, sorted by name. Equal weights have equal
     hashes, regardless of device, memory layout, sharding and wrapper: the name prefixes of DDP and
@@ -78,7 +78,8 @@ def hash_state(state_dict: Mapping[str, torch.Tensor]) -> str:
         tensor = bare[name]
         if not torch.is_tensor(tensor):
             raise TypeError(
-                f"hash_state: the entry {name!r} is of type {type(tensor).__name__}; give tensors only"
+                f"the state dict to hash has an entry {name!r} of type {type(tensor).__name__}; give "
+                "tensors only"
             )
         tensor = gather_full_tensor(tensor)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
@@ -94,10 +95,10 @@ def _list_software() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    # The version in the package metadata may lack the build's suffix (+cpu, +cu130).
+    # torch's own version has the suffix of the build (+cpu, +cu130), which package metadata may lack.
     versions["torch"] = torch.__version__
     backends = torch.distributed if torch.distributed.is_available() else None
-    # gloo has no version of its own, since its source is part of torch.
+    # gloo has torch's version, because its source is part of torch.
     libraries = {
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -113,7 +114,8 @@ def _list_software() -> dict[str, Any]:
 
 
 def _list_torch_flags() -> dict[str, Any]:
-    # Reading an old TF32 flag fails after the newer precision settings were used.
+    # Older flags are read by `_call_if_supported`: reading them fails once newer precision settings were
+    # used.
     flags = {
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
@@ -127,10 +129,10 @@ def _list_torch_flags() -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _call_if_supported(ask: Callable[[], Any]) -> Any | None:
-    """Return the result of a query of PyTorch. None if this build of torch lacks it."""
+def _call_if_supported(query: Callable[[], Any]) -> Any | None:
+    """Return the result of a query of PyTorch, or None if this build of PyTorch does not support it."""
     try:
-        return ask()
+        return query()
     except (AttributeError, RuntimeError, ImportError):
         return None
 

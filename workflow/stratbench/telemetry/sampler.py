@@ -1,4 +1,4 @@
-"""Samples CPU, memory and GPUs of a node while a cell trains, in a process of its own per node.
+"""Samples CPU, memory and GPUs of a node while a cell trains. This runs in its own process per node.
 
 python -m stratbench.telemetry.sampler --out samples.csv --origin-s 4200.0
 
@@ -30,17 +30,17 @@ from stratbench.telemetry.machine.foreign_processes import ForeignProcessWatch
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS
 
-#: Longest time in seconds that the sampler may take to end.
+#: Longest time in seconds that the sampler process may take to end before it is killed.
 MAX_STOP_S = 5.0
-# A snapshot of PCIe, which blocks the sampler for 20 ms, is taken once in this number of samples.
+# Number of samples per measurement of PCIe rates, which blocks the sampler for 20 ms.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
-# The processes on the cell's GPUs are read once in this number of samples.
+# Number of samples per check for foreign processes on the cell's GPUs.
 _SAMPLES_PER_LOOK = 2
-# Longest time in seconds after which the sampler checks again that its parent exists.
+# Longest time in seconds between two checks that the sampler's parent process still exists.
 _MAX_WAIT_S = 1.0
-# Signal that makes the sampler take a sample at once; a sampler that is still starting ignores it.
+# Signal on which the sampler takes a sample at once. SIGCONT does not harm a sampler that is still starting.
 _WAKE = signal.SIGCONT
-# Shortest time in seconds for a share of CPU time, which the kernel counts in ticks of 10 ms.
+# Shortest time in seconds over which a share of CPU time is computed. The kernel counts in ticks of 10 ms.
 _SHORTEST_SHARE_S = 0.05
 
 
@@ -81,8 +81,8 @@ class Sampler:
         command += ["--parent-pid", str(os.getpid()), "--gpus", *gpus]
         if foreign_processes is not None:
             command += ["--foreign-processes", os.fspath(foreign_processes)]
-        # It has a session of its own: a signal to the cell's process group must not end it, or the end of the
-        # timeline would be lost.
+        # The sampler gets its own session. Otherwise a signal to the cell's process group would end it, and
+        # the end of the timeline would be lost.
         try:
             self._process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -93,24 +93,24 @@ class Sampler:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the sampler, or None if the sampler could not start."""
+        """Process id of the sampler. None if the sampler could not start."""
         return self._process.pid if self._process else None
 
-    def watch_process(self, label: str, pid: int, below: bool = False) -> None:
-        """Add a process to all samples, the first of which is taken now.
+    def watch_process(self, label: str, pid: int, with_descendants: bool = False) -> None:
+        """Add a process to all samples from now on, and take a sample now.
 
         Args:
             label: Label of the process, such as rank0 or server1.
             pid: Id of the process.
-            below: Whether the row includes the descendants of the process.
+            with_descendants: Whether the row includes the descendants of the process.
         """
         with self._pids_file.open("a", encoding="utf-8") as file:
-            file.write(f"{label} {pid}{' below' if below else ''}\n")
+            file.write(f"{label} {pid}{' with_descendants' if with_descendants else ''}\n")
         if self._process is not None:
             self._process.send_signal(_WAKE)
 
     def stop(self) -> bool:
-        """Make the sampler take a last sample and end. Return whether it ended within MAX_STOP_S."""
+        """Make the sampler take a last sample and end. Return whether it ended in time."""
         self._pids_file.unlink(missing_ok=True)
         if self._process is None:
             return False
@@ -124,7 +124,7 @@ class Sampler:
 
 
 class CellProcesses:
-    """The processes of a cell on this node, read from a file that the launcher writes.
+    """The processes of a cell on this node, which are listed in a file that the launcher writes.
 
     The launcher appends a line `label pid` per process. A line that ends with `below` includes all
     descendants of the process. A process that has ended is left out.
@@ -138,14 +138,15 @@ class CellProcesses:
         self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
     def read_new_processes(self) -> bool:
-        """Read new lines of the launcher's file, and return whether there were any."""
+        """Read the lines that the launcher has added to its file, and return whether there are any."""
         if self._pids_file is None:
             return False
         try:
             text = self._pids_file.read_text(encoding="utf-8")
         except OSError:
             return False
-        lines = text.split("\n")[:-1]  # the last line may be incomplete
+        # The text after the last line break is left out: it may be an incomplete line.
+        lines = text.split("\n")[:-1]
         new, self._lines_read = lines[self._lines_read :], len(lines)
         for line in new:
             label, *fields = line.split(" ")
@@ -158,9 +159,10 @@ class CellProcesses:
         return bool(new)
 
     def sample_processes(self) -> list[dict[str, Any]]:
-        """Return a timeline row per running process. A process's first row has no `cpu_pct`.
+        """Return a timeline row per running process, with its CPU time and memory.
 
-        In a row for several processes, memory that they share counts for each of them.
+        A process's first row has no `cpu_pct`. In a row for several processes, shared memory counts for each
+        of them.
         """
         rows = []
         for label, process in list(self._processes.items()):
@@ -195,7 +197,7 @@ class CellProcesses:
         return {"cpu_pct": round(100 * used_s / (now_s - then_s), 1)}
 
     def list_cores(self) -> set[int]:
-        """Return the cores on which any of the processes may run."""
+        """Return the CPU cores on which at least one of the processes may run."""
         cores: set[int] = set()
         for process in self._processes.values():
             try:
@@ -206,30 +208,32 @@ class CellProcesses:
 
 
 def _measure_process(process: psutil.Process) -> tuple[float, int]:
-    """Return CPU time in seconds and resident bytes of a process.
+    """Return the CPU time in seconds and the resident bytes of a process.
 
     Raises:
         psutil.Error: If the process has ended.
     """
     with process.oneshot():
-        if process.status() == psutil.STATUS_ZOMBIE:  # the kernel reports 0 bytes for a zombie
+        # A zombie counts as ended: the kernel reports 0 bytes for it.
+        if process.status() == psutil.STATUS_ZOMBIE:
             raise psutil.ZombieProcess(process.pid)
         times = process.cpu_times()
         return times.user + times.system, process.memory_info().rss
 
 
 class Host:
-    """Samples the whole node: load, memory, and use of cores since the previous sample."""
+    """Sampler of the whole node's load, memory, and use of cores since the previous sample."""
 
     def __init__(self, node: str) -> None:
         self._node = node
-        psutil.cpu_percent(percpu=True)  # the first result is the mean since boot, and is not used
+        # The first result is a mean since boot, and is not used. The call starts the count for the next one.
+        psutil.cpu_percent(percpu=True)
         self._asked_s = time.monotonic()
 
     def sample(self) -> dict[str, Any]:
         """Return a timeline row with the node's load, memory and use of cores.
 
-        The row is without the use of cores if the previous sample is too recent.
+        The row has no use of cores if the previous sample is too recent.
         """
         memory = psutil.virtual_memory()
         row: dict[str, Any] = {
@@ -253,24 +257,28 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="CSV file of samples to write")
     parser.add_argument("--period-s", type=float, default=0.5, help="seconds between samples")
     parser.add_argument(
-        "--origin-s", type=float, help="time.monotonic() at which t_s is 0; default: now"
+        "--origin-s",
+        type=float,
+        help="value of time.monotonic() at which the column t_s is 0; default: now",
     )
     parser.add_argument(
         "--pids-file",
         type=Path,
-        help="file that lists the processes to sample, as lines `label pid`",
+        help="file that lists the processes to sample, with one line `label pid` per process",
     )
     parser.add_argument(
         "--parent-pid",
         type=int,
         default=os.getppid(),
-        help="process whose end also ends the sampler; default: the parent",
+        help="id of the process whose end also ends the sampler; default: the parent process",
     )
     parser.add_argument(
         "--gpus", nargs="*", default=[], help="GPUs to sample, named as in CUDA_VISIBLE_DEVICES"
     )
     parser.add_argument(
-        "--foreign-processes", type=Path, help="file to write foreign processes on --gpus to"
+        "--foreign-processes",
+        type=Path,
+        help="file to write, with the processes of other programs on --gpus",
     )
     options = parser.parse_args(arguments)
     if not options.period_s > 0:
@@ -296,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.foreign_processes, gpus, options.parent_pid
     )
     try:
-        # Each sample is one write, so that a kill leaves whole rows.
+        # `sample_until` writes each sample at once, so that only whole rows remain if the sampler is killed.
         with options.out.open("w", newline="", encoding="utf-8") as file:
             sample_until(
                 stop,
@@ -309,7 +317,8 @@ def main(arguments: list[str] | None = None) -> int:
                 period_s=options.period_s,
                 origin_s=time.monotonic() if options.origin_s is None else options.origin_s,
             )
-    except OSError as error:  # the error may be a full disk
+    except OSError as error:
+        # The sampler ends if it cannot write, as on a full disk.
         print(f"sampler: {error.strerror}: {options.out}; the timeline ends", file=sys.stderr)
         return 1
     return 0
@@ -327,10 +336,10 @@ def sample_until(
     period_s: float,
     origin_s: float,
 ) -> None:
-    """Write samples to a file until `stop` is set.
+    """Write samples of the node, its processes and GPUs to a CSV file until `stop` is set.
 
     Args:
-        stop: Event that ends the sampling; `wake` must be set with it.
+        stop: Event that ends the sampling. Set `wake` with it, so that the wait ends.
         wake: Event that causes an extra sample.
         file: CSV file to write to.
         gpus: GPUs to sample.
@@ -368,7 +377,7 @@ def sample_until(
 
 
 def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
-    """Return the GPUs with names from CUDA_VISIBLE_DEVICES, and print which cannot be sampled."""
+    """Return the GPUs with these names, and print the names of GPUs that cannot be sampled."""
     gpus = []
     for name in names:
         if (gpu := nvml.find_named_gpu(name)) is not None:
@@ -406,7 +415,7 @@ def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> l
 
 
 def _wait_until_due(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
-    """Wait until the time `due_s`, until `wake` is set or the parent process ended.
+    """Wait until the time `due_s`, or until `wake` is set or the parent process has ended.
 
     Returns:
         False if `wake` has ended the wait, else True.
@@ -434,7 +443,7 @@ def _set_lowest_priority() -> None:
 
 
 def _bind_to_cores(cores: set[int]) -> None:
-    """Bind this process to some cores, if any, where the system supports affinity."""
+    """Bind this process to CPU cores, unless there are none or the system does not support it."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:

@@ -1,4 +1,4 @@
-"""Gets the local shard or the full tensor of DTensors, and frees parameters that FSDP2 has gathered."""
+"""Gets local shards and full tensors of DTensors, and frees parameters that FSDP2 has gathered."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Writes and reads the timeline of a cell: samples of the machine, phases of the ranks, and energy.
+"""Writes and reads a cell's timeline, with samples of the machine and the phases of the ranks.
 
-Times are seconds since an origin that the launcher sets. A sample file has one row per entity and sample; a
-field is empty if the machine does not offer its counter. `merge_timeline` adds the phase. This module imports
-no torch.
+Times are seconds since an origin that the launcher sets. Each sample of a sample file has a row per host,
+process and GPU. A field is empty if the machine does not offer its counter. `merge_timeline` adds the phase.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ SAMPLE_COLUMNS = (
     "node",
     "kind",
     "id",
-    # host: percent of all cores in use; process: percent of one core, so that 200 means two cores
+    # In rows of the host: percent of all cores that are in use. In rows of a process: percent of one core.
     "cpu_pct",
-    "cores_pct",  # host: percent in use of each core, separated by blanks
-    "cpu_time_s",  # process: CPU time so far
-    "rss_bytes",  # process: resident memory
-    "load_1m",  # host: load average over one minute
-    "mem_available_bytes",  # host: memory that new processes could use
-    # host: physical memory in use; gpu: memory in use on the device
+    # In rows of the host: percent of each core that is in use, separated by blanks.
+    "cores_pct",
+    # In rows of a process: CPU time in seconds since the start of the process.
+    "cpu_time_s",
+    # In rows of a process: bytes of resident memory.
+    "rss_bytes",
+    # In rows of the host: load average over one minute.
+    "load_1m",
+    # In rows of the host: bytes of memory that new processes could use.
+    "mem_available_bytes",
+    # In rows of the host: bytes of memory in use. In rows of a GPU: bytes in use on the GPU.
     "mem_used_bytes",
-    # The columns from here on are for GPUs (see nvml.Gpu.read_counters).
+    # This column and all further ones are only in rows of GPUs (see nvml.Gpu.read_counters).
     "gpu_util_pct",
     "mem_bus_util_pct",
     "power_w",
@@ -55,7 +60,7 @@ SAMPLE_COLUMNS = (
 
 
 class PhaseLog:
-    """Appends the phases of a rank to a log, as one JSON object per line with t_s, rank, phase and event.
+    """Log of a rank's phases: a line of JSON with t_s, rank, phase and event for each start and end.
 
     `event` is `start` or `end`. Each line is flushed at once, so that a killed rank loses at most its last
     line.
@@ -74,7 +79,7 @@ class PhaseLog:
             path: File to append to.
             rank: Rank of the worker.
             origin_s: This node's `time.monotonic()` when the cell began, from which all ranks count.
-            alive: Called after each entry.
+            alive: Function that is called after each entry.
         """
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open until the process ends
         self._rank = rank
@@ -82,7 +87,7 @@ class PhaseLog:
         self._alive = alive
 
     def write_phase_event(self, phase: str, event: str, at_s: float | None = None) -> None:
-        """Write to the log that a phase starts or ends.
+        """Write an entry that a phase starts or ends.
 
         Args:
             phase: Name of the phase.
@@ -97,7 +102,7 @@ class PhaseLog:
 
 
 class PhaseInterval(NamedTuple):
-    """A phase of one rank, from `start_s` to `end_s` in seconds since the cell's origin."""
+    """Time span of one rank's phase, in seconds since the start of the cell."""
 
     rank: int
     phase: str
@@ -106,9 +111,10 @@ class PhaseInterval(NamedTuple):
 
 
 def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[PhaseInterval]:
-    """Return the phases in some ranks' logs, sorted by start. A phase without an end ends at infinity.
+    """Return the intervals of all phases in these logs of ranks, sorted by start.
 
-    A missing log has no phases. A line that a kill has truncated is left out.
+    A phase without an end ends at infinity. A missing log has no phases. A line that a kill has truncated is
+    left out.
     """
     intervals: list[PhaseInterval] = []
     for path in paths:
@@ -129,7 +135,7 @@ def merge_timeline(
     phase_logs: Iterable[str | os.PathLike[str]],
     out: str | os.PathLike[str],
 ) -> None:
-    """Write the samples of all nodes to one file, sorted by time.
+    """Write the samples of all nodes to one CSV file, sorted by time.
 
     A further column has the phase. A row of process `rank3` gets rank 3's phase. Every other row gets the
     phase of the lowest rank with a log. The innermost of nested phases counts. Missing files and truncated
@@ -161,7 +167,7 @@ def merge_timeline(
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a sample file or timeline, as dicts by column.
+    """Yield each row of a sample file or timeline as a dict by column name.
 
     The value `t_s` is a number, and all others are texts. A missing file has no rows. A row that a kill has
     truncated is left out.
@@ -183,7 +189,7 @@ def compute_energy_joules(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:
-    """Return the total energy of some GPUs in joules, each GPU within its own intervals.
+    """Return the joules that GPUs used, each within its own time intervals, in total.
 
     The energy is the difference of the GPU's energy counter, interpolated at both ends, if the counter only
     grows. Otherwise it is the integral of the power, by the trapezoidal rule.
@@ -205,7 +211,7 @@ def compute_energy_joules(
 
 
 class _EnergySeries:
-    """A GPU's samples over time: (t_s, joules since the driver was loaded), and (t_s, watts)."""
+    """Samples of a GPU over time: (t_s, joules since the driver was loaded), and (t_s, watts)."""
 
     def __init__(self) -> None:
         self.counter: list[tuple[float, float]] = []
@@ -255,7 +261,8 @@ def _compute_energy_by_counter(
     series: list[tuple[float, float]], t0_s: float, t1_s: float
 ) -> float | None:
     values = [value for _, value in series]
-    if values != sorted(values):  # the driver was reloaded in between
+    # The counter has decreased, because the driver was reloaded.
+    if values != sorted(values):
         return None
     at_start, at_end = _interpolate(series, t0_s), _interpolate(series, t1_s)
     return None if at_start is None or at_end is None else at_end - at_start

@@ -1,7 +1,7 @@
-"""The agent of one node, which starts, watches and ends the node's processes of a cell.
+"""The agent of one node: the process that starts, watches and ends a cell's processes on this node.
 
-With one node the launcher is the agent. With several, `srun` starts an agent on each. A fork server forks the
-processes. The agent never imports torch, so that it can act even if the workers hang.
+If a cell uses one node, its launcher is the agent. Otherwise `srun` starts an agent on each node. A fork
+server forks the processes. The agent never imports torch, so that it can act even if the workers hang.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from stratbench.train.locks import create_scratch_folder
 from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.paused import write_worker_pauses
 
-#: Seconds that the other workers have to report after a worker has failed, before they are killed.
+#: Seconds after a worker's failure until the other workers are killed. They can report errors meanwhile.
 GRACE_S = 3.0
-#: Seconds between two checks of whether the workers make progress.
+#: Seconds between two checks whether the workers make progress.
 LOOK_S = 60.0
 
 
 class Stopped(BaseException):
-    """The agent has received a signal to stop."""
+    """Raised when the agent or launcher has received a signal to stop."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -49,7 +49,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """The exit of one process, whose code is negative after a signal and None if the agent killed it."""
+    """How one process ended. The exit code is negative after a signal, and None if the agent killed it."""
 
     name: str
     exit_code: int | None
@@ -64,37 +64,37 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class Exits:
-    """The exits of all processes of a node or cell, and the reason if the agent ended the processes."""
+    """How all processes of a node or cell ended, and whether the agent ended them."""
 
     processes: list[ProcessExit]
-    #: Whether the agent ended the processes at the time limit.
+    #: Whether the agent ended the processes because the cell's time limit was reached.
     timed_out: bool
     #: Whether the agent ended the processes because no worker made progress.
     has_hung: bool = False
-    #: Names of processes that have failed while the others could continue.
+    #: Names of processes whose failure the cell tolerates: the others could continue.
     tolerated_processes: frozenset[str] = frozenset()
 
 
 class NodeProcesses:
-    """The processes of a cell on one node, all of which must succeed unless a subclass tolerates losses.
+    """The processes of a cell on one node. All must succeed, unless a subclass tolerates failures.
 
     Workers are `Process` objects, or objects with the same attributes.
     """
 
-    #: Seconds between two calls of `abandoned`. None: LOOK_S.
+    #: Seconds between two calls of `list_lost_processes`. None: LOOK_S.
     poll_s: ClassVar[float | None] = None
 
     def __init__(self, job: Job, workers: Sequence[Any], others: Sequence[Process] = ()) -> None:
-        """Collect the processes of a node, of which `others` start before the workers."""
+        """Combine the processes of a node. `others`, such as servers, start before the workers."""
         self.job, self.workers = job, workers
         self.processes = [*others, *workers]
 
     def tolerates_failure(self, name: str) -> bool:
-        """Return whether the other processes can continue after this process has failed."""
+        """Return whether the cell can continue after the process with this name has failed."""
         return False
 
     def cannot_succeed(self, ended: Mapping[str, int]) -> bool:
-        """Return whether the running processes can no longer succeed, after others have ended.
+        """Return whether the cell can no longer succeed, given the processes that have ended.
 
         Args:
             ended: Exit codes of the processes that have ended, by name.
@@ -102,11 +102,11 @@ class NodeProcesses:
         return any(code != 0 and not self.tolerates_failure(name) for name, code in ended.items())
 
     def are_workers_hung(self, awake_since_s: float) -> bool:
-        """Return whether no worker has made progress for a long time (`standing.are_all_workers_hung`)."""
+        """Return whether all running workers of this node hang (`standing.are_all_workers_hung`)."""
         return standing.are_all_workers_hung(self.job, self.workers, awake_since_s)
 
     def list_lost_processes(self) -> set[str]:
-        """Return the names of the processes that the other processes count as lost.
+        """Return the names of the processes that the other processes have given up as lost.
 
         The agent kills these processes.
         """
@@ -115,13 +115,13 @@ class NodeProcesses:
 
 @contextmanager
 def create_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the worker processes of a node, which are not started yet."""
+    """Yield the worker processes of a node without starting them."""
     with start_fork_server(job) as path:
         yield NodeProcesses(job, create_workers(job, node, path))
 
 
 def start_fork_server(job: Job) -> AbstractContextManager[Path]:
-    """Return a context that runs a cell's fork server and yields the server's address."""
+    """Return a context in which a fork server runs for the cell. The context yields its address."""
     return run_fork_server(
         may_share=job.is_in_block or not job.use_cuda or is_shared_with_same_gpus()
     )
@@ -136,7 +136,7 @@ def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
     ]
 
 
-def run_node(job: Job, node: int, making: str = f"{__name__}:create_node_processes") -> Exits:
+def run_node(job: Job, node: int, factory_path: str = f"{__name__}:create_node_processes") -> Exits:
     """Start the processes of a cell on one node, and return their exits.
 
     The call waits for the end of the processes.
@@ -144,10 +144,11 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:create_node_process
     Args:
         job: Job of the cell.
         node: Number of the node.
-        making: Context manager that creates the processes, as "module:function" (`create_node_processes`).
+        factory_path: Path, as "module:function", of the context manager that creates the processes, such as
+            `create_node_processes`.
     """
     set_environment(job, job.n_nodes == 1)
-    with import_attribute(making)(job, node) as group:
+    with import_attribute(factory_path)(job, node) as group:
         processes = group.processes
         gpus = assign_gpus(job, node)
         job.folder.write_process_locations(
@@ -162,11 +163,12 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:create_node_process
         )
         watch = PauseWatch()
         try:
-            # Measured before training starts. The cell's own fork server may be importing PyTorch meanwhile.
+            # The load of other programs is measured before the training. Only the cell's fork server may run
+            # already.
             job.folder.write_other_load(node, measure_other_load())
             for p in processes:
                 p.start()
-                sampler.watch_process(p.name, p.pid, below=p.starts_others)
+                sampler.watch_process(p.name, p.pid, with_descendants=p.starts_others)
             exits = wait_for_exits(group, watch)
             failed = exits.timed_out or exits.has_hung or any(p.exit_code for p in exits.processes)
             if failed:
@@ -185,30 +187,31 @@ def run_node(job: Job, node: int, making: str = f"{__name__}:create_node_process
 
 
 def set_environment(job: Job, on_one_host: bool) -> None:
-    """Set environment variables that all processes of a cell inherit.
+    """Set the environment variables that all processes of a cell inherit.
 
     Args:
         job: Job of the cell.
         on_one_host: Whether all processes of the cell run on this host.
     """
-    # Libraries that are loaded after PyTorch read this variable.
+    # Libraries that are loaded after PyTorch read this variable. PyTorch's own threads are set by the
+    # workers.
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     if on_one_host and not job.use_cuda:
-        # gloo would look up this host's name, which not every machine can resolve.
+        # Otherwise gloo would look up this host's own name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     elif not on_one_host:
         set_gloo_interface()
-    # NCCL's watchdog waits four times this long for a dump, which nobody reads, before it ends a worker.
+    # Before NCCL's watchdog ends a hung worker, it waits for a debugging dump, four times as long as this.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    # GPUs are numbered as by NVML, which follows the PCI bus. CUDA's default order follows speed.
+    # CUDA must number GPUs as NVML does: by the PCI bus. By default CUDA orders them by speed.
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if not job.use_cuda:
-        # With visible GPUs, init_device_mesh would create a second process group.
+        # GPUs are hidden because init_device_mesh would create a second process group for them.
         gpu_locks.set_visible_gpus([])
 
 
 def assign_gpus(job: Job, node: int) -> dict[str, str]:
-    """Return the GPU of each worker on this node, by the worker's name.
+    """Return the GPU of each worker on this node as a dict by worker name.
 
     The GPUs are named as in CUDA_VISIBLE_DEVICES.
     """
@@ -219,7 +222,7 @@ def assign_gpus(job: Job, node: int) -> dict[str, str]:
 
 
 def locate_processes(names: list[str], gpus: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return host and GPU of each process, by its name."""
+    """Return the host and the GPU of each process as a dict by process name."""
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
     return {
@@ -229,14 +232,14 @@ def locate_processes(names: list[str], gpus: dict[str, str]) -> dict[str, dict[s
 
 
 def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
-    """Wait for the end of all processes, and return their exits.
+    """Wait for the end of all processes, and return how they ended.
 
     The wait also ends at the time limit. Running processes that can no longer succeed get GRACE_S seconds to
     end.
 
     Args:
         group: Processes of the node.
-        watch: Detector of pauses, which do not count towards the time limit.
+        watch: Detector of pauses. Pauses do not count towards the time limit.
     """
     job, processes = group.job, group.processes
     ended: dict[str, int] = {}
@@ -273,23 +276,24 @@ def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
 
 
 def compute_extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
-    """Return the time limit on this node's monotonic clock, extended by pauses.
+    """Return the time on this node's monotonic clock at which the time limit ends, including pauses.
 
     The result is None if there is no limit.
     """
     if job.deadline_s is None:
         return None
     if time.monotonic() >= job.deadline_s + watch.total_pause_s:
-        watch.wait_for_latest_reading()  # a pause may have ended just now
+        # A pause that has just ended must be included, since it extends the time limit.
+        watch.wait_for_latest_reading()
     return job.deadline_s + watch.total_pause_s
 
 
-def _list_exits(processes: Sequence[Process], ended: dict[str, int]) -> list[ProcessExit]:
-    return [ProcessExit(p.name, ended.get(p.name)) for p in processes]
+def _list_exits(processes: Sequence[Process], exit_codes: dict[str, int]) -> list[ProcessExit]:
+    return [ProcessExit(p.name, exit_codes.get(p.name)) for p in processes]
 
 
 def kill_processes(processes: Sequence[Process]) -> None:
-    """Kill all running processes, which have nothing to save."""
+    """Kill all processes that still run; they have nothing to save."""
     for p in processes:
         if p.pid is not None and p.is_alive():
             p.kill()
@@ -306,17 +310,23 @@ def handle_stop_signals(action: Callable[[int], None]) -> None:
 
 
 def raise_stopped(signum: int) -> None:
-    """Raise Stopped for the first signal. Later signals must not interrupt the clean-up."""
+    """Raise Stopped, and ignore later signals, which must not interrupt the clean-up."""
     handle_stop_signals(lambda _: None)
     raise Stopped(signum)
 
 
 def main() -> None:
-    """Run the agent of one of several nodes. `srun` starts it with the path of the job's file."""
+    """Run the agent of one node of several. `srun` starts it with the path of the job's file."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("job", type=Path, help="JSON file written by the launcher")
-    parser.add_argument("spent_s", type=float, help="of the cell's time, when srun was called")
-    parser.add_argument("processes", help="what makes the node's processes, as module:function")
+    parser.add_argument(
+        "job", type=Path, help="JSON file with the job, which the launcher has written"
+    )
+    parser.add_argument(
+        "spent_s", type=float, help="seconds from the start of the cell until srun was called"
+    )
+    parser.add_argument(
+        "processes", help="function that creates the node's processes, as module:function"
+    )
     args = parser.parse_args()
     job = Job.from_json(args.job.read_text(encoding="utf-8"))
     handle_stop_signals(raise_stopped)

@@ -1,4 +1,4 @@
-"""Assembles the record and the timeline of a cell from the files of the cell's processes."""
+"""Assembles a cell's record from the files that the cell's processes have written."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from stratbench.workload.data.sources import DataError
 
 
 def make_record(job: Job, ending: Ending) -> Record:
-    """Return the record of a cell that ended with a result."""
-    # Taken first, since assembling may take seconds.
+    """Return the record of a cell that ended with a result (such as ok, oom or timeout)."""
+    # The end of the cell is now: assembling the record may take seconds.
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)
     s, strategy = job.settings, get_strategy_class(job.settings.strategy)
     runner = create_runner(s)
@@ -39,7 +39,9 @@ def make_record(job: Job, ending: Ending) -> Record:
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
     meta = prepared.read_verified_meta(job.data_dir)
     if meta != job.data:
-        raise DataError(f"{job.data_dir} was prepared again while the cell trained; start it again")
+        raise DataError(
+            f"{job.data_dir} was prepared again while the cell trained; start the cell again"
+        )
     ended = ending.status in ("ok", "diverged") and whole
     run = runner.compute_totals(job, whole) if ended else {}
     communication = runner.communication(job, whole, run)
@@ -110,7 +112,7 @@ def build_strategy_entry(
 
 
 def build_batch_entry(
-    s: Settings, strategy: type[Strategy], meta: dict[str, Any], run: dict[str, Any]
+    s: Settings, strategy: type[Strategy], meta: dict[str, Any], totals: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the entry `batch` of the record.
 
@@ -118,16 +120,16 @@ def build_batch_entry(
         s: Settings of the cell.
         strategy: Class of the cell's strategy.
         meta: Meta data of the data set.
-        run: Totals over all workers, or an empty dict if the cell has not finished.
+        totals: Totals over all workers, or an empty dict if the cell has not finished.
     """
     return {
         "global_batch": s.global_batch,
         "per_worker_batch": s.per_worker_batch,
         "samples_per_step": strategy.samples_per_step(s),
         "steps_per_epoch": meta["train_samples"] // s.global_batch,
-        "samples_seen": run.get("samples_seen"),
-        "samples_applied": run.get("samples_applied"),
-        "updates_applied": run.get("updates_applied"),
+        "samples_seen": totals.get("samples_seen"),
+        "samples_applied": totals.get("samples_applied"),
+        "updates_applied": totals.get("updates_applied"),
     }
 
 
@@ -136,25 +138,25 @@ def build_time_entry(
     strategy: type[Strategy],
     workers: list[dict[str, Any]],
     first: dict[str, Any],
-    run: dict[str, Any],
+    totals: dict[str, Any],
     is_gang: bool,
 ) -> dict[str, Any]:
-    """Return the record's entry `time` without the step's breakdown and the total.
+    """Return the record's entry `time`, except for the breakdown of a step and the total time.
 
     Args:
         job: Job of the cell.
         strategy: Class of the cell's strategy.
         workers: Results of the workers.
         first: Results of the worker whose set-up time counts.
-        run: Totals over all workers, or an empty dict if the cell has not finished.
+        totals: Totals over all workers, or an empty dict if the cell has not finished.
         is_gang: Whether all workers are present from beginning to end.
     """
     s = job.settings
-    train_time_s, applied = run.get("train_time_s"), run.get("samples_applied")
+    train_time_s, applied = totals.get("train_time_s"), totals.get("samples_applied")
     return {
         "train_time_s": train_time_s,
-        "epoch_times_s": run.get("epoch_times_s", []),
-        # Several attempts may run on different nodes, whose clocks cannot be compared.
+        "epoch_times_s": totals.get("epoch_times_s", []),
+        # Attempts may have run on different nodes, whose clocks cannot be compared.
         "start_skew_ms": compute_start_skew_ms(workers)
         if is_gang and not job.earlier_attempts
         else None,
@@ -171,7 +173,7 @@ def build_time_entry(
 
 
 def build_score_entry(
-    ending: Ending, worker: dict[str, Any], per_epoch: list[dict[str, Any]], better: str
+    ending: Ending, worker: dict[str, Any], per_epoch: list[dict[str, Any]], better_direction: str
 ) -> dict[str, Any]:
     """Return the entry `score` of the record.
 
@@ -179,37 +181,36 @@ def build_score_entry(
         ending: How the cell ended.
         worker: Results of the worker that evaluated.
         per_epoch: Results of each epoch.
-        better: Direction of better scores, `higher` or `lower`.
+        better_direction: Direction of better scores, `higher` or `lower`.
     """
     scores = [e["score"] for e in per_epoch]
     known = [score for score in scores if score is not None]
     return {
         "final": scores[-1] if scores and ending.status == "ok" else None,
-        "best": (max if better == "higher" else min)(known, default=None),
+        "best": (max if better_direction == "higher" else min)(known, default=None),
         "per_epoch": per_epoch,
         "evaluated_on": worker.get("strategy", {}).get("evaluated_on"),
     }
 
 
-def build_worker_entry(w: dict[str, Any]) -> dict[str, Any]:
-    """Return one worker's element of the record's list `workers`."""
+def build_worker_entry(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the element for one worker in the record's list `workers`."""
     keys = ("rank", "steps", "samples", "train_time_s", "epoch_starts_s", "memory", "provenance")
-    entry = {key: w[key] for key in keys}
-    if own := w.get("own_ms"):
+    entry = {key: result[key] for key in keys}
+    if own := result.get("own_ms"):
         entry["own_ms"] = [float(f"{ms:.4g}") for ms in own]
-    if (wait_s := w.get("core_wait_s")) is not None:
+    if (wait_s := result.get("core_wait_s")) is not None:
         entry["core_wait_s"] = float(f"{wait_s:.4g}")
-    issue_ms = w.get("issue_ms")
+    issue_ms = result.get("issue_ms")
     entry["issue_ms"] = None if issue_ms is None else float(f"{issue_ms:.4g}")
     return entry
 
 
 def compute_start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
-    """Return per epoch how many ms the last worker starts after the first.
+    """Return, for each epoch, how many ms the last worker started after the first.
 
     Only workers on one node share a clock. So with several nodes this is the largest difference within a
-    node.
-    The result is None if no two workers share a node.
+    node. The result is None if no two workers share a node.
     """
     nodes: dict[str, list[list[float]]] = {}
     for w in workers:
@@ -220,9 +221,9 @@ def compute_start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
 
 
 def build_profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
-    """Return the record's entry on the profiler's trace. None without a trace.
+    """Return the entry `profile` of the record, or None if the profiler has written no trace.
 
-    `note`: what it leaves out.
+    `note` is a sentence on what the trace does not contain, or None.
     """
     trace = job.folder.profile_trace_path
     if not trace.exists():
@@ -231,12 +232,12 @@ def build_profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
 
 
 def summarize_step_times(step_ms: list[float]) -> dict[str, float] | None:
-    """Return mean, standard deviation and percentiles of step times in ms, or None without steps."""
+    """Return mean, standard deviation and percentiles of the step times in ms. None without steps."""
     if not step_ms:
         return None
     x = sorted(step_ms)
     mean = statistics.fmean(x)
-    # Percentiles are interpolated as by NumPy, whose import would take a third of a launcher's start.
+    # The percentiles equal NumPy's. The import of NumPy would take a third of a launcher's start.
     cuts = statistics.quantiles(x, n=100, method="inclusive") if len(x) > 1 else x * 99
     return {
         "count": len(x), "mean": mean, "std": math.sqrt(statistics.fmean((v - mean) ** 2 for v in x)),
@@ -244,25 +245,28 @@ def summarize_step_times(step_ms: list[float]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def compute_setup_s(worker: dict[str, Any], is_gang: bool, spent_s: float) -> float | None:
-    """Return the seconds for process start, imports, rendezvous, and building and wrapping the model.
+def compute_setup_s(
+    worker: dict[str, Any], is_gang: bool, earlier_attempts_s: float
+) -> float | None:
+    """Return the seconds of a worker's set-up, from its process's start to the wrapped model.
 
-    Process start and imports do not count for workers that may start at any time.
+    Set-up consists of process start, imports, rendezvous, building and wrapping. For workers that may start
+    at any time, process start and imports do not count.
 
     Args:
         worker: Results of the worker.
         is_gang: Whether all workers are present from beginning to end.
-        spent_s: Seconds of earlier attempts of the cell.
+        earlier_attempts_s: Seconds of earlier attempts of the cell.
     """
     if not worker:
         return None
     phases = worker["phases_s"]
-    started_s = worker["started_s"] - spent_s if is_gang else 0.0
+    started_s = worker["started_s"] - earlier_attempts_s if is_gang else 0.0
     return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 
 def get_largest_compile_counts(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest compile time and counts of any worker.
+    """Return the largest number of compilations of any worker, and the longest compile time.
 
     The dict is empty if no worker has compiled.
     """
@@ -271,13 +275,15 @@ def get_largest_compile_counts(workers: list[dict[str, Any]]) -> dict[str, float
     return {key: max(f[key] for f in figures) for key in keys} if figures else {}
 
 
-def find_longest_phase_s(workers: list[dict[str, Any]], key: str) -> float | None:
-    """Return the longest time (s) of a worker in a phase, or None if unknown."""
-    return max((w["phases_s"][key] for w in workers if key in w["phases_s"]), default=None)
+def find_longest_phase_s(workers: list[dict[str, Any]], phase_key: str) -> float | None:
+    """Return the seconds of the worker with the longest phase `phase_key`. None if unknown."""
+    return max(
+        (w["phases_s"][phase_key] for w in workers if phase_key in w["phases_s"]), default=None
+    )
 
 
 def find_largest_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the memory values of the rank that used most memory."""
+    """Return the memory values of the worker with the highest peak, and the largest model states."""
     if not workers:
         return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
     worst = max(workers, key=lambda w: w["memory"]["peak_bytes"])["memory"]
@@ -286,13 +292,14 @@ def find_largest_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "method": worst["method"],
         "peak_bytes": worst["peak_bytes"],
         "peak_over_base_bytes": worst["peak_over_base_bytes"],
-        "model_states": largest or None,  # the model states are unknown if a command has trained
+        # A command does not report its model states.
+        "model_states": largest or None,
         **{key: worst[key] for key in ("requested_peak_bytes", "cublas_bytes") if key in worst},
     }
 
 
 def list_memory_by_stage(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Return the peak memory of the worst rank per pipeline stage.
+    """Return the peak memory of each pipeline stage: that of its worker with the highest peak.
 
     The dict is empty without stages.
     """
@@ -305,7 +312,7 @@ def list_memory_by_stage(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str,
 
 
 def build_provenance_entry(job: Job, finished: datetime) -> dict[str, Any]:
-    """Return the entry `provenance` of the record: versions, times, nodes and other load."""
+    """Return the entry `provenance` of the record, such as versions, times and nodes."""
     first_unix_s = (
         job.earlier_attempts[0]["started_unix_s"] if job.earlier_attempts else job.origin_unix_s
     )

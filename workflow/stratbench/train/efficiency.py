@@ -1,6 +1,6 @@
-"""Operations per second against the device's peak, traffic and energy of a finished cell.
+"""Computes a finished cell's operations per second, communication, time per phase and energy.
 
-All values are computed from the files of its processes and of the sampler. Values that are not known are
+All values come from the files of the cell's processes and of the sampler. Values that are not known are
 absent.
 """
 
@@ -13,16 +13,16 @@ from stratbench.telemetry.machine.hardware import find_datasheet
 from stratbench.telemetry.timeline import compute_energy_joules, read_phases
 from stratbench.train.job import Job
 
-#: Training intervals (start_s, end_s) of each GPU, by host name and GPU number.
+#: Time intervals (start_s, end_s) in which each GPU trained, by host name and GPU number.
 Intervals = dict[tuple[str, str], list[tuple[float, float]]]
 _RATES = ("sent_bytes_per_step", "received_bytes_per_step")
 _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_steps")
 
 
 def compute_flops_and_mfu(
-    job: Job, workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
+    job: Job, workers: list[dict[str, Any]], totals: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Return the total operations per second, and their share of the devices' peak (MFU).
+    """Return the floating-point operations per second, and their share of the GPUs' peak (MFU).
 
     The total is over all workers. Operations are those of the model, without recomputation by activation
     checkpointing. Source: Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B.
@@ -30,7 +30,7 @@ def compute_flops_and_mfu(
     Args:
         job: Job of the cell.
         workers: Results of the workers.
-        run: Totals over all workers.
+        totals: Totals over all workers.
         is_gang: Whether all workers are present from beginning to end. If not, no peak is returned.
     """
     counted = next((w for w in workers if w.get("forward_flops_per_sample")), None)
@@ -38,7 +38,7 @@ def compute_flops_and_mfu(
         return None
     names = ("forward_flops_per_sample", "training_flops_per_sample")
     figures: dict[str, Any] = {name: counted[name] for name in names}
-    samples, train_time_s = run.get("samples_seen"), run.get("train_time_s")
+    samples, train_time_s = totals.get("samples_seen"), totals.get("train_time_s")
     if not samples or not train_time_s:
         return figures
     done = figures["training_flops_per_sample"] * samples
@@ -51,9 +51,9 @@ def compute_flops_and_mfu(
 
 
 def sum_peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | None:
-    """Return the sum of the GPUs' datasheet peaks in the cell's precision.
+    """Return the sum of all workers' GPUs' peak rates in the cell's precision, in FLOP/s.
 
-    The result is None if one of them is not known.
+    The rates are those of the datasheets. The result is None if one of them is unknown.
     """
     if job.settings.precision == "fp64" or len(workers) < job.world_size:
         return None
@@ -63,15 +63,15 @@ def sum_peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | Non
 
 
 def build_communication_entry(
-    workers: list[dict[str, Any]], run: dict[str, Any], is_gang: bool = True
+    workers: list[dict[str, Any]], totals: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Return a worker's mean bytes sent and received per step, with rates and times.
+    """Return the mean bytes that a worker sends and receives per step, and the times for it.
 
     The result is None if no worker reports its traffic.
 
     Args:
         workers: Results of the workers.
-        run: Totals over all workers.
+        totals: Totals over all workers.
         is_gang: Whether all workers are present from beginning to end.
     """
     reported = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
@@ -85,8 +85,9 @@ def build_communication_entry(
         if all(key in c for c, _ in reported):
             figures[key] = sum(c[key] * n for c, n in reported) / steps
     if not is_gang:
-        return figures  # the rate depends on the number of workers, which changes
-    if train_time_s := run.get("train_time_s"):
+        # No rate in bytes per second is given, because the number of workers changes.
+        return figures
+    if train_time_s := totals.get("train_time_s"):
         steps_per_s = steps / len(reported) / train_time_s
         figures["implied_bytes_per_s"] = max(figures[key] for key in _RATES) * steps_per_s
     return figures
@@ -95,9 +96,10 @@ def build_communication_entry(
 def compute_mean_phases_ms(
     workers: list[dict[str, Any]], communication: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Return the mean time of each phase of a step over all workers, in ms.
+    """Return the mean time in ms of each phase of a step, over all workers.
 
-    Exposed communication is subtracted from backward, and waiting from the exchange with servers.
+    Exposed communication becomes a phase of its own, taken out of backward. So does the wait for servers,
+    taken out of the exchange with them.
 
     Args:
         workers: Results of the workers.
@@ -117,7 +119,8 @@ def compute_mean_phases_ms(
                 wait_ms = min(communication["server_wait_ms"], mean_ms)
                 phases["push"] = mean_ms - wait_ms
                 phases["server_wait"] = wait_ms
-            case "other" if "server" not in names:  # the time after the last mark of a step
+            case "other" if "server" not in names:
+                # The time after the last marked phase of a step is the optimizer's.
                 phases["optimizer"] = phases.get("optimizer", 0.0) + mean_ms
             case _:
                 phases[name] = mean_ms
@@ -125,9 +128,9 @@ def compute_mean_phases_ms(
 
 
 def compute_bubble_shares(workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the share of a step that workers waited for other pipeline stages.
+    """Return the measured share of a step in which workers waited for other pipeline stages.
 
-    The dict is empty unless every worker has such a time.
+    The dict has the key `bubble_share`. It is empty unless every worker has measured such waits.
     """
     waits = [w["breakdown_ms"].get("bubble") for w in workers]
     if not waits or None in waits:
@@ -136,7 +139,7 @@ def compute_bubble_shares(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
-    """Read the intervals in which each GPU trained. None if unknown for any GPU."""
+    """Return the time intervals in which each GPU trained, or None if a GPU's are unknown."""
     if len(workers) < job.world_size:
         return None
     intervals: Intervals = {}
@@ -152,21 +155,21 @@ def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> I
 
 
 def build_energy_entry(
-    job: Job, run: dict[str, Any], intervals: Intervals | None
+    job: Job, totals: dict[str, Any], intervals: Intervals | None
 ) -> dict[str, float] | None:
-    """Return the energy in joules that the cell's GPUs used during training steps.
+    """Return the joules that the cell's GPUs used during training steps: in total and per sample.
 
-    The figures are the total and the energy per applied sample. CPUs, host memory and other parts of the
-    machine are not included. The result is None if the energy of a GPU is not known, as after a restart.
+    Only applied samples count. CPUs, host memory and other parts of the machine are not included. The result
+    is None if the energy of a GPU is not known, as after a restart.
 
     Args:
         job: Job of the cell.
-        run: Totals over all workers.
-        intervals: Training intervals of each GPU, or None if not known for all GPUs.
+        totals: Totals over all workers.
+        intervals: Training intervals of each GPU, or None if those of a GPU are unknown.
     """
-    if not run.get("samples_applied") or intervals is None or job.earlier_attempts:
+    if not totals.get("samples_applied") or intervals is None or job.earlier_attempts:
         return None
     joules = compute_energy_joules(job.folder.list_sample_paths(), intervals)
     if joules is None:
         return None
-    return {"train_joules": joules, "joules_per_sample": joules / run["samples_applied"]}
+    return {"train_joules": joules, "joules_per_sample": joules / totals["samples_applied"]}

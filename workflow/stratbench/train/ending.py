@@ -1,4 +1,4 @@
-"""Classification of a cell's end: a result (such as ok, oom or timeout), or an error."""
+"""Classifies how a cell ended: with a result (such as ok, oom or timeout), or with an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stratbench.workload.users_code import different_calls_reason
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a cell: a status for the record, or `error`, with the reason if not `ok`."""
+    """How a cell ended: the record's status, or `error`; and the reason, or None if `ok`."""
 
     status: str
     reason: str | None
@@ -40,10 +40,10 @@ KILLED_FOR_MEMORY = Ending("oom", "the kernel killed a process because the host 
 def classify_ending(
     job: Job,
     exits: Exits,
-    kills_before: int | None = None,
-    classify_rest: Callable[[Job, Exits, Workers], Ending] | None = None,
+    oom_kills_before: int | None = None,
+    classify_without_oom: Callable[[Job, Exits, Workers], Ending] | None = None,
 ) -> Ending:
-    """Return how a cell ended, from the files and the exit codes of its processes.
+    """Return how a cell ended, judged by its processes' files and exit codes.
 
     A cause has precedence over its consequences: if one worker is out of memory or killed, other workers
     fail, too. A worker's own report has precedence over the time limit.
@@ -51,9 +51,9 @@ def classify_ending(
     Args:
         job: Job of the cell.
         exits: How the cell's processes exited.
-        kills_before: Result of `count_oom_kills` before the cell, or None if not known.
-        classify_rest: Function that classifies endings which depend on the kind of cell. None: that of a
-            gang.
+        oom_kills_before: Result of `count_oom_kills` before the cell started, or None if unknown.
+        classify_without_oom: Function that classifies the ending of this kind of cell if memory was no cause.
+            None: `classify_collective`.
     """
     workers = job.folder.read_worker_results(job.world_size)
     if refused := find_first_reason(workers, "unsupported"):
@@ -61,38 +61,40 @@ def classify_ending(
     if find_first_reason(workers, "oom"):
         return make_out_of_memory_ending(job, workers)
     if any(p.exit_code == -signal.SIGKILL for p in exits.processes) and has_oom_kill_since(
-        kills_before
+        oom_kills_before
     ):
         return KILLED_FOR_MEMORY
-    return (classify_rest or classify_collective)(job, exits, workers)
+    return (classify_without_oom or classify_collective)(job, exits, workers)
 
 
 def find_first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
-    """Return the reason of the first worker with the status `status`. None without such a worker."""
+    """Return the reason that the first worker with this status gives, or None without such a worker."""
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
-#: Messages of gloo and NCCL after another worker was lost.
+#: Messages of gloo and NCCL in a worker that has lost the connection to another worker.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process (exited|has terminated)"
 )
 
 
-def find_error_cause(workers: Mapping[int, Mapping[str, Any]], was_ended: bool) -> str | None:
-    """Return the first error except the loss of another worker, else the first error.
+def find_error_cause(
+    workers: Mapping[int, Mapping[str, Any]], reached_time_limit: bool
+) -> str | None:
+    """Return the first worker's error that is no loss of another worker; else the first error.
 
     Args:
         workers: Results of the workers by rank.
-        was_ended: Whether the cell has reached its time limit. Then the loss of a worker is no error, because
-            the processes of one node end before those of others.
+        reached_time_limit: Whether the cell has reached its time limit. The loss of a worker is then no
+            error, because the processes of one node end before those of others.
     """
     errors = [w["reason"] for w in workers.values() if w["status"] == "error"]
     causes = [reason for reason in errors if not _LOST_PEER.search(reason)]
-    return next(iter(causes or ([] if was_ended else errors)), None)
+    return next(iter(causes or ([] if reached_time_limit else errors)), None)
 
 
 def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """Return how a cell without parameter servers ended, if no worker was out of memory.
+    """Return how a cell without parameter servers ended, if memory was no cause.
 
     Args:
         job: Job of the cell.
@@ -100,13 +102,15 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
         workers: Results of the workers by rank.
     """
     s, step = job.settings, find_first_unequal_step(read_worker_states(job))
-    if step is not None:  # different collectives: gloo aborts, and NCCL waits forever
+    # This cause comes first: if workers call different collectives, gloo aborts and NCCL waits forever.
+    if step is not None:
         return Ending("unsupported", different_calls_reason(s.model, s.strategy, f"step {step}"))
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
         return Ending("error", read_watchdog_reason(job, killed) or str(killed[0]))
-    if reason := find_error_cause(workers, was_ended=exits.timed_out):
-        # A worker did not reach a collective in time. It is one of those that still run.
+    if reason := find_error_cause(workers, reached_time_limit=exits.timed_out):
+        # `reason` is from a worker that has waited too long in a collective. Others, which still run, did not
+        # reach it.
         waits = hang_reason(read_worker_states(job)) if "Timed out waiting" in reason else None
         return Ending("error", f"{reason}; {waits}" if waits else reason)
     if exits.timed_out or exits.has_hung:
@@ -123,27 +127,29 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
 
 def make_ending_at_limit(job: Job, exits: Exits) -> Ending:
-    """Return the ending of a cell that hung or reached its time limit. Only a slow cell has a result."""
+    """Return the ending of a cell that hung or reached its time limit. Only a slow one has a result."""
     if exits.has_hung:
-        return Ending("error", hang_reason(read_worker_states(job)) or "it hangs: no worker got on")
+        return Ending(
+            "error", hang_reason(read_worker_states(job)) or "it hangs: no worker made progress"
+        )
     return make_error_or_timeout(job, failed_at_limit_reason(job))
 
 
-def make_error_or_timeout(job: Job, why_failed: str | None) -> Ending:
-    """Return the ending of a cell at its time limit.
+def make_error_or_timeout(job: Job, failure_reason: str | None) -> Ending:
+    """Return the ending of a cell that reached its time limit.
 
-    It is an error if there is a reason, else `timeout`.
+    With a failure's reason the ending is an error, and otherwise `timeout`.
     """
-    return Ending("error", why_failed) if why_failed else make_timeout(job.time_limit_s)
+    return Ending("error", failure_reason) if failure_reason else make_timeout(job.time_limit_s)
 
 
 def make_timeout(limit_s: float) -> Ending:
-    """Return the ending of a cell that reached its time limit without a failure."""
+    """Return the ending `timeout`, of a cell that reached its time limit without failing."""
     return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
 
 
-#: Messages of PyTorch's NCCL watchdog before it ends a process by SIGABRT. The first names the collective,
-#: but is not always written. The second is always written.
+#: Messages that PyTorch's NCCL watchdog writes before it ends a process by SIGABRT. The first kind names the
+#: collective, but is not always written. The second always is.
 _WATCHDOG_SAYS = (
     re.compile(r"Collective \w+\(.*raised the following async exception: .*"),
     re.compile(r"[\w ]*watchdog thread terminated with exception: .*"),
@@ -151,9 +157,10 @@ _WATCHDOG_SAYS = (
 
 
 def read_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Return the message of NCCL's watchdog from the first process that it ended, if any.
+    """Return the last message of NCCL's watchdog in the log of a process that the watchdog ended.
 
-    It reports an error of a communicator, or a collective that took longer than `worker.COLLECTIVE_S`.
+    The message is about an error of a communicator, or a collective that took longer than
+    `worker.COLLECTIVE_S`. The result is None without such a process.
     """
     for process in killed:
         path = job.folder.get_log_path(process.name)
@@ -167,9 +174,9 @@ def read_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
 
 
 def make_out_of_memory_ending(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """Return the ending of a cell with a worker out of memory.
+    """Return the ending of a cell in which a worker had no memory left.
 
-    It is a result, unless other programs used the GPU as well.
+    The ending is the result `oom`, or an error if other programs used the GPU as well.
     """
     lacking = {rank: w for rank, w in workers.items() if w["status"] == "oom"}
     for worker in lacking.values():
@@ -196,18 +203,18 @@ def _format_gib(held_bytes: int | None) -> str:
     )
 
 
-def has_oom_kill_since(kills_before: int | None) -> bool:
-    """Return whether the kernel has killed a process for memory since `kills_before`.
+def has_oom_kill_since(oom_kills_before: int | None) -> bool:
+    """Return whether the kernel has killed a process for lack of memory since an earlier count.
 
-    Only processes of the control group count.
+    `oom_kills_before` is that count, from `count_oom_kills`. Only processes of this control group count.
     """
-    return kills_before is not None and count_oom_kills() > kills_before
+    return oom_kills_before is not None and count_oom_kills() > oom_kills_before
 
 
 def count_oom_kills(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return the number of out-of-memory kills in this process's control group.
+    """Return how many processes of this control group the kernel has killed for lack of memory.
 
     The number is 0 if it cannot be read.
 
@@ -218,7 +225,8 @@ def count_oom_kills(
     try:
         groups = [line.split(":", 2) for line in proc.read_text(encoding="utf-8").splitlines()]
         for _, controllers, group in groups:
-            if "memory" in controllers.split(","):  # version 1 of cgroups
+            # Only version 1 of Linux control groups has a group per controller.
+            if "memory" in controllers.split(","):
                 file = root / "memory" / group.lstrip("/") / "memory.oom_control"
                 break
         else:

@@ -1,4 +1,4 @@
-"""The fork server: a process that imports PyTorch once, and forks the processes of cells.
+"""The fork server: a process that imports PyTorch once, and from which the processes of cells are forked.
 
 Cells on the CPUs of one machine, or in one SLURM job, share a fork server. Snakemake starts it and names its
 folder in STRATBENCH_FORK_SERVER. It imports PyTorch when the first cell connects. A cell on GPUs has a server
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 
-# Ctrl-C must not end the server (_Server) during the imports, which take long.
+# The imports below take long, and Ctrl-C must not end the server during them.
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -42,18 +42,20 @@ from stratbench.telemetry.heartbeat import STACK_SIGNAL
 from stratbench.train.gpu_locks import VARIABLE as VISIBLE_GPUS
 from stratbench.train.locks import create_scratch_folder
 
-#: Environment variable with the folder of the server that the cells of this run share.
+#: Name of the environment variable with the folder of the fork server that this run's cells share.
 FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
-#: Environment variable with the value of CUDA_VISIBLE_DEVICES at the start of the shared server.
+#: Name of the environment variable with the value that CUDA_VISIBLE_DEVICES had when the shared server
+#: started.
 GPUS_VARIABLE = "STRATBENCH_FORK_SERVER_GPUS"
-#: An answer of the server: 0 as a greeting, a pid or the negative error number of the fork, or an exit code.
+#: Form of each answer of the server, a number: 0 as greeting, then the pid or the fork's negative error
+#: number, and at the end the exit code.
 _ANSWER = struct.Struct("!i")
 _REQUEST_TIMEOUT_S = 10.0
 _ACCEPT_AGAIN_S = 0.1
 
 
 class ForkServer:
-    """A fork server that this process has started and owns.
+    """A fork server that this process has started.
 
     When this process ends, the server waits for the processes that it has forked, and ends too.
     """
@@ -65,35 +67,36 @@ class ForkServer:
             listener.listen(128)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "stratbench.train.forkserver", str(listener.fileno())],
-                stdin=subprocess.PIPE,  # its closing tells the server that this process has ended
+                # The pipe is closed when this process ends, which tells the server to end.
+                stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 env=os.environ
                 | {
-                    # PyTorch reads this variable once, when it is loaded. Each forked process sets its number
-                    # of threads by `torch.set_num_threads`.
+                    # PyTorch reads this variable when it is loaded. Each forked process later sets its own
+                    # number of threads by `torch.set_num_threads`.
                     "OMP_NUM_THREADS": "1",
-                    # PyTorch asks NVML whether there is a GPU. Forked processes could not use CUDA if the
-                    # server had initialised it.
+                    # PyTorch then asks NVML whether there is a GPU, instead of initialising CUDA. After an
+                    # initialisation, forked processes could not use CUDA.
                     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                 },
             )
 
     def stop(self) -> None:
-        """Kill the server, even while it imports PyTorch, and all processes forked by it."""
+        """Kill the server, even while it imports PyTorch. All processes that it has forked end, too."""
         self._process.kill()
         self._process.wait()
 
 
 class Process:
-    """A process that a fork server forks, and that calls a function with `args`.
+    """A process that a fork server forks. It calls the function of `entry` with `args`.
 
-    The function is that of `entry` (`find_entry_function`).
+    `find_entry_function` finds the function.
 
-    It has the environment and the working directory of its launcher. Its attributes are those of
+    The process has the environment and the working directory of its launcher. Its attributes are those of
     `multiprocessing.Process`.
     """
 
-    #: Whether the process starts further processes, which belong to it.
+    #: Whether the process starts further processes, whose CPU time and memory count as its own.
     starts_others = False
 
     def __init__(self, server: Path, name: str, entry: str, *args: str | int) -> None:
@@ -108,7 +111,7 @@ class Process:
         """Make the fork server fork the process.
 
         Raises:
-            OSError: If the server cannot be reached, cannot fork, or ends before.
+            OSError: If the server cannot be reached, cannot fork, or ends before it has forked.
         """
         request = self._request | {"env": dict(os.environ), "cwd": os.getcwd()}
         self.sentinel.connect(os.fspath(self._server))
@@ -120,7 +123,9 @@ class Process:
             code, self.pid = -self.pid, None
             raise OSError(code, f"{self.name} cannot be forked: {os.strerror(code)}")
         if self.pid is None:
-            raise ConnectionError(f"the fork server ended before {self.name} could start")
+            raise ConnectionError(
+                f"the fork server ended before it could start the process {self.name}"
+            )
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end of the process, and set `exitcode`.
@@ -129,7 +134,8 @@ class Process:
         """
         if self.exitcode is None and wait([self.sentinel], timeout):
             code = _receive_answer(self.sentinel)
-            self.exitcode = -signal.SIGKILL if code is None else code  # None: the server was killed
+            # No answer means that the server was killed, and the process with it.
+            self.exitcode = -signal.SIGKILL if code is None else code
             self.sentinel.close()
 
     def is_alive(self) -> bool:
@@ -144,9 +150,9 @@ class Process:
 
 @contextmanager
 def run_fork_server(may_share: bool) -> Iterator[Path]:
-    """Yield the address of the shared fork server, or of a new one.
+    """Yield the socket path of the shared fork server, or of a new one.
 
-    A new server ends with this context.
+    A new server is started if there is no shared one, or if `may_share` is false. It ends with this context.
     """
     shared = _find_shared_address() if may_share else None
     if shared is not None:
@@ -163,7 +169,7 @@ def run_fork_server(may_share: bool) -> Iterator[Path]:
 
 @contextmanager
 def run_shared_fork_server() -> Iterator[None]:
-    """Run, within the context, a fork server for all launchers that this process starts."""
+    """Run a fork server for all launchers that this process starts in the context."""
     with create_scratch_folder() as folder:
         server = ForkServer(folder)
         os.environ[FOLDER_VARIABLE] = str(folder)
@@ -177,13 +183,16 @@ def run_shared_fork_server() -> Iterator[None]:
 
 
 def is_shared_with_same_gpus() -> bool:
-    """Return whether the shared server was started with the GPUs of this process."""
+    """Return whether the shared fork server was started with the same visible GPUs as this process."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 
 
 def share_fork_server_until_exit() -> None:
-    """Start a shared fork server until this process ends. If that fails, each cell starts its own."""
+    """Start a shared fork server that runs until this process ends.
+
+    If the server cannot start, each cell starts its own.
+    """
     stack = contextlib.ExitStack()
     try:
         stack.enter_context(run_shared_fork_server())
@@ -193,12 +202,12 @@ def share_fork_server_until_exit() -> None:
 
 
 def build_socket_path(folder: str | Path) -> Path:
-    """Return the path of the fork server's socket, which differs between Python environments."""
+    """Return the path of the fork server's socket in a folder. Each Python environment has its own."""
     return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}"
 
 
 def _find_shared_address() -> Path | None:
-    """Return the address of the shared server that has imported PyTorch.
+    """Return the socket path of the shared fork server, after it has imported PyTorch.
 
     The result is None if there is no such server.
     """
@@ -215,7 +224,7 @@ def _find_shared_address() -> Path | None:
 
 
 def _receive_answer(connection: socket.socket) -> int | None:
-    """Return the next answer of the server, or None if the server has ended."""
+    """Return the next answer of the fork server, or None if the server has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
     except ConnectionError:
@@ -224,22 +233,24 @@ def _receive_answer(connection: socket.socket) -> int | None:
 
 
 class _Server:
-    """The fork server's process, whose loop handles requests, ending launchers and exiting children."""
+    """The fork server's process. A loop handles requests, launchers that end and children that exit."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._entries: dict[str, Callable[..., Any]] = {}
-        # Connection to the launcher of each child, by the child's pid.
+        # Connections to the launchers that requested the running children, by the child's pid.
         self._children: dict[int, socket.socket] = {}
         self._has_owner = True
-        # Children wait for the pipe's end of file, which tells them that this process has ended.
+        # A thread in each child reads from this pipe. It gets the end of file when this process ends, and
+        # then kills the child.
         self._alive, self._alive_here = os.pipe()
         self._wake, wake = socket.socketpair()
         wake.setblocking(False)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers handle Ctrl-C
-        # Forked processes inherit this until they set a handler.
+        # Ctrl-C is ignored here, because the launchers handle it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Forked processes inherit that the signal is ignored, until they set a handler.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         self._selector = selectors.DefaultSelector()
         for source, action in (
@@ -251,7 +262,7 @@ class _Server:
         self._wake_sender = wake
 
     def run(self) -> None:
-        """Handle events until the owner and all children have ended."""
+        """Handle events until the process that started this server and all children have ended."""
         while self._has_owner or self._children:
             for key, _ in self._selector.select():
                 key.data(key.fileobj)
@@ -262,14 +273,16 @@ class _Server:
         path = Path(self._listener.getsockname())
         self._listener.close()
         self._has_owner = False
-        with contextlib.suppress(OSError):  # an owner that was killed has not removed its folder
+        # A killed owner has not removed the folder of the socket.
+        with contextlib.suppress(OSError):
             path.unlink()
             path.parent.rmdir()
 
     def _accept_connection(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # no file descriptor is free until a connection ends
+        except OSError:
+            # No file descriptor is free now. One may be free later, when a connection ends.
             time.sleep(_ACCEPT_AGAIN_S)
             return
         if not self._entries:
@@ -302,11 +315,11 @@ class _Server:
         self._send_answer(connection, pid)
 
     def _handle_launcher_end(self, connection: socket.socket, pid: int) -> None:
-        # `_reap` has handled the child in the same round.
+        # The child has already exited: `_reap_children` has handled it before, in this iteration of the loop.
         if self._children.get(pid) is not connection:
             return
         self._selector.unregister(connection)
-        # The child is not reaped yet, so that the pid is still its own.
+        # The pid is still the child's own, because the child was not reaped yet.
         os.kill(pid, signal.SIGKILL)
 
     def _reap_children(self, wake: socket.socket) -> None:
@@ -323,7 +336,8 @@ class _Server:
 
     @staticmethod
     def _send_answer(connection: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):  # the launcher may have ended
+        # The launcher may have ended, so that nobody receives the answer.
+        with contextlib.suppress(OSError):
             connection.sendall(_ANSWER.pack(number))
 
     def _run_child(self, request: dict[str, Any]) -> None:
@@ -355,20 +369,26 @@ class _Server:
 
 
 def import_entry_functions() -> dict[str, Callable[..., Any]]:
-    """Import PyTorch, and return the functions that a forked process can run, by name."""
+    """Import PyTorch. Return, by name, the functions that forked processes can run."""
     import stratbench.workload.with_torch  # noqa: F401
     from stratbench.train import worker
 
-    gc.freeze()  # full garbage collections in children then skip the objects that exist now
+    # Garbage collections in children then skip the objects that exist now.
+    gc.freeze()
     return {"worker": worker.main}
 
 
-def find_entry_function(entry: str, listed: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the function of an entry, which is a name in `listed`, or `module:name`."""
+def find_entry_function(
+    entry: str, entry_functions: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return the function that an entry names: a name in `entry_functions`, or `module:name`."""
     module, _, name = entry.partition(":")
-    return listed[entry] if entry in listed else getattr(import_module(module), name)
+    return (
+        entry_functions[entry] if entry in entry_functions else getattr(import_module(module), name)
+    )
 
 
 if __name__ == "__main__":
     _Server(socket.socket(fileno=int(sys.argv[1]))).run()
-    os._exit(0)  # without clean-up, which would take 0.5 s for the imported modules
+    # A normal exit would spend 0.5 s on the clean-up of imported modules.
+    os._exit(0)

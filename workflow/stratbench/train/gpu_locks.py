@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from stratbench.cell.settings import Settings
 
 
-#: Pattern of the driver's device files. Each GPU has one.
+#: Pattern of the paths of NVIDIA's device files. The driver creates one per GPU.
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-#: Name of a GPU in CUDA_VISIBLE_DEVICES: a number, or the beginning of a UUID.
+#: Pattern of a GPU's name in CUDA_VISIBLE_DEVICES: a number, or the beginning of a UUID.
 _NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
 class DeviceError(RuntimeError):
-    """The machine lacks a device that a cell needs; the message says what to change."""
+    """Raised if a cell needs a device that cannot be used. The message says what to change."""
 
 
 def list_visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES.
 
-    As in CUDA, a name that is not a GPU's hides all names after it.
+    As in CUDA, a name that belongs to no GPU hides all names after it.
 
     Raises:
         DeviceError: If one GPU is named twice, for which CUDA would show none.
@@ -48,15 +48,15 @@ def list_visible_gpus() -> list[str]:
             break
         if identity in names:
             raise DeviceError(
-                f"{VARIABLE} = {visible!r} names one GPU twice ({names[identity]} and {name}), for which "
-                "CUDA shows none at all; name each GPU once"
+                f"{VARIABLE} = {visible!r} names one GPU twice ({names[identity]} and {name}), so "
+                "that CUDA would show no GPU at all; name each GPU once"
             )
         names[identity] = name
     return list(names.values())
 
 
 def unknown_gpu_reason() -> str | None:
-    """Return a sentence on the first name in CUDA_VISIBLE_DEVICES that is not a GPU's.
+    """Return a clause about the first name in CUDA_VISIBLE_DEVICES that belongs to no GPU.
 
     The result is None if there is no such name.
     """
@@ -68,9 +68,9 @@ def unknown_gpu_reason() -> str | None:
 
 
 def _split_gpu_names(visible: str) -> list[str]:
-    """Return the names in CUDA_VISIBLE_DEVICES before the first -1 or empty name.
+    """Return the names in a value of CUDA_VISIBLE_DEVICES before the first -1 or empty name.
 
-    Such a name hides the rest.
+    A -1 or an empty name hides all names after it.
     """
     names = [name.strip() for name in visible.split(",")]
     ends = [i for i, name in enumerate(names) if name in ("", "-1")]
@@ -78,29 +78,28 @@ def _split_gpu_names(visible: str) -> list[str]:
 
 
 def _find_gpu_uuid(name: str, library: nvml.Nvml) -> str | None:
-    """Return the UUID of a GPU from its number or any other name.
+    """Return the UUID of the GPU with a name as in CUDA_VISIBLE_DEVICES, or None if it is no GPU's.
 
-    The result is None if the name is not a GPU's. If NVML does not answer or does not know the name, return
-    the name itself.
+    The result is the name itself if NVML does not work, or for the older names of MIG instances.
     """
     if not _NAME.fullmatch(name):
         return None
     if name.isdecimal():
         name = str(int(name))
-    # CUDA still knows MIG instances by older names, which begin with their GPU's.
+    # CUDA still accepts older names of MIG instances, which begin with the name of their GPU. NVML does not.
     if library.reason or name.startswith("MIG-GPU-"):
         return name
     return library.find_uuid(name)
 
 
-def wants_cuda(device: str, gpus: list[str]) -> bool:
+def wants_cuda(device: str, visible_gpus: list[str]) -> bool:
     """Return whether a cell with this `device` setting (auto, cpu, cuda) trains on GPUs.
 
     Raises:
-        DeviceError: If it requires GPUs and none can be used, or if a GPU seems to be here but cannot be
-            used.
+        DeviceError: If the setting is cuda and no GPU can be used, or if there seems to be a GPU that cannot
+            be used.
     """
-    if device == "cpu" or gpus:
+    if device == "cpu" or visible_gpus:
         return device != "cpu"
     problem = unusable_gpu_reason()
     if device == "cuda" and not problem:
@@ -112,14 +111,14 @@ def wants_cuda(device: str, gpus: list[str]) -> bool:
             problem += f" and NVML does not answer ({reason})"
     if problem:
         raise DeviceError(
-            f"device = {device!r}, but {problem}; see to {VARIABLE}, the driver, its NVML library and "
-            "nvidia-ml-py, or say device: cpu to train on the CPU"
+            f"device = {device!r}, but {problem}; check {VARIABLE}, the GPU driver, its NVML library "
+            "and the package nvidia-ml-py, or set device: cpu to train on the CPU"
         )
     return False
 
 
 def unusable_gpu_reason() -> str | None:
-    """Return why a visible GPU cannot be used, or None if none is visible."""
+    """Return why a GPU of this machine cannot be used. None if there is no GPU."""
     if VARIABLE in os.environ:
         named = _split_gpu_names(os.environ[VARIABLE])[:1]
         return unknown_gpu_reason() if named and _NAME.fullmatch(named[0]) else None
@@ -130,71 +129,75 @@ def unusable_gpu_reason() -> str | None:
 
 
 @contextmanager
-def reserve_gpus(gpus: list[str], wanted: int) -> Iterator[list[str]]:
-    """Lock some GPUs until the context ends, and yield their names. Wait while other cells use GPUs.
+def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]:
+    """Lock free GPUs until the context ends, and yield their names. Wait until enough are free.
 
     The locks are in the user's own folder on this node, and end with the process. So a killed cell leaves no
-    lock, and no other user can take one.
+    lock, and no other user can take a lock.
 
     Args:
-        gpus: Names of the visible GPUs.
-        wanted: Number of GPUs to lock.
+        visible_gpus: Names of the visible GPUs.
+        gpu_count: Number of GPUs to lock.
 
     Raises:
-        DeviceError: If fewer GPUs are visible than wanted.
+        DeviceError: If fewer GPUs are visible than `gpu_count`.
     """
-    if wanted > len(gpus):
-        seen = "; ".join(filter(None, [", ".join(gpus) or "none", unknown_gpu_reason()]))
+    if gpu_count > len(visible_gpus):
+        seen = "; ".join(filter(None, [", ".join(visible_gpus) or "none", unknown_gpu_reason()]))
         raise DeviceError(
-            f"the cell needs {wanted} GPUs on this node, but {len(gpus)} are visible ({seen}); "
-            "lower `gpus` in the experiment, use device: cpu, or raise cluster.gpus_per_node to what a "
-            "node has"
+            f"the cell needs {gpu_count} GPUs on this node, but {len(visible_gpus)} are visible "
+            f"({seen}); lower `gpus` in the experiment, set device: cpu, or raise "
+            "cluster.gpus_per_node to the number of GPUs of a node"
         )
-    if not wanted:
+    if not gpu_count:
         yield []
         return
     folder = create_private_folder()
-    locks = {gpu: folder / f"gpu-{name}" for gpu, name in list_lock_file_names(gpus).items()}
+    locks = {
+        gpu: folder / f"gpu-{name}" for gpu, name in list_lock_file_names(visible_gpus).items()
+    }
     with ExitStack() as held:
         mine: list[str] = []
         announced = False
-        while len(mine) < wanted:
-            for gpu in gpus:
-                if gpu in mine or len(mine) == wanted:
+        while len(mine) < gpu_count:
+            for gpu in visible_gpus:
+                if gpu in mine or len(mine) == gpu_count:
                     continue
                 if (descriptor := try_lock(locks[gpu])) is not None:
                     held.callback(os.close, descriptor)
                     mine.append(gpu)
-            if len(mine) < wanted:
-                # The GPUs that were locked are released: two cells with half of the GPUs each would wait
-                # forever.
+            if len(mine) < gpu_count:
+                # All locks are released before the next try. Otherwise two cells that each hold half of the
+                # GPUs would wait forever.
                 held.close()
                 mine.clear()
                 if not announced:
-                    print(f"waiting for {wanted} free GPUs (another cell holds some)", flush=True)
+                    print(
+                        f"waiting for {gpu_count} free GPUs (another cell holds some)", flush=True
+                    )
                     announced = True
                 time.sleep(0.5)
         yield mine
 
 
 def list_lock_file_names(gpus: list[str]) -> dict[str, str]:
-    """Return the name of the lock file for each GPU.
+    """Return the name of the lock file of each GPU, as a dict by GPU name.
 
-    The name is the GPU's full UUID if NVML knows it. Numbers would not do, because a scheduler may show every
-    job its own GPU as number 0.
+    The name is the GPU's full UUID if NVML knows it. A number would not identify the GPU, because a scheduler
+    may show every job its own GPU as number 0.
     """
     library = nvml.Nvml()
     return {gpu: (_find_gpu_uuid(gpu, library) or gpu).replace("/", "_") for gpu in gpus}
 
 
 def set_visible_gpus(gpus: list[str]) -> None:
-    """Make only `gpus` visible to this process's children, as devices 0, 1 and so on."""
+    """Make only these GPUs visible to this process's children, as devices 0, 1 and so on."""
     os.environ[VARIABLE] = ",".join(gpus)
 
 
 @contextmanager
 def reserve_cell_gpus(settings: Settings, n_nodes: int) -> Iterator[bool]:
-    """Reserve this node's GPUs for a cell within the context.
+    """Reserve the GPUs that a cell needs on this node, until the context ends.
 
     The context yields whether the cell trains on GPUs.
     """
@@ -211,9 +214,9 @@ def reserve_cell_gpus(settings: Settings, n_nodes: int) -> Iterator[bool]:
 def count_threads_per_worker(settings: Settings, workers: int, cpus: int, server_cpus: int) -> int:
     """Return the number of CPU threads per worker on this node.
 
-    The number is as configured, or the worker's share of the cores. If a SLURM job has exactly the requested
-    cores, the servers' cores are not counted. So all strategies of a comparison have the same number of
-    threads.
+    The number is the setting `threads`, or else the worker's share of the cores. If a SLURM job has exactly
+    the requested cores, the cores for parameter servers do not count. So all strategies of a comparison have
+    the same number of threads.
 
     Args:
         settings: Settings of the cell.

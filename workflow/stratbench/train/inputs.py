@@ -1,4 +1,4 @@
-"""Checks that data, model and task of a cell match its settings, and describes them in its record."""
+"""Checks that a cell's data and the user's code match the settings, and describes them for the record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def check_code_and_data(data: Path, s: Settings) -> None:
     if files and users_code.hash_named_files(files) != s.options["sha256"]:
         names = format_names(list(files))
         raise ModelError(
-            f"its files ({names}) have changed since the run was started; start it again"
+            f"strategy {s.strategy!r}: files that its options name ({names}) have changed since the run was "
+            "started; start the run again"
         )
     for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
         if spec:
@@ -40,9 +41,9 @@ def check_code_and_data(data: Path, s: Settings) -> None:
 
 
 def check_prepared_data(folder: Path, s: Settings) -> None:
-    """Check that the prepared data match the settings, judged by the metadata.
+    """Check, by the metadata of the prepared data, that they match the settings.
 
-    A user's own data are also checked by their sizes, which are not known before they are prepared.
+    For a user's own data, the sizes are also checked. They are unknown until the data are prepared.
 
     Raises:
         DataError: If the prepared data do not match or do not suit the settings.
@@ -53,8 +54,8 @@ def check_prepared_data(folder: Path, s: Settings) -> None:
         return
     if s.global_batch > meta["train_samples"]:
         raise DataError(
-            f"a step of {s.gpus} workers would take {s.global_batch} samples, but {s.dataset} has "
-            f"{meta['train_samples']} to train on; use a smaller batch"
+            f"a step of {s.gpus} workers would take {s.global_batch} samples, but the data set {s.dataset!r} "
+            f"has only {meta['train_samples']} training samples; use a smaller batch"
         )
     try:
         models.compute_input_shape(models.get_model(s), tuple(meta["shape"]))
@@ -63,10 +64,10 @@ def check_prepared_data(folder: Path, s: Settings) -> None:
 
 
 def check_data_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
-    """Check that a folder has the data set of the settings.
+    """Check that a folder contains the data set that the settings define.
 
-    Another data set may have the same name: that of another config with the same `results`, or an older
-    version.
+    The folder may contain another data set with the same name: an older version, or one of another config
+    with the same `results`.
 
     Args:
         meta: Meta data of the prepared data set.
@@ -82,13 +83,10 @@ def check_data_spec(meta: Mapping[str, Any], folder: Path, s: Settings) -> None:
             f"{key} {meta.get(key)!r} in place of {wanted[key]!r}" for key in other
         )
         raise DataError(
-            f"{folder} holds other data than the cell is to be trained on: {differences}. Start the run "
-            "again, which prepares it; two configs that share `results` must name such data sets "
-            "differently"
+            f"{folder}: the data set here is not that of the cell's settings ({differences}); start the run "
+            "again, which prepares the data set. If two configs share `results`, give different data sets "
+            "different names"
         )
-
-
-# ---------------------------------------------------------------- entries of the record
 
 
 def build_data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def build_data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_unbuilt_model_entry(job: Job) -> dict[str, Any]:
-    """Return the entry `model` of the record if no worker has described the model."""
+    """Return the record's entry `model` for a cell in which no worker has built the model."""
     return {
         "parameters": None,
         "trainable_parameters": None,
@@ -120,22 +118,26 @@ def build_unbuilt_model_entry(job: Job) -> dict[str, Any]:
     }
 
 
-def build_model_entry(job: Job, built: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the record's entry `model`. For a user's own model it has files and git revision.
+def build_model_entry(job: Job, model_facts: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the entry `model` of the record.
+
+    For a user's own model the entry also has files and git revision.
 
     Args:
         job: Job of the cell.
-        built: Description of the model by a worker, or None if no worker has built it.
+        model_facts: A worker's description of the model, or None if no worker has built the model.
     """
-    built, spec = built or build_unbuilt_model_entry(job), job.settings.own_model
+    model_facts, spec = model_facts or build_unbuilt_model_entry(job), job.settings.own_model
     if spec is None:
-        return built
-    declared = {"arguments": None, "sharding": None} | built.get("own", {})
-    return built | {"own": declared | build_code_entry(spec)}
+        return model_facts
+    declared = {"arguments": None, "sharding": None} | model_facts.get("own", {})
+    return model_facts | {"own": declared | build_code_entry(spec)}
 
 
 def build_task_entry(job: Job, worker: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the record's entry `task`. For a user's own task it has files and git revision.
+    """Return the entry `task` of the record.
+
+    For a user's own task the entry also has files and git revision.
 
     Args:
         job: Job of the cell.
@@ -166,7 +168,7 @@ def build_files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def build_own_data_entry(job: Job) -> dict[str, Any]:
-    """Return the entry `data.own` of the record: files or code of a user's data set."""
+    """Return the entry `own` on a user's own data set, for `data` in the record."""
     spec = job.settings.data_spec
     if not is_own_data_set(spec):
         return {}

@@ -1,4 +1,4 @@
-"""Defines the job of a cell: everything that its processes need from the launcher, as JSON."""
+"""Defines the job of a cell: everything that the cell's processes get from its launcher."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 
-#: Maximum seconds that SLURM needs to start the agents of a job on its nodes.
+#: Longest time in seconds that SLURM may take to start a job's agents on its nodes.
 MAX_CALL_S = 60.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """The training of one cell, as its launcher has set it up. All paths are absolute."""
+    """Everything that a cell's processes need to know to train the cell. All paths are absolute."""
 
     cell: Cell
     settings: Settings
     data_dir: Path
-    #: Meta data of the prepared data set in `data_dir`. Workers refuse to train on another one.
+    #: Metadata of the prepared data set in `data_dir`. Workers refuse a data set with other metadata.
     data: dict[str, Any]
     folder: RunFolder
     #: Number of workers on each node, in the order of ranks. The last node may have fewer.
@@ -32,25 +32,27 @@ class Job:
     use_cuda: bool
     #: CPU threads per worker.
     threads: int
-    #: Unix time of the start, from which the timeline and the time limit count.
+    #: Unix time of the cell's start, from which the timeline and the time limit count.
     origin_unix_s: float
-    #: Value of this node's monotonic clock at the start. Measurements use it, since a date may be changed.
+    #: Value of this node's monotonic clock at the cell's start. Measurements use this clock, because the
+    #: system's date may be changed.
     origin_s: float
-    #: Time limit in seconds from the start. None: none.
+    #: Time limit of the cell in seconds after its start. None: there is no limit.
     time_limit_s: float | None
-    #: Whether this is a segment of a block, which shares a fork server and devices with the block's other
-    #: segments.
+    #: Whether the job is a segment of a block (a group of short timed runs). Segments of a block share a fork
+    #: server and devices.
     is_in_block: bool = False
-    #: Seconds that the cell's SLURM job waited in the queue. None: there is no such job, or it is not known.
+    #: Seconds that the cell's SLURM job waited in the queue. None: there is no SLURM job, or the wait is
+    #: unknown.
     queue_wait_s: float | None = None
-    #: Earlier attempts of a cell with checkpoints (`train.restarts.attempts`).
+    #: Earlier attempts to train the cell, if it has checkpoints (see the extension `checkpoints`).
     earlier_attempts: tuple[dict[str, Any], ...] = ()
-    #: Number of repeats of the cell in the config. None: not known.
+    #: Number of repeats that the config plans for the cell. None: the number is unknown.
     planned_repeats: int | None = None
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Shape of a stored sample."""
+        """Shape of a sample in the prepared data set."""
         return tuple(self.data["shape"])
 
     @property
@@ -60,7 +62,7 @@ class Job:
 
     @property
     def deadline_s(self) -> float | None:
-        """Value of this node's monotonic clock at the time limit, or None without a limit."""
+        """Value of this node's monotonic clock at which the time limit ends. None without a limit."""
         return None if self.time_limit_s is None else self.origin_s + self.time_limit_s
 
     @property
@@ -69,10 +71,10 @@ class Job:
         return time.monotonic() - self.origin_s
 
     def for_another_node(self, spent_s: float, local: Path) -> Job:
-        """Return the job for another node, with that node's clock and local folder.
+        """Return a copy of the job for this node, on which the agent runs, with its clock and folder.
 
-        If the clocks of both nodes agree on the date, the start is corrected by the seconds that the call
-        took.
+        The job comes from the launcher's node. If both nodes agree on the date, the start is corrected by the
+        seconds that the call of the agent took.
 
         Args:
             spent_s: Seconds between the cell's start and the call of this node's agent.
@@ -86,7 +88,7 @@ class Job:
 
     @property
     def earlier_attempts_s(self) -> float:
-        """Seconds of all earlier attempts, which the cell's times include."""
+        """Total seconds of the earlier attempts. The times of the cell include them."""
         return sum(attempt["ran_s"] for attempt in self.earlier_attempts)
 
     @property
@@ -100,25 +102,25 @@ class Job:
         return -(-self.world_size // self.workers_per_node)
 
     def list_ranks(self, node: int) -> range:
-        """Return the ranks that run on a node."""
+        """Return the ranks of the workers that run on a node."""
         first = node * self.workers_per_node
         return range(first, min(first + self.workers_per_node, self.world_size))
 
     def compute_node(self, rank: int) -> int:
-        """Return the number of the node on which a rank runs."""
+        """Return the number of the node on which the worker with a rank runs."""
         return rank // self.workers_per_node
 
     def count_workers_on_node(self, rank: int) -> int:
-        """Return how many workers run on the node of a rank, including the rank itself."""
+        """Return how many workers run on the same node as a rank, including this rank."""
         return len(self.list_ranks(self.compute_node(rank)))
 
     def to_json(self) -> str:
-        """Return the job as JSON for `from_json`."""
+        """Return the job as JSON, which `from_json` reads."""
         return json.dumps(asdict(self), default=os.fspath)
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return the job from the JSON that `to_json` has written."""
+        """Return the job that is contained in a JSON text of `to_json`."""
         fields = json.loads(text)
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])

@@ -1,9 +1,9 @@
-"""The launcher of a cell, which trains it and writes its record or the evidence of a failure.
+"""The launcher of a cell: it trains the cell, and writes its record or the evidence of a failure.
 
 python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
 
 Exit code 0: the record is written (ok, oom, timeout, diverged and unsupported are results). Exit code 1: the
-cell failed. The end of every process's log is then printed and stored, with exit codes, in the cell's log
+cell failed. The end of every process's log is then printed, and stored with exit codes in the cell's log
 folder.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 
-# During the imports Ctrl-C ends the process without a traceback. `main` sets its own handler.
+# During the imports below, Ctrl-C then ends the process without a traceback. `main` sets another handler.
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -56,16 +56,17 @@ EVIDENCE_LINES = 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the cell, and return the exit code. A lock lasts until the record or evidence is stored."""
+    """Train the cell, and return the exit code. The cell is locked until the result is stored."""
     args = parse_arguments(argv)
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
 
     def train(held: ExitStack) -> None:
-        # If workers are jobs of their own, a second launcher does not wait: it would occupy a job for the
-        # whole training.
+        # If workers are SLURM jobs of their own, a second launcher ends instead of waiting. It would
+        # otherwise occupy its own job for the whole training.
         waited = held.enter_context(lock_cell(args.logs, wait=create_runner(settings).is_gang))
-        # Snakemake has deleted the old record, so that an existing one is from another launcher.
+        # Snakemake deletes the old record before it starts a launcher. So a record that exists now is from
+        # another launcher.
         foreign = waited or args.parent is not None
         if foreign and record.is_valid_record_of_cell(args.record, args.cell, args.settings):
             print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Failure(RuntimeError):
-    """The failure of a training, with the exits of its processes."""
+    """Raised if a training has failed, with a line for each process on how it ended."""
 
     def __init__(self, reason: str, processes: Sequence[agent.ProcessExit] = ()) -> None:
         super().__init__(reason)
@@ -85,68 +86,69 @@ class Failure(RuntimeError):
 
 
 class Launched(Protocol):
-    """The cell, or the block of a comparison, that a launcher trains."""
+    """What a launcher trains: a cell, or a block (a group of short timed runs for a verdict)."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
 
 def run_launcher(
-    of: Launched,
-    begun: str,
-    parent: int | None,
+    launched: Launched,
+    first_line: str,
+    parent_pid: int | None,
     work: Callable[[ExitStack], None],
-    logs: Callable[[], Path],
+    get_log_dir: Callable[[], Path],
 ) -> int:
-    """Run the work function of a launcher, and return the exit code.
+    """Run a launcher's work function with error handling, and return the launcher's exit code.
 
     The evidence is stored if the work fails.
 
     Args:
-        of: The cell or block.
-        begun: First line to print.
-        parent: Process whose end also ends this process, or None.
-        work: Function that does the work. It enters its contexts, such as locks, in the stack that it gets,
-            so that they last until the evidence of a failure is stored.
-        logs: Function that returns the folder for evidence.
+        launched: The cell or block.
+        first_line: First line to print.
+        parent_pid: Id of the process whose end also ends this process, or None.
+        work: Function that does the work. It enters contexts, such as locks, in the stack that it gets. They
+            then last until the evidence of a failure is stored.
+        get_log_dir: Function that returns the folder for the evidence of a failure.
     """
-    # Logs may have characters that the locale lacks.
+    # Logs may contain characters that the encoding of the locale does not have.
     sys.stdout.reconfigure(errors="backslashreplace")
-    print(begun, flush=True)
+    print(first_line, flush=True)
     with ExitStack() as held:
         try:
             agent.handle_stop_signals(agent.raise_stopped)
-            if parent is not None:
-                terminate_when_ancestor_ends(parent)
+            if parent_pid is not None:
+                terminate_when_ancestor_ends(parent_pid)
             work(held)
             return 0
         except agent.Stopped as stopped:
             print(
-                f"{format_cell_title(of)}: stopped by {stopped}; all its processes were ended",
+                f"{format_cell_title(launched)}: stopped by {stopped}; all its processes were ended",
                 flush=True,
             )
             return 128 + stopped.signum
         except Held as e:
-            # Evidence in the cell's folder belongs to the launcher that holds the lock.
-            print(f"{format_cell_title(of)}: {e}", flush=True)
+            # No evidence is stored: the cell's folder belongs to the launcher that holds the lock.
+            print(f"{format_cell_title(launched)}: {e}", flush=True)
             return 1
         except Failure as e:
-            return store_failure(logs(), of, str(e), e.processes)
+            return store_failure(get_log_dir(), launched, str(e), e.processes)
         except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
-            return store_failure(logs(), of, str(e), [])
+            return store_failure(get_log_dir(), launched, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
-            return store_failure(logs(), of, f"{type(e).__name__}: {e}", [], trace)
+            return store_failure(get_log_dir(), launched, f"{type(e).__name__}: {e}", [], trace)
 
 
-def format_cell_title(of: Launched) -> str:
-    """Return the kind and name of a cell or block, with which a message begins."""
-    return f"{'cell' if isinstance(of, Cell) else 'block'} {of}"
+def format_cell_title(launched: Launched) -> str:
+    """Return the kind and the name of a cell or block, to begin a message with."""
+    return f"{'cell' if isinstance(launched, Cell) else 'block'} {launched}"
 
 
 def truncate_log(logs: Path, first_line: str) -> None:
-    """Truncate the log that this launcher writes, after the cell or block has been locked.
+    """Truncate the log of this launcher to its first line.
 
-    The shell opens the log for appending, because another launcher may still write to it.
+    It is called after the cell or block has been locked. Until then another launcher may write to the log, so
+    the shell opens the log for appending.
     """
     with contextlib.suppress(OSError):
         is_log = os.path.samestat(os.fstat(1), logs.with_name(f"{logs.name}.log").stat())
@@ -157,7 +159,7 @@ def truncate_log(logs: Path, first_line: str) -> None:
 
 
 def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) -> None:
-    """Train a locked cell, and write its record.
+    """Train a cell that is locked already, and write its record.
 
     Args:
         args: Command line of the launcher.
@@ -165,7 +167,7 @@ def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) 
         settings: Settings of the cell.
 
     Raises:
-        Failure: If the cell has no result.
+        Failure: If the cell ends without a result.
     """
     if not record.can_validate():
         print(
@@ -187,7 +189,8 @@ def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) 
         job, exits, ending = runner.run(job, args)
     if ending.status == "error":
         raise Failure(ending.reason, exits.processes)
-    agent.handle_stop_signals(lambda _: None)  # from here on a signal must not lose the result
+    # The cell has a result now, which a signal must not prevent from being written.
+    agent.handle_stop_signals(lambda _: None)
     merge_timeline(job.folder.list_sample_paths(), job.folder.list_phase_log_paths(), args.timeline)
     finished = assemble.make_record(job, ending)
     record.write_record(args.record, finished)
@@ -200,38 +203,59 @@ def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line of a cell's launcher."""
     parser = create_launcher_parser(__doc__)
-    parser.add_argument("--cell", required=True, help="the cell's seven coordinates, as JSON")
-    parser.add_argument("--record", required=True, type=Path, help="where the record goes")
-    parser.add_argument("--timeline", required=True, type=Path, help="where the timeline goes")
+    parser.add_argument(
+        "--cell", required=True, help="cell to train: its seven coordinates, as JSON"
+    )
+    parser.add_argument("--record", required=True, type=Path, help="file for the record")
+    parser.add_argument("--timeline", required=True, type=Path, help="file for the timeline")
     parser.add_argument(
         "--worker-job",
         default="",
-        help="SLURM request of each worker that is a job of its own, as JSON; empty: no such workers",
+        help="SLURM resources of a worker's job as JSON, if each worker is a job of its own; else empty",
     )
-    parser.add_argument("--repeats", type=int, help="repeats of the cell that the config asks for")
+    parser.add_argument(
+        "--repeats", type=int, help="number of repeats of the cell that the config plans"
+    )
     return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))
 
 
 def create_launcher_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that the launchers of cells and blocks share."""
+    """Return an argument parser with the options that launchers of cells and of blocks have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--settings", required=True, help="resolved settings, as JSON; a block's by strategy"
+        "--settings",
+        required=True,
+        help="settings of the cell as JSON, or of a block's segments by strategy",
     )
     parser.add_argument("--data", required=True, type=Path, help="folder of the prepared data set")
-    parser.add_argument("--logs", required=True, type=Path, help="folder for logs and evidence")
     parser.add_argument(
-        "--time-limit-s", type=float, default=0, help="of the cell or of each segment; 0: none"
-    )
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that it spans")
-    parser.add_argument("--parent", type=int, help="process id of the parent: ends when it does")
-    parser.add_argument(
-        "--cpus-per-node", type=int, default=1, help="CPU cores it has asked for on each node"
+        "--logs", required=True, type=Path, help="folder for logs, and for evidence of a failure"
     )
     parser.add_argument(
-        "--server-cpus", type=int, default=0, help="how many of these are for parameter servers"
+        "--time-limit-s",
+        type=float,
+        default=0,
+        help="time limit in seconds of the cell or of each segment; 0: no limit",
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="number of nodes on which the cell or block runs"
+    )
+    parser.add_argument(
+        "--parent", type=int, help="id of the process whose end also ends the launcher"
+    )
+    parser.add_argument(
+        "--cpus-per-node",
+        type=int,
+        default=1,
+        help="CPU cores that the cell or block has requested on each node",
+    )
+    parser.add_argument(
+        "--server-cpus",
+        type=int,
+        default=0,
+        help="CPU cores per node, of the requested ones, that are for parameter servers",
     )
     return parser
 
@@ -245,7 +269,7 @@ def create_job(
     logs: Path | None = None,
     in_block: bool = False,
 ) -> Iterator[Job]:
-    """Yield the job of a cell or segment, whose time limit counts from now.
+    """Yield the job of a cell or segment. The job's time limit counts from now.
 
     Args:
         cell: Cell to train.
@@ -284,14 +308,14 @@ def store_failure(
     processes: list[str],
     trace: Sequence[str] = (),
 ) -> int:
-    """Store and print the evidence of a failure. An error of the disk is only printed.
+    """Store and print the evidence of a failure. If it cannot be stored, only print why.
 
     Args:
         log_dir: Folder for the evidence.
         cell: Cell or block that failed.
         reason: Why the cell or block failed.
-        processes: One line per process on its exit.
-        trace: Lines of a traceback.
+        processes: One line per process on how it ended.
+        trace: Lines of the launcher's traceback, if any.
 
     Returns:
         The exit code of the launcher, 1.
@@ -315,7 +339,8 @@ def store_failure(
         where = f"kept in {path}"
     except OSError as e:
         where = f"not kept: {e}"
-    with contextlib.suppress(OSError):  # the log may be on the same full disk
+    # Printing may fail, too, if the log is on the same full disk.
+    with contextlib.suppress(OSError):
         print(f"\n{format_cell_title(cell)} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
@@ -336,5 +361,6 @@ if __name__ == "__main__":
     code = main()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    # Without clean-up: if the launcher were killed now, Snakemake would delete the record.
+    # The process ends without clean-up. If it were killed during a clean-up, Snakemake would delete the
+    # record.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Locks that prevent two launchers from training one cell, and the user's own folder on this node."""
+"""Locks a cell so that only one launcher trains it, and creates folders that only the user can read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from stratbench.cell.locks import (
 )
 
 POLL_S = 0.5
-#: Number of names that are tried for the user's folder. Other users may have created some of them.
+#: Number of names that are tried for the user's private folder. Other users may have created folders with
+#: some of these names.
 _NAMES = 100
-#: Maximum length of a local socket's path, in bytes, that every system supports.
+#: Largest length in bytes of a local socket's path that every system supports.
 _MAX_SOCKET_PATH = 103
-
-
-# ---------------------------------------------------------------- this node
 
 
 def create_private_folder(parent: str | Path | None = None) -> Path:
@@ -41,8 +39,8 @@ def create_private_folder(parent: str | Path | None = None) -> Path:
     """
     stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
     paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
-    # A folder that exists already comes first. Otherwise our cells would use different folders once another
-    # user gives up a name.
+    # A private folder that exists already is used first. Otherwise this user's cells would use different
+    # folders once another user deletes one with an earlier name.
     for path in paths:
         if _is_private_folder(path):
             return path
@@ -52,8 +50,8 @@ def create_private_folder(parent: str | Path | None = None) -> Path:
         if _is_private_folder(path):
             return path
     raise PermissionError(
-        f"another user has taken {stem} and all {_NAMES - 1} names after it; set TMPDIR to a folder "
-        "that only you can write"
+        f"another user has created {stem} and all {_NAMES - 1} folders with the next names; set TMPDIR "
+        "to a folder that only you can write"
     )
 
 
@@ -79,18 +77,16 @@ def create_scratch_folder() -> Iterator[Path]:
         yield folder
 
 
-# ---------------------------------------------------------------- a cell
-
-
 class Held(RuntimeError):
-    """Another launcher has locked the cell; the message names that launcher."""
+    """Raised if another launcher has locked the cell. The message names that launcher."""
 
 
 @contextmanager
 def lock_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
-    """Lock a cell by its log folder. Yield whether another launcher held the lock before.
+    """Lock a cell in this context. Yield whether the lock had to wait for another launcher.
 
-    The function waits for a launcher that trains the cell on any node, and for the workers of a killed one.
+    The context waits for a launcher that trains the cell on any node, and for the workers of a killed
+    launcher.
 
     Args:
         logs: Log folder of the cell.
@@ -104,7 +100,8 @@ def lock_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
     reason = "another launcher trains this cell"
     descriptor, waited = _wait_for_lock(logs / "launcher.lock", reason, wait)
     try:
-        # Launchers that wait print this name. On a full disk they wait without it.
+        # Other launchers print this name while they wait. Without space on the disk, they wait without a
+        # name.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.write(descriptor, _format_own_name().encode())
@@ -116,13 +113,13 @@ def lock_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
 
 
 def _format_own_name() -> str:
-    """Return the name of this process for the messages of launchers that wait for it."""
+    """Return text that names this process, for messages of launchers that wait for its lock."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
 
 
 def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
-    """Lock a file, after waiting for the process that holds the lock at present.
+    """Lock a file, after waiting for the process that holds the lock now.
 
     Args:
         path: File to lock.
@@ -130,14 +127,14 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, boo
         wait: Whether to wait. If not, Held is raised.
 
     Returns:
-        The descriptor of the locked file, and whether the function has waited.
+        The file descriptor of the locked file, and whether the function has waited.
     """
     waited = False
     while (descriptor := try_lock(path)) is None:
         if not waited:
             holder = path.read_text(encoding="utf-8", errors="replace")
             if not wait:
-                raise Held(f"{reason}: {holder or 'it does not say which'}; {path} is locked")
+                raise Held(f"{reason}: {holder or 'its name is unknown'}; {path} is locked")
             print(
                 f"waiting: {reason}{f' ({holder})' if holder else ''}; {path} is locked", flush=True
             )
@@ -147,10 +144,11 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, boo
 
 
 def lock_cell_as_worker(logs: Path) -> None:
-    """Make the next launcher of the cell wait until this process has ended.
+    """Lock the cell as one of its workers: the next launcher waits until this process has ended.
 
     Raises:
         BlockingIOError: If the next launcher has started already, because this process's launcher was killed.
     """
     path = logs / "workers.lock"
-    lock_file(open_lock_file(path), fcntl.LOCK_SH, path)  # the lock ends with the process
+    # Nothing releases the lock, which ends with the process.
+    lock_file(open_lock_file(path), fcntl.LOCK_SH, path)

@@ -1,4 +1,4 @@
-"""The training loop of one worker: warm-up, timed epochs, and an evaluation after each epoch.
+"""The training loop of a worker: warm-up, then timed epochs, each followed by an evaluation.
 
 The loop is the same for every strategy. Strategies differ only in `strategy.step`.
 """
@@ -34,13 +34,13 @@ from stratbench.workload.torch_internals import wait_for_collectives
 
 @dataclass
 class Progress:
-    """Results of the finished epochs, also stored in a file so that a timeout loses no epoch."""
+    """Results of the finished epochs. A file has a copy, so that a timeout loses no epoch."""
 
     folder: RunFolder | None
     epoch_results: list[dict[str, Any]] = field(default_factory=list)
 
     def append_epoch(self, entry: dict[str, Any]) -> None:
-        """Add the results of a finished epoch, and store them in the run folder."""
+        """Append the results of a finished epoch to the list and to the run folder's file."""
         self.epoch_results.append(entry)
         if self.folder is not None:
             self.folder.append_epoch(entry)
@@ -57,8 +57,9 @@ class Result:
     steps: int
     samples: int
     memory: dict[str, Any]
-    #: Without common epochs, per epoch and step: the sum of this worker's batch losses, and their number or
-    #: the sum of their weights. A task without weights has only step 0.
+    #: Sums of this worker's batch losses, by epoch and step, each with the number or the total weight of the
+    #: batches. They are kept only if workers have no common epochs. If the task has no weights, an epoch has
+    #: a single sum at step 0.
     losses: dict[int, dict[int, tuple[float | None, float]]] = field(default_factory=dict)
 
 
@@ -70,7 +71,7 @@ def train(
     log: PhaseLog,
     memory: MemoryMeter,
     progress: Progress,
-    besides: Sequence[Beside] = (),
+    activities: Sequence[Beside] = (),
 ) -> Result:
     """Warm up, then train and evaluate all epochs.
 
@@ -84,8 +85,8 @@ def train(
         phases: Meter of the seconds in each phase.
         log: Log of the phases for the timeline.
         memory: Meter of peak memory.
-        progress: Results of finished epochs, to which the function adds.
-        besides: Activities such as checkpoints, which run while the clock is stopped.
+        progress: Results of finished epochs. The function appends to them.
+        activities: Activities besides the training, such as checkpoints. They run while the clock is stopped.
     """
     s = worker.settings
     with phases("warmup"):
@@ -96,7 +97,7 @@ def train(
     reason = used = None
     in_all = s.total_steps(data.train_samples)
     steps_per_epoch = data.train_samples // s.global_batch
-    starts = [beside.restore_start(clock, progress.epoch_results) for beside in besides]
+    starts = [activity.restore_start(clock, progress.epoch_results) for activity in activities]
     start = max(starts, key=lambda each: each.steps, default=Start())
     for entry in start.epochs:
         progress.append_epoch(entry)
@@ -104,10 +105,12 @@ def train(
     steps = first * steps_per_epoch
     for epoch in range(first, s.count_passes(data.train_samples)):
         max_steps = in_all - steps
-        losses = train_epoch(strategy, data, worker, clock, log, epoch, max_steps, besides, taken)
+        losses = train_epoch(
+            strategy, data, worker, clock, log, epoch, max_steps, activities, taken
+        )
         taken = ()
         strategy.check_equal_collectives()
-        # The peak is read before an evaluation, whose batches may need more memory than training.
+        # The peak memory of training is read before the first evaluation, which may need more.
         if used is None:
             used = memory.read()
         steps += len(losses)
@@ -128,37 +131,39 @@ def train(
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
         if reason := divergence_reason(mean_losses, where):
             break
-        if steps < in_all and find_next_stop(besides) == steps:
-            call_due_activities(besides, steps, [])
+        if steps < in_all and find_next_stop(activities) == steps:
+            call_due_activities(activities, steps, [])
     status, samples = "diverged" if reason else "ok", steps * strategy.samples_per_step(s)
     return Result(status, reason, clock, progress, steps, samples, used)
 
 
-def find_next_stop(besides: Sequence[Beside]) -> int | None:
-    """Return the step after which the clock must stop next for an activity, or None."""
-    stops = [beside.find_next_stop() for beside in besides]
+def find_next_stop(activities: Sequence[Beside]) -> int | None:
+    """Return the number of the step after which the clock must stop for an activity, or None."""
+    stops = [activity.find_next_stop() for activity in activities]
     return min((stop for stop in stops if stop is not None), default=None)
 
 
-def call_due_activities(besides: Sequence[Beside], step: int, losses: list[torch.Tensor]) -> None:
-    """Call the activities that are due after a step, while the clock is stopped.
+def call_due_activities(
+    activities: Sequence[Beside], step: int, losses: list[torch.Tensor]
+) -> None:
+    """Carry out the activities that are due after a step. The clock must be stopped.
 
     Args:
-        besides: Activities such as checkpoints.
+        activities: Activities such as checkpoints.
         step: Number of steps taken.
         losses: Losses of the present epoch so far.
     """
-    for beside in besides:
-        if beside.find_next_stop() == step:
-            beside.act_after_step(step, losses)
+    for activity in activities:
+        if activity.find_next_stop() == step:
+            activity.act_after_step(step, losses)
 
 
 def divergence_reason(mean_losses: dict[str, float], where: str) -> str | None:
-    """Return a sentence on the first loss that is not finite, or None.
+    """Return a sentence on the first mean loss that is not finite, or None if all are.
 
     Args:
-        mean_losses: Mean losses of an epoch by name.
-        where: Step or epoch, for the sentence.
+        mean_losses: Mean losses by name (`training`, `test`).
+        where: Name of the step or epoch of these losses, for the sentence.
     """
     for name, value in mean_losses.items():
         if not isfinite(value):
@@ -169,7 +174,7 @@ def divergence_reason(mean_losses: dict[str, float], where: str) -> str | None:
 def build_epoch_entry(
     epoch: int, train_time_s: float, train_loss: float | None, evaluation: Evaluated
 ) -> dict[str, Any]:
-    """Return one element of `score.per_epoch` in the record.
+    """Return the element for one epoch in the record's list `score.per_epoch`.
 
     Args:
         epoch: Number of the epoch, from 0.
@@ -189,7 +194,7 @@ def build_epoch_entry(
 
 
 def describe_score(task: Task, score: float | None) -> str:
-    """Return a score as text, with its name and unit."""
+    """Return a score on the test set as text, with its name and unit."""
     if score is None:
         return f"test {task.score_name} not finite"
     shown = f"{score:.2%}" if task.unit == "share" else f"{score:.4f} {task.unit}"
@@ -197,7 +202,7 @@ def describe_score(task: Task, score: float | None) -> str:
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
-    """Train and evaluate a few batches, then restore all state that this warm-up changes.
+    """Train and evaluate a few batches untimed, and then restore all state that this changed.
 
     Args:
         strategy: Strategy whose `setup` has been called.
@@ -207,7 +212,8 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     s = worker.settings
     saved, generators = strategy.save(), Generators.capture_states(worker.device)
     batch = data.create_practice_batches(strategy.samples_per_step(s), s)
-    # A compiled model may compile again in its second step, because the first step has created state.
+    # A compiled model takes at least 3 steps. It may compile again in the second, because the first creates
+    # state.
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
         strategy.step(*batch())
     if s.compile:
@@ -223,14 +229,15 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
 
 
 def free_warm_up_collectives(device: torch.device) -> None:
-    """Free the tensors of the warm-up's collectives before memory is measured.
+    """Free tensors that NCCL's collectives of the warm-up used, before memory is measured.
 
     DDP's first buckets are such tensors. PyTorch keeps the tensors of a collective until its watchdog has
     seen the end and another collective runs. These tensors are as large as all gradients, and would be part
     of the peak after a short warm-up.
     """
     torch.cuda.synchronize(device)
-    wait_for_collectives()  # waits for collectives whose end the watchdog has not seen
+    # The watchdog must have seen the end of all collectives. One more collective then frees their tensors.
+    wait_for_collectives()
     dist.all_reduce(torch.zeros(1, device=device))
 
 
@@ -242,13 +249,13 @@ def train_epoch(
     log: PhaseLog,
     epoch: int,
     max_steps: int | None = None,
-    besides: Sequence[Beside] = (),
-    taken: Sequence[torch.Tensor] = (),
+    activities: Sequence[Beside] = (),
+    earlier_losses: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """Train one timed epoch. Return the loss of each step as tensors on the device.
+    """Train one epoch with a running clock. Return the loss of each step, on the device.
 
-    The clock stops for activities that are due within the epoch. Activities that are due after its last step
-    run after the evaluation.
+    The clock stops for activities that are due within the epoch. Activities that are due after the epoch's
+    last step are left to the caller, which runs them after the evaluation.
 
     Args:
         strategy: Strategy whose `setup` has been called.
@@ -258,31 +265,32 @@ def train_epoch(
         log: Log of the phases for the timeline.
         epoch: Number of the epoch, from 0.
         max_steps: Maximum number of steps, or None for all steps of the epoch.
-        besides: Activities such as checkpoints.
-        taken: Losses of steps of this epoch that an earlier attempt has taken.
+        activities: Activities such as checkpoints.
+        earlier_losses: Losses of the steps of this epoch that were taken before an interruption.
     """
     s = worker.settings
     order, augmentation = data.draw_epoch_tables(s.seed, epoch, s.augment).to_device(
         data.index_device
     )
     collect_and_freeze_garbage()
-    batches = islice(strategy.batches(order, epoch), len(taken), max_steps)
-    losses, per_epoch = list(taken), data.train_samples // s.global_batch
+    batches = islice(strategy.batches(order, epoch), len(earlier_losses), max_steps)
+    losses, per_epoch = list(earlier_losses), data.train_samples // s.global_batch
     last = per_epoch if max_steps is None else min(per_epoch, max_steps)
     while True:
-        stop = find_next_stop(besides)
+        stop = find_next_stop(activities)
         until = last if stop is None else min(stop - epoch * per_epoch, last)
         stretch = islice(batches, until - len(losses))
         log.write_phase_event("train", "start")
-        # The clock starts right after this barrier, so that a delay would count for all workers.
+        # The clocks of all workers start right after this barrier. Nothing that delays a worker may follow it
+        # here.
         wait_for_all_workers(worker)
         losses += run_timed_steps(
-            strategy, data, clock, stretch, augmentation, goes_on=bool(losses)
+            strategy, data, clock, stretch, augmentation, continues_epoch=bool(losses)
         )
         log.write_phase_event("train", "end")
         if until == last:
             return losses
-        call_due_activities(besides, stop, losses)
+        call_due_activities(activities, stop, losses)
 
 
 def run_timed_steps(
@@ -291,20 +299,20 @@ def run_timed_steps(
     clock: StepClock,
     batches: Iterable[torch.Tensor],
     augmentation: Augmentation | None = None,
-    goes_on: bool = False,
+    continues_epoch: bool = False,
 ) -> list[torch.Tensor]:
-    """Take and time one step per batch. Return the losses as tensors on the device.
+    """Take one timed step per batch. Return the losses of the steps, on the device.
 
     Args:
         strategy: Strategy whose `setup` has been called.
         data: Data set.
         clock: Clock of the steps.
-        batches: Sample numbers of each batch.
+        batches: Indices of the samples of each batch.
         augmentation: Augmentation of the epoch, or None.
-        goes_on: Whether the steps continue the epoch whose steps were timed last.
+        continues_epoch: Whether the steps belong to the same epoch as the steps that were timed last.
     """
     losses = []
-    clock.begin_epoch(goes_on)
+    clock.begin_epoch(continues_epoch)
     for indices, following in pair_with_next_batch(batches):
         x, y = data.make_training_batch(indices, augmentation)
         if following is not None:
@@ -319,7 +327,7 @@ def run_timed_steps(
 def pair_with_next_batch(
     batches: Iterable[torch.Tensor],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield each batch together with the next batch, which is None for the last one."""
+    """Yield each batch with the batch that follows, or with None for the last batch."""
     batches = iter(batches)
     now = next(batches, None)
     while now is not None:
@@ -329,7 +337,7 @@ def pair_with_next_batch(
 
 
 def wait_for_all_workers(worker: Worker) -> None:
-    """Wait until all workers of a collective have called this function.
+    """Wait until all workers have called this function.
 
     The wait also lasts until their devices are idle.
     """
@@ -339,7 +347,7 @@ def wait_for_all_workers(worker: Worker) -> None:
 
 
 def collect_and_freeze_garbage() -> None:
-    """Collect Python's garbage now, and exclude all present objects from later collections.
+    """Collect Python's garbage now, and exempt all present objects from later collections.
 
     Otherwise a full collection, which takes a tenth of a second with PyTorch loaded, could run within the
     timed region. Garbage of the training is still collected, which takes microseconds.
@@ -356,11 +364,11 @@ def evaluate_test_set(
     mesh: Mesh,
     heartbeat: Heartbeat | None = None,
 ) -> Evaluated:
-    """Return mean loss and score on the whole test set.
+    """Return the model's mean loss and score on the whole test set.
 
     Replicas of the model divide the test set. Each worker calls the model equally often, because the forward
-    of a sharded model is a collective. Additional calls do not count, and neither do those of workers that
-    share a replica, except one.
+    of a sharded model is a collective. Additional calls do not count. Of the workers that share a replica,
+    the calls of only one count.
 
     Args:
         strategy: Strategy whose `setup` has been called.
@@ -405,24 +413,26 @@ def average_over_replicas(value: torch.Tensor, worker: Worker) -> float:
     return float(value) / worker.mesh.replicas
 
 
-def print_step_progress(done: int, in_all: int, clock: StepClock, worker: Worker) -> None:
-    """Print the progress of a cell without evaluation, on rank 0.
+def print_step_progress(
+    steps_done: int, total_steps: int, clock: StepClock, worker: Worker
+) -> None:
+    """Print, on rank 0, the progress of a cell without evaluation.
 
     Args:
-        done: Number of steps taken.
-        in_all: Number of steps of the training.
+        steps_done: Number of steps taken.
+        total_steps: Number of steps of the training.
         clock: Clock of the steps.
         worker: This worker.
     """
     if worker.rank == 0:
-        rate = done * worker.settings.global_batch / clock.train_time_s
-        print(f"step {done}/{in_all}: {rate:,.0f} samples/s, no evaluation", flush=True)
+        rate = steps_done * worker.settings.global_batch / clock.train_time_s
+        print(f"step {steps_done}/{total_steps}: {rate:,.0f} samples/s, no evaluation", flush=True)
 
 
 def print_epoch_results(
     entry: dict[str, Any], clock: StepClock, worker: Worker, samples: int
 ) -> None:
-    """Print the results of an epoch and the remaining time, on rank 0.
+    """Print, on rank 0, the results of an epoch and the estimated remaining time.
 
     Args:
         entry: Results of the epoch.

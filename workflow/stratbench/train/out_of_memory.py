@@ -1,21 +1,20 @@
-"""Detects out-of-memory errors, without torch because the launcher uses this module for logs."""
+"""Detects out-of-memory errors, in exceptions and logs. The launcher uses this module without torch."""
 
 from __future__ import annotations
 
 import errno
 
-#: Parts of messages on a full memory, which differ between the allocators of host and CUDA, the driver, NCCL,
-#: cuBLAS and cuDNN.
+#: Parts of out-of-memory messages of the host's and CUDA's allocators, the driver, NCCL, cuBLAS and cuDNN.
 SIGNS = (
     "allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED", "ALLOCATION_FAILED",
     "bad_alloc", "Failed to CUDA calloc", "Failed to CUDA malloc", "Failed to CUDA host alloc",
 )  # fmt: skip
-#: Messages of Python and NumPy on a full memory, in the output of a program.
+#: Further parts of out-of-memory messages in the output of a program: of Python and NumPy.
 _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
 def find_out_of_memory_line(lines: list[str]) -> str | None:
-    """Return the last line of a log that reports a lack of memory. None without such a line."""
+    """Return the last line of a log that reports a lack of memory, or None without such a line."""
     matching = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
     return next(matching, None)
 
@@ -32,19 +31,20 @@ def is_out_of_memory_error(e: BaseException) -> bool:
         return False
     if any(sign in str(e) for sign in SIGNS):
         return True
-    # cuDNN tries one engine after another, and reports the same if none got its workspace (pytorch#108645).
+    # cuDNN has this message for several causes. One is that no engine got memory for its workspace
+    # (pytorch#108645).
     return "was unable to find an engine to execute" in str(e) and _is_gpu_full()
 
 
 def _is_gpu_full() -> bool:
-    """Return whether PyTorch's allocator failed, or under a tenth of the GPU's memory is free."""
+    """Return whether PyTorch's allocator has failed, or less than a tenth of the GPU's memory is free."""
     import torch
 
     if not torch.cuda.is_initialized():
         return False
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-    except RuntimeError:  # CUDA itself is broken
+    except RuntimeError:  # CUDA does not work
         return False
     cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     refused = torch.cuda.memory_stats().get("num_ooms", 0)

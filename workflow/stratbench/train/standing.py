@@ -1,8 +1,8 @@
-"""Diagnoses a cell that was ended: whether the workers were slow or hung.
+"""Diagnoses whether the workers of a cell that was ended were slow, or hung.
 
 The agent of each node reads its workers' heartbeats at the time limit, when a worker has failed, and
-periodically. If no worker has made progress for too long, it lets each process write the stacks of its
-threads. The launcher evaluates the results of all agents.
+periodically. If no worker has made progress for too long, the agent makes each process write the stacks of
+its threads. The launcher evaluates the results of all agents.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from stratbench.telemetry.timeline import read_phases
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
 
-#: Seconds without progress of any worker after which a cell is ended. A collective times out earlier
-#: (`worker.COLLECTIVE_S`), with a better message.
+#: Seconds after which a cell is ended if none of its workers makes progress. A hung collective times out
+#: earlier (`worker.COLLECTIVE_S`), with a better message.
 HUNG_S = 900.0
-#: Maximum seconds that processes get to write their stacks. A stopped process never writes one.
+#: Longest time in seconds to wait for processes to write their stacks. A stopped process never does.
 STACKS_S = 2.0
 STACK_POLL_S = 0.05
-#: Maximum number of different states of workers in a message.
+#: Largest number of different worker states that a message lists.
 MAX_TOLD = 4
 _CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The last known state of a worker: its steps, phase, progress and exit code."""
+    """Last known state of a worker: its steps, phase, progress and exit code."""
 
     #: Number of training steps that the worker has started. Its GPU may not have finished them.
     steps: int
-    #: Phase of the worker (`train`, `eval`, ...). Between two phases: `after` and the last one.
+    #: Name of the worker's phase, such as `train` or `eval`. Between two phases it is `after` with the
+    #: previous name.
     phase: str
-    #: Exit code of the worker. None: it was running.
+    #: Exit code of the worker. None: the worker was still running.
     exit_code: int | None = None
     #: Seconds since the worker's last progress. None: the worker has sent no heartbeat.
     without_progress_s: float | None = None
@@ -51,7 +52,8 @@ class Standing:
     longest_step_s: float | None = None
     #: Whether the worker counts as hung (`HeartbeatReading.is_hung`).
     is_hung: bool = False
-    #: Innermost call, as `function (file.py:12)`. None: it was not requested, or the worker did not answer.
+    #: Innermost call on the worker's stack, as `function (file.py:12)`. None: the stack was not requested, or
+    #: the worker did not write it.
     innermost_call: str | None = None
     #: Numbers of the shard groups that the worker has called in its last step.
     called_groups: Sequence[int] = ()
@@ -62,10 +64,9 @@ class Standing:
 
 
 def are_all_workers_hung(job: Job, workers: Sequence[Process], awake_since_s: float) -> bool:
-    """Return whether all running workers of this node hang for good.
+    """Return whether all running workers of this node have made no progress for HUNG_S.
 
-    Such workers have trained, and then made no progress for HUNG_S. Workers that have not taken a step do not
-    count as hung here.
+    The result is False if one of them has not taken a step yet, or does not count as hung for its step times.
 
     Args:
         job: Job of the cell.
@@ -77,7 +78,8 @@ def are_all_workers_hung(job: Job, workers: Sequence[Process], awake_since_s: fl
     readings = [
         read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         for rank in ranks
-        if rank is not None  # a command has no rank and sends no heartbeat
+        # Processes of a command have no rank, and send no heartbeat.
+        if rank is not None
     ]
     return bool(readings) and all(
         reading is not None
@@ -89,15 +91,19 @@ def are_all_workers_hung(job: Job, workers: Sequence[Process], awake_since_s: fl
 
 
 def write_worker_states(
-    job: Job, node: int, processes: Sequence[Process], at_limit: bool, awake_since_s: float
+    job: Job,
+    node: int,
+    processes: Sequence[Process],
+    reached_time_limit: bool,
+    awake_since_s: float,
 ) -> None:
-    """Write the last state of this node's workers to a file of the run folder.
+    """Write the last states of this node's workers to a file in the run folder.
 
     Args:
         job: Job of the cell.
         node: Number of the node.
         processes: All processes of the cell on this node, running or not.
-        at_limit: Whether the time limit was reached.
+        reached_time_limit: Whether the time limit was reached.
         awake_since_s: End of the node's last pause, on its monotonic clock.
     """
     now_s = time.monotonic()
@@ -105,7 +111,8 @@ def write_worker_states(
     standings = {}
     for rank in job.list_ranks(node):
         if (name := format_worker_name(rank)) not in by_name:
-            return  # a command trains, whose processes have no known state
+            # If a command trains, there are no worker processes whose state is known.
+            return
         reading = read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         standings[name] = {
             "steps": reading.steps if reading else 0,
@@ -117,7 +124,7 @@ def write_worker_states(
             "called_groups": read_shard_group_calls(job.folder.get_heartbeat_path(rank)),
         }
     running = [p for p in processes if p.exitcode is None]
-    stepless = at_limit and not any(entry["steps"] for entry in standings.values())
+    stepless = reached_time_limit and not any(entry["steps"] for entry in standings.values())
     if stepless or all(standings[p.name]["is_hung"] for p in running if p.name in standings):
         request_stacks(job, running)
         for name, entry in standings.items():
@@ -126,7 +133,7 @@ def write_worker_states(
 
 
 def read_current_phase(job: Job, rank: int) -> str:
-    """Return a worker's present phase from its log, or `start` before its first phase."""
+    """Return the name of a worker's present phase, or `start` before the first phase."""
     phases = read_phases([job.folder.get_phase_log_path(rank)])
     open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
     if open_ones:
@@ -136,7 +143,7 @@ def read_current_phase(job: Job, rank: int) -> str:
 
 
 def request_stacks(job: Job, running: Sequence[Process]) -> None:
-    """Make processes write their stack traces, and wait for these for at most STACKS_S."""
+    """Make processes write their stack traces, and wait up to STACKS_S for these."""
     answering = [
         p for p in running if p.pid is not None and job.folder.get_stack_path(p.name).exists()
     ]
@@ -155,7 +162,7 @@ def request_stacks(job: Job, running: Sequence[Process]) -> None:
 
 
 def read_stack_calls(path: Path) -> list[str]:
-    """Return the calls in a process's stack file, innermost first.
+    """Return the calls in the file with a process's stack, innermost first.
 
     The list is empty without a file. The calls are those of the main thread, which `faulthandler` writes
     last. If the main thread waits for autograd's thread, the calls of that thread come first, because it
@@ -180,7 +187,7 @@ def read_stack_calls(path: Path) -> list[str]:
 
 
 def read_innermost_call(path: Path) -> str | None:
-    """Return a stack file's innermost call as `function (file.py:12)`, or None without a stack."""
+    """Return the innermost call in a stack file as `function (file.py:12)`, or None without one."""
     calls = read_stack_calls(path)
     if not calls:
         return None
@@ -189,9 +196,9 @@ def read_innermost_call(path: Path) -> str | None:
 
 
 def failed_at_limit_reason(job: Job) -> str | None:
-    """Return why a cell at its time limit counts as failed, not slow.
+    """Return why a cell that reached its time limit counts as failed, or None if it was only slow.
 
-    The result is None if the cell was only slow. The cell counts as failed if no worker had taken a step, or
+    The cell counts as failed if no worker had taken a step, or
     if it hung (`hang_reason`).
     """
     standings = read_worker_states(job)
@@ -208,7 +215,7 @@ def failed_at_limit_reason(job: Job) -> str | None:
 
 
 def read_worker_states(job: Job) -> dict[int, Standing]:
-    """Return the last state of each worker by rank. Workers whose agent has written none are absent."""
+    """Return the last known state of each worker whose agent has written one, by rank."""
     return {
         parse_rank(name): Standing(**entry)
         for name, entry in job.folder.read_worker_states().items()
@@ -216,9 +223,10 @@ def read_worker_states(job: Job) -> dict[int, Standing]:
 
 
 def find_first_unequal_step(standings: Mapping[int, Standing]) -> int | None:
-    """Return the step, from 1, in which two workers called different shard groups, or None.
+    """Return the number of the step in which two workers called different shard groups, or None.
 
-    It is no difference if one worker has only called fewer groups, because it may be slower.
+    Steps count from 1. If a worker has only called fewer groups than another, that is no difference, because
+    the worker may be slower.
     """
     first, *others = standings.values() or [Standing(0, "")]
     for other in others:
@@ -229,24 +237,24 @@ def find_first_unequal_step(standings: Mapping[int, Standing]) -> int | None:
 
 
 def hang_reason(standings: Mapping[int, Standing]) -> str | None:
-    """Return a sentence with each rank's last state if all running workers hang, or None."""
+    """Return a sentence with the workers' last states if all running workers hang, else None."""
     running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
     if not running or not all(standing.is_hung for standing in running.values()):
         return None
     quiet_s = min(s.without_progress_s for s in running.values())
     longest_s = max(s.longest_step_s for s in running.values())
     return (
-        f"it hangs: no worker got on for {quiet_s:.1f} s, and no step before had taken longer than "
-        f"{longest_s:.3g} s; {_format_rank_states(running)} {format_help_address('no worker got on')}"
+        f"it hangs: no worker made progress for {quiet_s:.1f} s, and no step before had taken longer than "
+        f"{longest_s:.3g} s; {_format_rank_states(running)} {format_help_address('no worker made progress')}"
     )
 
 
 def _has_stepped(
     job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None
 ) -> bool:
-    """Return whether a worker is known to have taken a step.
+    """Return whether a worker has certainly taken a training step.
 
-    The agent of the worker may have written no state.
+    If the worker's agent has written no state, the worker's result or phase log decides.
     """
     if standing is not None:
         return standing.steps > 0
@@ -256,7 +264,7 @@ def _has_stepped(
 
 
 def _format_rank_states(standings: Mapping[int, Standing]) -> str:
-    """Return the last known states of all ranks as text.
+    """Return text on the last known state of each rank.
 
     The ranks with the fewest steps come first, because others wait for them.
     """

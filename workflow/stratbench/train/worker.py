@@ -1,7 +1,7 @@
-"""One worker process of a cell: it joins the other workers, trains, and writes its measurements as JSON.
+"""The process of one worker: it joins the other workers, trains, and writes its measurements as JSON.
 
-The fork server imports this module once, so that forked processes do not import torch again. Importing it
-must not allocate tensors or start threads.
+The fork server imports this module once, so that forked processes need not import torch. The import must not
+allocate tensors or start threads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ models.import_torchvision()
 import torchvision.models  # noqa: E402, F401
 
 EXIT_ERROR, EXIT_OOM = 1, 3
-#: Seconds that a worker waits in one collective, before it fails, and the cell with it.
+#: Longest time in seconds that a worker waits in one collective. The worker and the cell then fail.
 COLLECTIVE_S = 600
 
 
@@ -76,13 +76,14 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     write_stacks_on_signal(job.folder.get_stack_path(format_worker_name(rank)))
     lock_cell_as_worker(job.folder.logs)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
-        exit_immediately(EXIT_ERROR)  # the agent checks the time limit, and reports it
+        # The worker just ends: its agent detects that the time limit is over, and reports it.
+        exit_immediately(EXIT_ERROR)
     try:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
         outcome, code = describe_worker_error(e)
-        # Other errors, and those of the host's allocator, do not mean that the GPU is full.
+        # Only a RuntimeError that is not of the host's allocator may mean that the GPU is full.
         of_gpu = isinstance(e, RuntimeError) and "CPUAllocator" not in str(e)
         if code == EXIT_OOM and job.use_cuda and of_gpu:
             outcome["others"] = find_other_programs_on_gpu(job, rank)
@@ -101,20 +102,20 @@ def redirect_output(path: Path) -> None:
 
 
 def write_stacks_on_signal(path: Path) -> None:
-    """Write the stacks of all threads to a file whenever the agent sends its signal."""
+    """Make this process write the stacks of its threads to a file on each STACK_SIGNAL."""
     file = path.open("w", encoding="utf-8")
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
 def exit_immediately(code: int) -> None:
-    """End the process without clean-up, which could wait forever for a worker that was lost."""
+    """End the process without clean-up, which could wait forever for a lost worker."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 class WorkerStart(NamedTuple):
-    """State of a worker before data and model are loaded: strategy, clocks and meters."""
+    """What a worker has before it loads data and model: strategy, device, clocks and meters."""
 
     strategy: Strategy
     device: torch.device
@@ -122,25 +123,29 @@ class WorkerStart(NamedTuple):
     heartbeat: Heartbeat
     log: PhaseLog
     phases: Phases
-    #: Seconds from the cell's start to the start of this worker.
+    #: Seconds from the start of the cell to the start of this worker.
     started_s: float
 
 
-def start_worker(job: Job, number: int, local_rank: int) -> WorkerStart:
-    """Configure PyTorch in a worker process, and start its meters.
+def start_worker(job: Job, worker_number: int, local_rank: int) -> WorkerStart:
+    """Configure PyTorch in a worker process, and create what the worker measures with.
 
     Args:
         job: Job of the cell.
-        number: Rank of the worker, or the number of its worker job.
+        worker_number: Rank of the worker. In an elastic cell, the number of the worker's SLURM job.
         local_rank: Rank of the worker on its node.
     """
     s = job.settings
     device = torch.device("cuda", local_rank) if job.use_cuda else torch.device("cpu")
     configure_torch(s, device, job.threads)
-    memory = MemoryMeter(device)  # created before model and data are in memory
-    heartbeat = Heartbeat(job.folder.get_heartbeat_path(number))
+    # The meter measures the memory without model and data, so it is created before them.
+    memory = MemoryMeter(device)
+    heartbeat = Heartbeat(job.folder.get_heartbeat_path(worker_number))
     log = PhaseLog(
-        job.folder.get_phase_log_path(number), number, job.origin_s, heartbeat.record_progress
+        job.folder.get_phase_log_path(worker_number),
+        worker_number,
+        job.origin_s,
+        heartbeat.record_progress,
     )
     strategy = make_strategy(s.strategy, s.options)
     return WorkerStart(strategy, device, memory, heartbeat, log, Phases(device, log), job.elapsed_s)
@@ -149,20 +154,21 @@ def start_worker(job: Job, number: int, local_rank: int) -> WorkerStart:
 class Built(NamedTuple):
     """A worker's model and task, before the strategy wraps the model."""
 
-    #: Name of a built-in model, or description of a user's own.
+    #: Name of a built-in model, or description of a user's own model.
     network: str | models.Model
     model: nn.Module
-    #: Shape of a sample, as the model takes it.
+    #: Shape of a sample as the model takes it.
     shape: tuple[int, ...]
     task: tasks.Task
     loss_kind: tasks.LossKind
-    #: Label and modules of each shard group, in the order of forward.
+    #: Name and modules of each shard group, in the order of forward.
     groups: list[tuple[str, list[nn.Module]]]
-    #: Results of trying one step of a user's own model. None: a built-in model.
+    #: Results of a trial step of a user's own model. None: the model is built-in.
     trial: Trial | None
-    #: Entry `model` of the record.
+    #: Description of the model for the record's entry `model`.
     facts: dict[str, Any]
-    #: Entry `wrap_groups` of the record, computed before a strategy changes the parameters.
+    #: Names and sizes of the shard groups for the record's entry `wrap_groups`. They are computed before a
+    #: strategy changes the parameters.
     group_sizes: list[dict[str, Any]]
 
 
@@ -190,17 +196,20 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
         )  # fmt: skip
         built, worker = ready.built, ready.worker
     train = import_attribute(strategy.loop) if strategy.loop else loop.train
-    # In a strategy's own training loop, the worker that evaluates stores the epochs.
+    # Rank 0 stores the epochs. In a strategy's own training loop, any worker may be the one that evaluates
+    # and stores.
     progress = loop.Progress(job.folder if rank == 0 or strategy.loop else None)
-    classes = [*(beside for _, beside in iter_imported_additions("activity_class")), Profile]
-    besides = [cls(job, strategy, data, worker, phases) for cls in classes if cls.is_active_in(job)]
-    result = train(strategy, data, worker, phases, log, memory, progress, besides)
+    classes = [*(activity for _, activity in iter_imported_additions("activity_class")), Profile]
+    activities = [
+        cls(job, strategy, data, worker, phases) for cls in classes if cls.is_active_in(job)
+    ]
+    result = train(strategy, data, worker, phases, log, memory, progress, activities)
     measured = build_worker_result(result, start, rank)
     if watch is not None:
         measured["compile"] = watch.summarize_compilations()
     chosen = strategy.is_evaluator
-    for beside in besides:
-        measured |= beside.end(result.status, chosen)
+    for activity in activities:
+        measured |= activity.end(result.status, chosen)
     if chosen:
         measured |= count_sample_flops(s, built)
     add_model_descriptions(measured, ready, strategy, data)
@@ -209,7 +218,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
 
 
 class Ready(NamedTuple):
-    """A worker whose model is built and set up by the strategy."""
+    """A worker after the strategy has set up its model."""
 
     built: Built
     slowdown: Slowdown
@@ -221,25 +230,25 @@ def set_up_model(
     strategy: Strategy,
     data: DeviceData,
     device: torch.device,
-    slowed_as: int,
-    **place: Any,
+    slowdown_number: int,
+    **worker_fields: Any,
 ) -> Ready:
-    """Build the model, check the model, and set it up under the strategy.
+    """Build and check the model, and set it up with the strategy.
 
     Args:
         s: Settings of the cell.
         strategy: Strategy of the cell.
         data: Data set.
         device: Device of the worker.
-        slowed_as: Number of the worker in `slowdown.workers`.
-        place: Fields of `Worker` that do not follow from the settings and the model.
+        slowdown_number: Number of the worker in `slowdown.workers`.
+        worker_fields: Fields of `Worker` that do not follow from the settings and the model.
 
     Raises:
         Refused: If the strategy cannot train a user's model.
     """
     built = build_model_and_task(s, strategy, data, device)
     slowdown = Slowdown.from_settings(
-        s, slowed_as, built.model, built.shape, data.meta["classes"], device
+        s, slowdown_number, built.model, built.shape, data.meta["classes"], device
     )
     worker = Worker(
         settings=s,
@@ -252,7 +261,7 @@ def set_up_model(
         input_shape=built.shape,
         trial=built.trial,
         initial_weights_hash=built.facts["initial_weights_sha256"],
-        **place,
+        **worker_fields,
     )
     check_equal_initial_weights(worker)
     if built.trial is not None:
@@ -260,13 +269,13 @@ def set_up_model(
     two = data.make_test_batch(0, 2)
     with acceptance.refuse_changed_scores(strategy, built.network, built.model, worker, *two):
         strategy.setup(built.model, worker)
-    # From here on only operations that are random per worker, such as dropout, use the global generators.
+    # Each worker gets its own seed: from here on, only dropout and the like draw random numbers.
     seed_random_generators(s.seed + 1 + worker.random_stream_index)
     return Ready(built, slowdown, worker)
 
 
 def check_equal_initial_weights(worker: Worker) -> None:
-    """Check that all workers of the process group have the same initial weights. All workers must call it.
+    """Raise ModelError unless all workers have the same initial weights. All workers must call this.
 
     Raises:
         ModelError: If the weights of two workers differ.
@@ -285,7 +294,7 @@ def check_equal_initial_weights(worker: Worker) -> None:
 def add_model_descriptions(
     measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData
 ) -> None:
-    """Add descriptions of model, task, device and delays to a worker's measurements.
+    """Add descriptions of model, task, device and slowdown to a worker's measurements.
 
     Args:
         measured: Measurements of the worker, changed in place.
@@ -312,11 +321,12 @@ def add_model_descriptions(
 
 
 def create_compile_watch(job: Job) -> CompileWatch:
-    """Return a counter of compilations, and set the cell's cache of compiled code.
+    """Return a counter of compilations, and set the folder for the cell's compiled code.
 
-    The cell shares the cache with no other cell.
+    No other cell uses this folder.
     """
-    if job.folder.node_local_dir is not None:  # a shared cache would make later cells faster
+    # No other cell uses this folder: with a shared one, later cells would be faster.
+    if job.folder.node_local_dir is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(job.folder.node_local_dir / "compiled")
     return CompileWatch()
 
@@ -327,7 +337,7 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
     The data have the shape and dtype that the model takes.
 
     Raises:
-        DataError: If the data set was prepared again since the launcher has read it.
+        DataError: If the data set was prepared again after the launcher had read it.
     """
     s = job.settings
     data = DeviceData.load(
@@ -339,16 +349,16 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
         data_placement=s.data_placement,
     )
     if data.meta != job.data:
-        raise DataError(f"{job.data_dir} was prepared again as the cell started; start it again")
+        raise DataError(
+            f"{job.data_dir} was prepared again while the cell started; start the cell again"
+        )
     return data
 
 
 def build_model_and_task(
     s: Settings, strategy: Strategy, data: DeviceData, device: torch.device
 ) -> Built:
-    """Build the model with its initial weights, and the task.
-
-    Both are described for the record.
+    """Build the model with its initial weights, and the task; describe both for the record.
 
     Args:
         s: Settings of the cell.
@@ -398,9 +408,9 @@ def build_model_and_task(
 
 
 def count_sample_flops(s: Settings, built: Built) -> dict[str, int]:
-    """Return the floating-point operations per sample of forward and of training.
+    """Return the floating-point operations per sample of forward, and of a training step.
 
-    The dict is empty if they cannot be counted, because a user's own model reads values of tensors.
+    The dict is empty if they cannot be counted because a user's own model reads values of tensors.
     """
     classes, shape = built.facts["classes"], built.shape
     try:
@@ -413,7 +423,7 @@ def count_sample_flops(s: Settings, built: Built) -> dict[str, int]:
 
 
 def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
-    """Set threads, TensorFloat-32 and seeds in the same way for every strategy.
+    """Set PyTorch's threads, TensorFloat-32 and seeds, equally for every strategy.
 
     Args:
         s: Settings of the cell.
@@ -431,7 +441,7 @@ def configure_torch(s: Settings, device: torch.device, threads: int) -> None:
 
 
 def join_process_group(job: Job, rank: int, device: torch.device) -> None:
-    """Join the process group, through a file or, on several nodes, through rank 0's port.
+    """Join the process group of all workers, through a file or rank 0's TCP store.
 
     Args:
         job: Job of the cell.
@@ -458,16 +468,17 @@ def join_process_group(job: Job, rank: int, device: torch.device) -> None:
             raise
         name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         raise RuntimeError(
-            f"this machine's network interface {name} is missing or down, and gloo connects workers "
-            f"through it; bring it up (ip link set {name} up), or name another one in GLOO_SOCKET_IFNAME "
+            f"the network interface {name} of this machine, through which gloo connects workers, is "
+            f"missing or down; activate it (ip link set {name} up), or set GLOO_SOCKET_IFNAME to another one "
             f"{format_help_address('is missing or down')}"
         ) from error
-    # NCCL connects with the first collective. Here it is no part of a strategy's build or warm-up.
+    # NCCL opens connections in its first collective. Here these count as rendezvous, not as a strategy's
+    # warm-up.
     dist.all_reduce(torch.zeros(1, device=device))
 
 
 def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[str, Any]:
-    """Return the worker's measurements in the form in which the run folder stores them.
+    """Return the worker's measurements as a dict of JSON values, as the run folder stores them.
 
     Args:
         result: Measurements of the loop.
@@ -486,7 +497,7 @@ def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> d
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
         "own_ms": clock.step_without_waits_ms,
-        # In a strategy's own training loop, a step may wait for other processes.
+        # In a strategy's own training loop, the time to queue a step may contain waits for other processes.
         "issue_ms": None if strategy.loop else clock.shortest_issue_ms,
         "core_wait_s": clock.core_waits.longest_wait_s,
         "breakdown_ms": clock.phase_means_ms,
@@ -502,7 +513,7 @@ def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> d
 
 
 def describe_worker_error(e: Exception) -> tuple[dict[str, Any], int]:
-    """Return the result that a failed worker writes about an error, and its exit code."""
+    """Return the result that a worker writes about its error, and the worker's exit code."""
     reason = str(e) if isinstance(e, Refused) else format_error_line(e)
     if is_out_of_memory_error(e):
         return {"status": "oom", "reason": reason}, EXIT_OOM
@@ -511,7 +522,7 @@ def describe_worker_error(e: Exception) -> tuple[dict[str, Any], int]:
 
 
 def find_other_programs_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
-    """Return the other programs on this worker's GPU, or None if none is known."""
+    """Return which other programs use this worker's GPU, or None if none are known."""
     place = job.folder.read_process_locations().get(format_worker_name(rank), {}).get("gpu", {})
     gpu = find_worker_gpu(Nvml(), place)
     if gpu is None:
@@ -521,6 +532,6 @@ def find_other_programs_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
 
 
 def format_error_line(e: BaseException) -> str:
-    """Return the type of an exception and the first line of its message."""
+    """Return one line with the type of an exception and the first line of its message."""
     text = str(e).strip().splitlines()
     return f"{type(e).__name__}: {text[0] if text else ''}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""`fsdp`: parameters, gradients and optimizer state are sharded over the workers (FSDP2)."""
+"""`fsdp`: FSDP2 shards parameters, gradients and optimizer state over the workers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class FSDP(Sharded):
-    """Sharded data parallelism by torch.distributed.fsdp.fully_shard, one call per wrap group of the model.
+    """Sharded data parallelism by torch's fully_shard, which is called once per shard group of the model.
 
     `reshard_after_forward = always` frees a group's gathered parameters after its forward and gathers them
-    again for backward (like ZeRO-3). FSDP2 keeps parameters outside of all groups, since backward begins with
-    them. `never` keeps all gathered parameters (like ZeRO-2: less traffic, more memory). FSDP never
-    synchronises BatchNorm's running statistics: their mean over the workers is evaluated. With
-    `shard_group_size` the workers form groups, each of which holds a model (HSDP). With `offload` each
-    worker's shards are in host memory, where the optimizer runs. They are copied to the device before they
-    are gathered, and their gradients are copied back.
+    again for backward (like ZeRO-3). FSDP2 keeps the parameters of no group (the root's) gathered, since
+    backward begins with them. `never` keeps all gathered parameters (like ZeRO-2: less traffic, more memory).
+    FSDP never synchronises BatchNorm's running statistics: their mean over the workers is evaluated. With
+    `shard_group_size` the workers form groups, and each group holds one copy of the model (HSDP). With
+    `offload` each worker's shards are in host memory, where the optimizer runs. They are copied to the device
+    before they are gathered, and their gradients are copied back.
 
     With `gradient_accumulation_steps`, gradients are reduced to a worker's share after each part of a batch,
     as FSDP2 does by default. `gradient_sync = last-part` reduces once, and keeps whole gradients until then.
@@ -101,12 +101,15 @@ class FSDP(Sharded):
             )
 
     def traits(self, gpus: int) -> base.Traits:
-        # FSDP2's policy rounds parameters to 16 bits where the other strategies keep 32.
+        # Updates equal DDP's only under autocast. FSDP2's own policy rounds parameters to 16 bits where other
+        # strategies keep 32.
         same_rounding = self.options.mixed_precision == "autocast"
         chosen = self.options.shard_group_size
-        # The cell's settings do not contain the number of workers per node.
+        # With `node` the number of shards is unknown here: settings do not contain the number of workers per
+        # node.
         parts = None if chosen == "node" and gpus > 1 else compute_group_size(chosen, gpus, gpus)
-        # Parameters that are gathered again take 3 copies, but the root may have all parameters.
+        # `ring_copies` is a minimum. Parameters that are gathered again for backward make 3 copies, but the
+        # root, which gathers only once, may have all parameters.
         return base.Traits(
             is_synchronous_on_one_worker=same_rounding,
             equals_ddp=same_rounding,
@@ -145,7 +148,7 @@ class FSDP(Sharded):
                     "cannot gather together; use one dtype, or put them into different groups"
                 )
         yield from refusals.iter_unshardable_model_reasons(trial)
-        # Gathered parameters that are not freed after forward may be read until the next step.
+        # Forward may read parameters after their group's call only if the group stays gathered.
         early = trial.parameters_read_before_call
         if self.options.reshard_after_forward == "always":
             early += trial.parameters_read_after_calls
@@ -176,7 +179,7 @@ class FSDP(Sharded):
             )
 
     def _accumulation_refusals(self, names: list[str], worker: base.Worker) -> Iterator[str]:
-        """Yield reasons why gradients cannot be accumulated if some batch parts give `names` no gradient."""
+        """Yield reasons against gradient accumulation if parameters get no gradient in some batch parts."""
         s, size = worker.settings, worker.world_size
         may_lack = f"{format_names(names)} may get no gradient in some parts of a batch"
         if self.options.gradient_sync == "last-part":
@@ -201,7 +204,7 @@ class FSDP(Sharded):
     def _iter_group_dtypes(
         self, model: nn.Module, worker: base.Worker
     ) -> Iterator[tuple[str, list[str]]]:
-        """Yield the dtypes of each shard group's parameters, and of parameters in no group."""
+        """Yield each shard group's name and parameter dtypes; last, those of parameters in no group."""
         left = set(model.parameters())
         for label, modules in worker.wrap_groups:
             own = {p for m in modules for p in m.parameters()}
@@ -237,29 +240,32 @@ class FSDP(Sharded):
         self.policy = policy = self._make_policy(worker.settings.precision)
         apart: list[nn.Module] = []
         if policy is not None:
-            # BatchNorm's statistics are float32, so its weights must be, too: they get their own group.
+            # BatchNorm gets a shard group without the policy: its statistics are float32, so its weights must
+            # be, too.
             apart = [m for m in model.modules() if isinstance(m, BatchNorm)]
             if apart:
                 fully_shard(apart, **arguments)
             arguments["mp_policy"] = policy
         for _, group in worker.wrap_groups:
-            # A single module is passed as a list, too: PyTorch 2.11 does not support DenseNet's ModuleDict.
+            # The modules are passed as a list even if there is one: PyTorch 2.11 does not support DenseNet's
+            # ModuleDict.
             if modules := [module for module in group if module not in apart]:
                 fully_shard(modules, **arguments)
         if policy is not None:
-            # Only the whole model's output is cast to float32: inside, a layer may expect 16 bits.
+            # Only the whole model's output is cast to float32, because inner layers may expect 16 bits.
             arguments["mp_policy"] = replace(policy, output_dtype=torch.float32)
         if self.options.reshard_after_forward == "always":
-            # FSDP2's default keeps the root's parameters: backward would gather them again at once.
+            # None means FSDP2's default: the root keeps its gathered parameters, which backward needs at
+            # once.
             arguments["reshard_after_forward"] = None
         fully_shard(model, **arguments)
         return model
 
     def _regathered_parameter_ids(self) -> set[int]:
-        """Return the `id` of each grouped parameter that FSDP2 gathers again for backward.
+        """Return the `id` of each parameter that FSDP2 gathers a second time, for backward.
 
-        FSDP2 gathers a group when backward reaches it, and the preceding group at the same time. The trial
-        has found the groups that backward reaches. Without a trial, backward reaches all groups.
+        When backward reaches a group, FSDP2 gathers this group and the preceding one. The trial step has
+        found the groups that backward reaches. Without a trial, backward reaches all groups.
         """
         trial = self.worker.trial
         called = trial.group_in_backward.items() if trial else ()
@@ -271,12 +277,12 @@ class FSDP(Sharded):
         if self.options.gradient_sync == "last-part":
             self.module.set_requires_gradient_sync(last)
         else:
-            # With HSDP, the sum of all parts' gradient shards is averaged over the groups in the last part.
+            # With HSDP, groups average their gradient shards only in the last part of a batch.
             self.module.set_requires_all_reduce(last)
         return nullcontext()
 
     def _make_policy(self, precision: str) -> MixedPrecisionPolicy | None:
-        """Return FSDP2's mixed-precision policy if the options request it, else None."""
+        """Return FSDP2's own mixed-precision policy, or None if the options choose autocast."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -303,19 +309,20 @@ class FSDP(Sharded):
         reductions = parts if self.options.gradient_sync == "each-part" else 1
         moved_bytes = averaged_bytes = 0
         for p in self.model.parameters():
-            # FSDP2 shards the first dimension, padded to a multiple of the workers.
+            # FSDP2 pads the first dimension to a multiple of the workers of a group, and shards it.
             padded = -(-p.shape[0] // s) * s * (p.numel() // max(1, p.shape[0]))
             width = 2 if in_16_bits and id(p) not in full else p.element_size()
-            # The root's parameters are gathered once.
+            # Parameters that forward frees are gathered twice. The root's are gathered once.
             gathers = 2 if frees and id(p) in again | full else 1
             moved_bytes += padded * gathers * parts * width
             if p.requires_grad:
                 moved_bytes += padded * reductions * p.element_size()
                 averaged_bytes += 2 * padded // s * p.element_size()
         if self.worker.settings.max_grad_norm is not None:
-            # Plus the all-reduce of the gradient norm.
+            # Clipping also all-reduces the gradient norm.
             moved_bytes += 2 * self.parameters[0].element_size()
-        # The first term is the traffic within a group, the second averages gradients between groups.
+        # The sum has two terms: the traffic within a shard group, and the averaging of gradients between
+        # groups.
         groups = w // s
         return collective.describe_ring_traffic(
             (s - 1) / s * moved_bytes + (groups - 1) / groups * averaged_bytes
@@ -335,7 +342,7 @@ class FSDP(Sharded):
 def compute_group_size(
     shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int
 ) -> int:
-    """Return the number of workers among which one model is sharded, at most all workers.
+    """Return among how many workers one copy of the model is sharded; at most among all.
 
     Args:
         shard_group_size: Value of the option.

@@ -1,4 +1,4 @@
-"""Base of strategies that shard the model: each worker updates a shard of every parameter."""
+"""Defines the base of strategies that shard the model, so that a worker updates a shard of each parameter."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class GroupCalls:
-    """Records a hash of the sequence of shard groups that this worker calls in each step.
+    """Record of the shard groups that this worker has called: one hash of the sequence per step.
 
-    Collectives of equal size match, whatever tensors they are for. Workers that gather different groups would
-    sum unrelated tensors without an error.
+    Collectives match by their size only, not by their tensors. Workers that gather different groups would sum
+    unrelated tensors without an error.
     """
 
     def __init__(
@@ -32,13 +32,14 @@ class GroupCalls:
 
         Args:
             groups: Name and modules of each group.
-            heartbeat: Stores the calls of a step, so that they can be read if the step hangs.
+            heartbeat: Heartbeat file that stores the calls of the present step, to be read if the step hangs.
         """
         self.steps: list[int] = []
         self._now, self._heartbeat = 0, heartbeat
         for i, (_, modules) in enumerate(groups, 1):
             for module in modules:
-                # The call is noted before the group is gathered, which may hang.
+                # The hook comes first (`prepend`), so that a call is stored before the gathering, which may
+                # hang.
                 module.register_forward_pre_hook(partial(self._note_call, i), prepend=True)
 
     def _note_call(self, group: int, _module: nn.Module, _inputs: Any) -> None:
@@ -53,12 +54,10 @@ class GroupCalls:
             self._heartbeat.forget_calls()
 
     def find_first_difference(self, device: torch.device) -> int | None:
-        """Return the first step in which two workers called different groups.
+        """Return the first step in which two workers called different shard groups.
 
-        The result is None if there is none.
-
-        Steps count from 1, beginning after the last use of this method. Calls after the last step count as
-        one more step. All workers must call this method.
+        The result is None without such a step. Steps count from 1, beginning after the last use of this
+        method. Calls after the last step count as one more step. All workers must call this method.
         """
         import torch
         import torch.distributed as dist
@@ -74,7 +73,7 @@ class GroupCalls:
 
 
 class Sharded(collective.Collective):
-    """Base of strategies that shard the model, whose `wrap` turns parameters into DTensors.
+    """Base of strategies that shard the model. Their `wrap` turns parameters into DTensors.
 
     The optimizer works on the local tensors of these DTensors, which is the same arithmetic because SGD and
     AdamW are element-wise. BatchNorm's running statistics are never synchronised during the training: their
@@ -82,11 +81,13 @@ class Sharded(collective.Collective):
     """
 
     evaluated_on = "the gathered weights with the workers' mean BatchNorm statistics"
-    #: Number of workers that share one model.
+    #: Number of workers that hold one copy of the model together.
     group_size: int
-    #: Process group of the workers that share this worker's model, or None if all workers share it.
+    #: Process group of the workers that hold one copy of the model with this worker. None: all workers hold
+    #: it.
     shard_group: ProcessGroup | None = None
-    #: Records calls of shard groups of a user's model on several workers; None for other or compiled models.
+    #: Record of the shard groups that a user's model calls, kept if there are several workers. None: the
+    #: model is built-in or compiled, or there is one worker.
     calls: GroupCalls | None = None
 
     def setup(self, model: nn.Module, worker: base.Worker) -> None:
@@ -122,7 +123,8 @@ class Sharded(collective.Collective):
 
         from stratbench.telemetry.shards import get_local_shard
 
-        # An optimizer over DTensors spends several times as long on dispatch.
+        # The optimizer gets local tensors, since it would spend several times as long on the dispatch of
+        # DTensors.
         with torch.no_grad():
             return [get_local_shard(p).detach() for p in self.parameters]
 
@@ -138,7 +140,7 @@ class Sharded(collective.Collective):
 
     def gradient_norm(self) -> Tensor:
         norm = super().gradient_norm()
-        # The norm of shards in host memory is on the host, where NCCL cannot reduce it.
+        # Shards in host memory have their norm on the host, where NCCL cannot reduce it.
         on_device = norm.to(self.worker.device)
         return collective.reduce_norm(on_device, self.group_size, self.shard_group).to(norm.device)
 
@@ -151,20 +153,20 @@ class Sharded(collective.Collective):
             super().open_evaluation_model() as model,
         ):
             yield model
-        # Parameters that are not freed after forward stay gathered, because no backward follows here. A later
-        # step would use these outdated copies.
+        # Backward usually frees gathered parameters, but none follows an evaluation. A later step would use
+        # these outdated copies.
         free_gathered_parameters(self.model)
 
 
 @contextmanager
 def average_batchnorm_buffers(model: nn.Module, workers: int) -> Iterator[None]:
-    """Set BatchNorm's statistics to the mean over all workers until the block ends."""
+    """Set BatchNorm's statistics to their mean over all workers until the context ends."""
     import torch
     import torch.distributed as dist
 
     from stratbench.telemetry.shards import get_local_shard
 
-    # A buffer of a module with divided weights is a DTensor that every worker holds completely.
+    # In modules with divided weights a buffer is a DTensor, of which every worker holds the whole.
     buffers = [get_local_shard(b) for b in model.buffers() if b.is_floating_point()]
     own = [b.clone() for b in buffers]
     if buffers:

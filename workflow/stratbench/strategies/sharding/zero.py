@@ -1,4 +1,4 @@
-"""`zero1` and `zero1-torch`: every worker has the whole model and a shard of the optimizer's state."""
+"""`zero1` and `zero1-torch`: every worker has the whole model, but only a shard of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """Parameters as views of one flat tensor, and gradients as views of another, in equal parts.
+    """Flat tensor of some parameters and another of their gradients, each with one equal part per worker.
 
-    `weights` and `grads` have shape [n], where the number of workers divides n; `own_weights` and `own_grads`
-    are this worker's part of them, shape [n / workers]. The padding stays zero.
+    The parameters are views of `weights`. `weights` and `grads` have shape [n], where the number of workers
+    divides n. `own_weights` and `own_grads` are this worker's part of them, shape [n / workers]. The padding
+    stays zero.
     """
 
     def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
@@ -50,14 +51,14 @@ class Bucket:
         }
         for p, start in zip(parameters, starts, strict=True):
             p.data = copy_into_flat(p.data, self.weights, start)
-        #: Parameters whose gradient of this step is not yet, or not completely, in `grads`.
+        #: Parameters whose gradient in this step is not yet complete in `grads`.
         self.missing = set(parameters)
-        #: Whether the reduction of this step's gradients has begun.
+        #: Whether the bucket's gradients of this step are being reduced or are reduced already.
         self.sent = False
 
 
 class ZeRO1(collective.Collective):
-    """Stage 1 of ZeRO (Rajbhandari et al., SC 2020), which divides the optimizer's state by the workers.
+    """Stage 1 of ZeRO (Rajbhandari et al., SC 2020): each worker has a share of the optimizer's state.
 
     It sends as much as DDP. Parameters and gradients are in flat buckets, which are divided into one equal
     part per worker, wherever a tensor ends. When backward has filled a bucket, the bucket is reduce-scattered
@@ -109,7 +110,8 @@ class ZeRO1(collective.Collective):
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from stratbench.workload.torch_internals import assign_buckets
 
-        # Backward completes gradients in about the reverse order of forward.
+        # Buckets are filled in the order in which backward computes gradients: about the reverse of
+        # forward's.
         parameters = [p for p in model.parameters() if p.requires_grad][::-1]
         groups = assign_buckets(parameters, self.options.bucket_cap_mb << 20)
         self.buckets = [
@@ -147,7 +149,7 @@ class ZeRO1(collective.Collective):
         return nullcontext()
 
     def _move_gradient_to_bucket(self, bucket: Bucket, parameter: nn.Parameter) -> None:
-        """Add a parameter's gradient from backward to the bucket, and free the gradient."""
+        """Add the gradient that backward computed for a parameter to the bucket, and free it."""
         if bucket.sent:
             name = next(n for n, p in self.model.named_parameters() if p is parameter)
             s = self.worker.settings
@@ -162,7 +164,7 @@ class ZeRO1(collective.Collective):
         parameter.grad = None
         if self._is_last:
             bucket.missing.discard(parameter)
-            # Buckets are reduced in one order, since workers must call the same collectives in one order.
+            # A full bucket waits for those before it, since workers must call collectives in the same order.
             while self._reduced < len(self.buckets) and not self._next.missing:
                 self._reduce_next_bucket()
 
@@ -178,13 +180,13 @@ class ZeRO1(collective.Collective):
         bucket.sent = True
         if workers > 1:
             bucket.grads.div_(workers)
-            # The first name is that of PyTorch 2.13 and later, the second that of earlier versions.
+            # PyTorch 2.13 and later has the first name of the function, earlier versions the second.
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             self._reductions.append(scatter(bucket.own_grads, bucket.grads, async_op=True))
 
     def assign_gradients_to_updated_tensors(self) -> None:
         while self._reduced < len(self.buckets):
-            # These parameters have no gradient in this step.
+            # Parameters without a gradient in this step get zeros.
             for parameter in self._next.missing - self._filled:
                 self._next.views[parameter].zero_()
             self._reduce_next_bucket()
@@ -209,11 +211,12 @@ class ZeRO1(collective.Collective):
         if self.worker.world_size == 1:
             return
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        for bucket in self.buckets:  # one bucket at a time, since gloo copies the gathered tensor
+        # Buckets are gathered one at a time, because gloo needs memory for a copy of each.
+        for bucket in self.buckets:
             gather(bucket.weights, bucket.own_weights)
 
     def _broadcast_buffers(self) -> None:
-        """Set all workers' buffers to those of rank 0, by one broadcast per dtype."""
+        """Set the model's buffers on all workers to those of rank 0, by one broadcast per dtype."""
         import torch
         import torch.distributed as dist
 
@@ -233,13 +236,13 @@ class ZeRO1(collective.Collective):
         moved_bytes = 2 * sum(bucket.weights.nbytes for bucket in self.buckets)
         moved_bytes += sum(b.nbytes for b in self.model.buffers())
         if self.worker.settings.max_grad_norm is not None:
-            # Plus the all-reduce of the gradient norm.
+            # Clipping also all-reduces the gradient norm.
             moved_bytes += 2 * self.parameters[0].element_size()
         return collective.describe_ring_traffic((w - 1) / w * moved_bytes)
 
     @contextmanager
     def open_evaluation_model(self) -> Iterator[nn.Module]:
-        # This overwrites the other ranks' statistics, as the next step would.
+        # Rank 0's BatchNorm statistics are evaluated. The next step would broadcast them anyway.
         self._broadcast_buffers()
         with super().open_evaluation_model() as model:
             yield model
@@ -251,7 +254,7 @@ class ZeRO1(collective.Collective):
 
 
 class TorchZeRO1(DDP):
-    """Torch's ZeroRedundancyOptimizer with DistributedDataParallel, for comparison with `zero1`.
+    """PyTorch's ZeroRedundancyOptimizer with DistributedDataParallel, to compare with `zero1`.
 
     It assigns whole tensors to workers, the largest tensor first, each to the worker with the least. In a
     model with one huge tensor, most of the state is on one worker. Gradients are all-reduced and parameters

@@ -1,4 +1,4 @@
-"""Measures the load of other processes on this machine before a cell begins, without torch."""
+"""Measures the load that other processes put on this machine before a cell begins."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from stratbench.telemetry.machine.nvml import Nvml
 
 
 def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
-    """Measure for `window_s` the load of processes except this one, its ancestors and descendants.
+    """Return the CPU load and the GPU processes of other programs, after measuring for `window_s`.
 
-    It must be called before a cell starts, when the cell uses no GPU.
+    Other programs are all processes except this one, its ancestors and its descendants. The function must be
+    called before a cell starts, when the cell uses no GPU.
 
     Returns:
         `other_cpu_cores`: cores that other processes keep busy, including those of other containers.
@@ -28,7 +29,8 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
     begun_s = time.monotonic()
     time.sleep(window_s)
     after, total_after = _read_cpu_times(), _read_busy_seconds()
-    ours |= _list_own_processes()  # this process may have started others meanwhile
+    # Processes that this process has started meanwhile are no other programs, either.
+    ours |= _list_own_processes()
     elapsed_s = time.monotonic() - begun_s
     cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}
     own_cores = sum(used for pid, used in cores.items() if pid in ours)
@@ -60,7 +62,7 @@ def _list_own_processes() -> set[int]:
 
 
 def _read_cpu_times() -> dict[int, float]:
-    """Return the CPU seconds of every visible process, by its id."""
+    """Return the CPU seconds of every visible process, by process id."""
     seconds = {}
     for process in psutil.process_iter():
         try:
@@ -72,9 +74,9 @@ def _read_cpu_times() -> dict[int, float]:
 
 
 def _read_busy_seconds() -> float:
-    """Return the CPU seconds for which all cores together have been busy since boot."""
+    """Return the CPU seconds that all processes have used since boot, summed over the cores."""
     times = psutil.cpu_times()
-    # User and nice time already include guests; this machine does not use the time a hypervisor steals.
+    # Guests' time is already part of user and nice time. Stolen time is used by other virtual machines.
     idle = ("idle", "iowait", "steal", "guest", "guest_nice")
     return sum(value for name, value in times._asdict().items() if name not in idle)
 

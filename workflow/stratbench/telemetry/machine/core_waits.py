@@ -1,4 +1,4 @@
-"""Measures how long threads of this process wait for a core, by the Linux kernel's counters."""
+"""Measures how long the threads of this process wait for a CPU core, by counters of the Linux kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TASKS = "/proc/self/task"
 
 
 class CoreWaits:
-    """Sums, per thread, the waits for a core in all spans between `begin` and `end`."""
+    """Sum, per thread, of the waits for a CPU core in all spans from `begin_span` to `end`."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] | None = None
@@ -17,11 +17,11 @@ class CoreWaits:
         self._is_counted = False
 
     def begin_span(self) -> None:
-        """Start a span in which waits are counted. Starting takes about 15 µs per thread."""
+        """Start a span in which waits for a core are counted. This takes about 15 µs per thread."""
         self._before = read_core_waits_ns()
 
     def end(self) -> None:
-        """End the span of counted waits, if a span has begun."""
+        """End the span in which waits are counted, if one has begun."""
         before, self._before = self._before, None
         if not before:
             return
@@ -31,7 +31,7 @@ class CoreWaits:
 
     @property
     def longest_wait_s(self) -> float | None:
-        """Longest total wait of a thread in seconds, or None if the kernel counted nothing.
+        """Total seconds that the thread with the longest waits has waited for a core. None if not counted.
 
         A step waits for each of its threads: the main thread, autograd's and those of OpenMP.
         """
@@ -39,7 +39,7 @@ class CoreWaits:
 
 
 def read_core_waits_ns() -> dict[str, int]:
-    """Return the nanoseconds that each thread has waited for a core.
+    """Return how many nanoseconds each thread has waited for a CPU core since its start, by thread id.
 
     The result is empty if the kernel counts none.
     """
@@ -52,8 +52,10 @@ def read_core_waits_ns() -> dict[str, int]:
         try:
             with open(f"{TASKS}/{thread}/schedstat", "rb") as file:
                 ran_ns, waited_ns, _ = map(int, file.read().split())
-        except (OSError, ValueError):  # the thread has just ended, or the kernel has no such file
+        except (OSError, ValueError):
+            # The thread has just ended, or the kernel has no such file.
             continue
-        if ran_ns:  # a kernel that does not count writes zeros
+        # A kernel that does not count waits shows zeros, also for the time that a thread ran.
+        if ran_ns:
             waits[thread] = waited_ns
     return waits

@@ -1,4 +1,4 @@
-"""Selects environment variables that records may contain, and detects secrets, without torch."""
+"""Selects the environment variables that records may contain, and detects secrets."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ _SLURM = re.compile(
     r"|ARRAY_(JOB|TASK)_ID|NNODES|NODEID|NTASKS|PROCID|LOCALID|CPUS_PER_TASK|CPUS_ON_NODE"
     r"|CPU_BIND|GPUS\w*|MEM_PER_\w+|RESTART_COUNT)|SLURMD_NODENAME"
 )
-#: Parts of names that mean a secret. TOKENIZER and AUTHOR do not match.
+#: Parts of a variable's name that indicate a secret value. The names TOKENIZER and AUTHOR do not match.
 _SECRET = re.compile(
     r"SECRET|TOKEN(?!I[SZ])|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|AUTH(?!OR(?!I))|(^|_)KEY|APIKEY",
     re.IGNORECASE,
 )
-#: Words of a name.
+#: Pattern of one word in a variable's name, such as `api` and `Key` in `apiKey`.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: Names, in words, of which even a number is a secret. A name such as `n_tokens` does not match.
+#: Names, as words in lower case, of variables that are secret even if they contain only a number. A name such
+#: as `n_tokens` does not match.
 _SECRET_WORDS = re.compile(
     r"(.* )?(secrets?|token|passw(or)?ds?|passphrases?|credentials?|auth|authori[sz]ation|apikeys?"
     r"|(api|access|account|auth|private|secret|signing) keys?)"
 )
-#: Texts that certainly are secrets: an address with a password or signature, `token=...`, or a provider's
-#: key.
+#: Texts that certainly contain a secret: an address with a password or signature, `token=...`, or a key of a
+#: provider such as GitHub.
 _SURE_SECRET = re.compile(
     r"://[^/\s:@]+:[^/\s@]+@"
     r"|(?i:secret|token|passw(or)?d|credential|api_?key)\w*\s*[=:]"
     r"|(?i:\b[\w-]*signature=|[?&;]([\w.-]*[-_.])?(sig|key|auth)=)\S"
     r"|\b(gh[opsu]_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA|eyJ)[\w-]{12}"
 )
-#: Long mixtures of letters and digits, such as keys. Paths, UUIDs, masks and lists of options do not match.
+#: Long mixtures of letters and digits, which may be keys. Paths, UUIDs, masks and lists of options do not
+#: match.
 _LONG_MIX = re.compile(
     r"(?<![\w/.+-])(?=[\w+]*[A-Z])(?=[\w+]*[a-z])(?=[\w+]*[0-9])[A-Za-z0-9+]{32,}={0,2}(?![\w/.-])"
     r"|(?<![\w/.-])(?=[0-9a-f]*[a-f])(?=[0-9a-f]*[0-9])[0-9a-f]{32,}(?![\w/.-])"
@@ -42,12 +44,12 @@ _LONG_MIX = re.compile(
 
 
 def select_training_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that affect training, by an allow-list and without secrets."""
+    """Return the environment variables that may affect training, except for secrets."""
     return _select_without_secrets(environment, _ENVIRONMENT)
 
 
 def select_slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return SLURM's environment variables on the job and node, by an allow-list and without secrets."""
+    """Return SLURM's environment variables that describe the job and the node, except for secrets."""
     return _select_without_secrets(environment, _SLURM)
 
 
@@ -57,17 +59,18 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_number_name(name: str) -> bool:
-    """Return whether a variable with this name is a secret even as a number.
+    """Return whether a variable with this name is secret even if its value is a number.
 
-    A number named `api_key` is one, but a number named `token_dim` is not.
+    A number named `api_key` is secret, but a number named `token_dim` is not.
     """
     return _SECRET_WORDS.fullmatch(" ".join(_WORDS.findall(name)).lower()) is not None
 
 
 def contains_secret(text: str) -> bool:
-    """Return whether a text contains an address with a password, `token=...`, or a provider's key.
+    """Return whether a text certainly contains a secret, such as an address with a password.
 
-    A long mixture of letters and digits alone is no secret, since hashes and revisions look the same.
+    Others are `token=...` and a provider's key. A long mixture of letters and digits does not count, since
+    hashes and revisions look the same.
     """
     return _SURE_SECRET.search(text) is not None
 

@@ -1,4 +1,4 @@
-"""Detects foreign processes on a cell's GPUs, which would distort the cell's times and memory.
+"""Detects foreign processes (of other programs) on a cell's GPUs, which distort its times and memory.
 
 The cell's processes descend from its agent, as the fork server and the workers do. A program that only draws
 on a screen is not a foreign process, nor is the server of CUDA's MPS, but their memory counts. Neither torch
@@ -17,21 +17,24 @@ from stratbench.cell.files import format_os_error, write_atomic
 from stratbench.cell.text.words import GIB
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 
-#: Bytes that other processes may use on the cell's GPU. The plan leaves the same amount outside PyTorch's
-#: allocator.
+#: Bytes of a cell's GPU that other processes may use without consequences. The plan reserves as much for
+#: memory outside of PyTorch's allocator.
 OTHERS_BYTES = 1 * GIB
-_BROKERS = ("nvidia-cuda-mps-server",)
+_MPS_SERVERS = ("nvidia-cuda-mps-server",)
 
 
 def locate_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
-    """Return `index` and `uuid` of a GPU by its name in CUDA_VISIBLE_DEVICES, else `name`."""
+    """Return a dict with the index and UUID of a GPU, given its name in CUDA_VISIBLE_DEVICES.
+
+    The keys are `index` and `uuid`, or only `name` if NVML does not know the GPU.
+    """
     gpu = nvml.find_named_gpu(name)
     known = {} if gpu is None else gpu.read_identity_and_settings()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 
 
 def find_worker_gpu(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
-    """Return a worker's GPU, or None if NVML does not know the GPU."""
+    """Return the GPU that `locate_gpu` described, or None if NVML does not know it."""
     return nvml.find_named_gpu(str(gpu.get("uuid", gpu.get("index", ""))))
 
 
@@ -42,19 +45,19 @@ def describe_gpu(gpu: dict[str, Any]) -> str:
 
 
 def is_mps_server(pid: int) -> bool:
-    """Return whether a process is CUDA's MPS server, through which other processes compute."""
+    """Return whether a process is the server of CUDA's MPS, which computes for other processes."""
     import psutil
 
     try:
-        return psutil.Process(pid).name() in _BROKERS
+        return psutil.Process(pid).name() in _MPS_SERVERS
     except psutil.Error:
         return False
 
 
 def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
-    """Return whether a process does not belong to the cell.
+    """Return whether a process on a GPU is foreign: it does not belong to the cell.
 
-    None for an ended process, and for CUDA's MPS server, which computes for other processes.
+    The result is None for an ended process, and for CUDA's MPS server, which computes for others.
 
     Args:
         pid: Process on a GPU.
@@ -66,7 +69,8 @@ def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
         return None
     try:
         return ancestor_pid not in (pid, *(p.pid for p in psutil.Process(pid).parents()))
-    except psutil.Error:  # another user's process, which is hidden
+    except psutil.Error:
+        # The process is hidden from this user, so it belongs to another user.
         return True
 
 
@@ -85,7 +89,7 @@ class ForeignProcessWatch:
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
     def poll_gpus(self, t_s: float) -> None:
-        """Ask NVML for the processes of each GPU. Write the file if a foreign process is new.
+        """Ask NVML for the processes on each GPU, and write the file if there is a new foreign one.
 
         Args:
             t_s: Present time in seconds, as it is recorded.
@@ -108,7 +112,7 @@ class ForeignProcessWatch:
             self.write_file()
 
     def write_file(self) -> None:
-        """Write the file if there are foreign processes. A failure to write is only printed."""
+        """Write the foreign processes to the file, if there are any. An error is only printed."""
         try:
             if self._found:
                 write_atomic(self._out, json.dumps(list(self._found.values())))
@@ -119,7 +123,7 @@ class ForeignProcessWatch:
 def find_other_gpu_users(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Return which other processes use an out-of-memory worker's GPU. None if there are none.
+    """Return which other processes use the GPU of a worker that has no memory left, or None.
 
     Args:
         gpu: The GPU.
@@ -134,7 +138,8 @@ def find_other_gpu_users(
     held_bytes = gpu.read_process_memory_bytes()
     own_bytes = held_bytes.get(own_pid)
     foreign_processes = {}
-    if allocated_bytes is None or own_pid in held_bytes:  # else NVML uses other process numbers
+    # If NVML does not list this worker, NVML's process ids are not this node's (as in a container).
+    if allocated_bytes is None or own_pid in held_bytes:
         foreign_processes = {p: n for p, n in held_bytes.items() if is_foreign(p, ancestor_pid)}
     used_bytes = gpu.read_used_bytes()
     if own_bytes is None:

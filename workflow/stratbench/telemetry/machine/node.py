@@ -15,7 +15,7 @@ from stratbench.telemetry.machine.cores import list_usable_cores
 
 
 def collect_node_facts() -> dict[str, Any]:
-    """Return name, CPU, cores, affinity and memory of this node, as usable by this process."""
+    """Return this node's name, CPU model, memory, and the cores that this process may use."""
     cores = {
         "cores_logical": os.cpu_count(),
         "cores_physical": psutil.cpu_count(logical=False),
@@ -41,7 +41,7 @@ def _read_cpu_model() -> str:
 
 
 def _read_cpu_quota_cores() -> float | None:
-    """Return the container's CPU quota (cgroup v2) as a number of cores.
+    """Return the number of cores that the container's CPU quota (cgroup v2) allows.
 
     The result is None without a quota.
     """

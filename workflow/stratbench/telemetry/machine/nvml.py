@@ -9,7 +9,7 @@ import importlib
 import os
 from typing import Any
 
-# Names that nvidia-smi gives to the bits of nvmlClocksEventReasons (nvml.h).
+# Reasons why a GPU's clocks are reduced: bits of nvmlClocksEventReasons (nvml.h), with nvidia-smi's names.
 THROTTLE_REASONS = {
     0x001: "gpu_idle",
     0x002: "applications_clocks_setting",
@@ -24,10 +24,10 @@ THROTTLE_REASONS = {
     0x400: "reliability",
 }
 
-# Names that `nvidia-smi topo -m` gives to the values of nvmlGpuTopologyLevel.
+# Kinds of paths between two GPUs: values of nvmlGpuTopologyLevel, with the names of `nvidia-smi topo -m`.
 _PATHS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
-# Field identifiers and constants of nvml.h. They never change, so the library is not needed for them.
+# Numbers of NVML's fields and constants, from nvml.h. They never change, so they are copied here.
 _FIELD_NVLINK_TX_KIB, _FIELD_NVLINK_RX_KIB = 138, 139
 _FIELD_PCIE_TX_BYTES, _FIELD_PCIE_RX_BYTES = 197, 198
 _ALL_LINKS = 0xFFFFFFFF
@@ -39,7 +39,7 @@ _PCIE_TX, _PCIE_RX = 0, 1
 
 
 class Nvml:
-    """The initialised NVML library, which lists no GPUs if library, driver or GPU are missing.
+    """The initialised NVML library. It lists no GPUs if the library, the driver or a GPU is missing.
 
     `library` replaces the module `pynvml` (package nvidia-ml-py). `reason` says why NVML does not work, or is
     None if it works.
@@ -77,7 +77,8 @@ class Nvml:
             handle = self.call_function("nvmlDeviceGetHandleByUUID", uuid)
         if handle is None:
             return None
-        if uuid.startswith("MIG-"):  # NVML's index of an instance only counts within its GPU
+        if uuid.startswith("MIG-"):
+            # NVML counts MIG instances within their GPU, so an instance gets no index here.
             return Gpu(self, None, handle)
         divided, _ = self.call_function("nvmlDeviceGetMigMode", handle) or (False, False)
         return (
@@ -85,9 +86,9 @@ class Nvml:
         )
 
     def find_uuid(self, name: str) -> str | None:
-        """Return the UUID that an entry of CUDA_VISIBLE_DEVICES names.
+        """Return the UUID of the GPU or MIG instance that an entry of CUDA_VISIBLE_DEVICES names.
 
-        The result is None if it is not unique.
+        The result is None if no GPU or more than one has this name.
 
         Args:
             name: Number in NVML's (PCI) order, or the beginning of a GPU's or MIG instance's UUID.
@@ -106,7 +107,10 @@ class Nvml:
         return self.find_gpu_by_uuid(self.find_uuid(name))
 
     def driver(self) -> dict[str, str]:
-        """Return `driver_version`, and `cuda_driver_version` as major.minor."""
+        """Return the versions of the GPU driver and of the newest CUDA that it supports.
+
+        The keys are `driver_version` and `cuda_driver_version`; the latter is major.minor.
+        """
         cuda = self.call_function("nvmlSystemGetCudaDriverVersion_v2")
         return _drop_missing(
             driver_version=_decode(self.call_function("nvmlSystemGetDriverVersion")),
@@ -131,7 +135,7 @@ class Nvml:
         return pairs
 
     def call_function(self, function: str, *arguments: Any) -> Any | None:
-        """Call a function of NVML, and return its result. None if the function is missing or fails."""
+        """Call a function of NVML. Return its result, or None if the function is missing or fails."""
         if self._library is None:
             return None
         try:
@@ -141,7 +145,7 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU, or one MIG instance, whose `index` is None."""
+    """One GPU, or one MIG instance (a part of a GPU), which has no `index`."""
 
     def __init__(self, nvml: Nvml, index: int | None, handle: Any) -> None:
         self.index = index
@@ -149,15 +153,17 @@ class Gpu:
         self._nvml = nvml
 
     def read_counters(self) -> dict[str, float | int | str]:
-        """Return the GPU's counters, which change while a cell trains; the energy is read first.
+        """Return the GPU's counters that change while a cell trains, such as power and memory.
 
-        `gpu_util_pct` (share of time with a running kernel), `mem_bus_util_pct`, `mem_used_bytes`, `power_w`
-        (averaged by the driver over about a second on recent GPUs), `energy_j` (cumulative since the driver
-        was loaded), `temperature_c`, `sm_clock_mhz`, `mem_clock_mhz`, `throttle` (names joined by `;`, empty
-        if nothing limits the clocks), `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes`
-        (cumulative; present if they are 64-bit counters, otherwise see `measure_pcie_rates`).
+        The energy is read first. Keys: `gpu_util_pct` (share of time with a running kernel),
+        `mem_bus_util_pct`, `mem_used_bytes`, `power_w` (averaged by the driver over about a second on recent
+        GPUs), `energy_j` (cumulative since the driver was loaded), `temperature_c`, `sm_clock_mhz`,
+        `mem_clock_mhz`, `throttle` (names joined by `;`, empty if nothing limits the clocks),
+        `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes` (cumulative; present if they
+        are 64-bit counters, otherwise see `measure_pcie_rates`).
         """
-        whole = self.index is not None  # for an instance, a driver may return its GPU's power
+        # Power and energy are not read for a MIG instance: NVML may return those of the whole GPU.
+        whole = self.index is not None
         energy_mj = self._call_function("nvmlDeviceGetTotalEnergyConsumption") if whole else None
         power_mw = self._call_function("nvmlDeviceGetPowerUsage") if whole else None
         utilisation = self._call_function("nvmlDeviceGetUtilizationRates")
@@ -174,7 +180,7 @@ class Gpu:
         )
 
     def measure_pcie_rates(self) -> dict[str, int]:
-        """Measure `pcie_tx_bytes_per_s` and `pcie_rx_bytes_per_s` for 20 ms each, and return both."""
+        """Measure the bytes per second that the GPU sends and receives over PCIe, each for 20 ms."""
         return _drop_missing(
             pcie_tx_bytes_per_s=_scale(
                 self._call_function("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000
@@ -198,7 +204,7 @@ class Gpu:
         return [Gpu(self._nvml, None, handle) for handle in handles if handle is not None]
 
     def read_identity_and_settings(self) -> dict[str, Any]:
-        """Return the GPU's identity and settings, for a record's provenance."""
+        """Return the GPU's name, ids, memory, power limit and other settings, for the record."""
         memory = self._read_memory_info()
         return _drop_missing(
             index=self.index,
@@ -218,15 +224,13 @@ class Gpu:
         )
 
     def read_used_bytes(self) -> int | None:
-        """Return the memory in use on the whole device by all processes, in bytes."""
+        """Return the bytes of memory that all processes together use on the whole device."""
         return getattr(self._read_memory_info(), "used", None)
 
     def read_process_used_bytes(self) -> int | None:
-        """Return the bytes that this process uses on the GPU.
+        """Return the bytes of GPU memory that this process uses.
 
-        The result is None if NVML does not know its id.
-
-        NVML does not know the process ids within a container.
+        The result is None if NVML does not know the id of this process, as within a container.
         """
         wanted = os.getpid()
         for process in self._call_function("nvmlDeviceGetComputeRunningProcesses") or ():
@@ -235,7 +239,7 @@ class Gpu:
         return None
 
     def read_process_memory_bytes(self) -> dict[int, int | None]:
-        """Return the bytes of GPU memory of each computing process, by process id.
+        """Return the bytes of GPU memory of each process that computes on the GPU, by process id.
 
         A program that also draws, as a desktop does, is left out. A process has None if its memory is
         unknown.
@@ -250,14 +254,15 @@ class Gpu:
         return self._nvml.call_function(function, self.handle, *arguments)
 
     def _read_memory_info(self) -> Any | None:
-        # Version 1 of the function counts the driver's own reserve as used; version 2 does not.
+        # Version 2 of the function does not count memory that the driver reserves as used; version 1 does.
         version_2 = 0x02000000 | 40
         info = self._call_function("nvmlDeviceGetMemoryInfo", version_2)
         return self._call_function("nvmlDeviceGetMemoryInfo") if info is None else info
 
     def _list_throttle_reasons(self) -> str | None:
         bits = self._call_function("nvmlDeviceGetCurrentClocksEventReasons")
-        if bits is None:  # drivers before R535 have the function's older name only
+        if bits is None:
+            # Drivers before R535 only have the function's older name.
             bits = self._call_function("nvmlDeviceGetCurrentClocksThrottleReasons")
         if bits is None:
             return None
@@ -273,7 +278,7 @@ class Gpu:
         answers = self._call_function("nvmlDeviceGetFieldValues", fields)
         if answers is None or len(answers) != len(fields):
             return {}
-        # A 32-bit byte counter is useless, since it overflows within a sampling period.
+        # Only 64-bit counters of bytes are used, since a 32-bit one overflows between two samples.
         nv_tx, nv_rx, pcie_tx, pcie_rx = (
             int(a.value.ullVal) if a.nvmlReturn == 0 and a.valueType == _VALUE_TYPE_UINT64 else None
             for a in answers

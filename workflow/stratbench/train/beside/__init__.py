@@ -1,1 +1,1 @@
-"""Activities besides a worker's training, such as checkpoints: their interface, and the profiler's trace."""
+"""Activities of a worker besides its training: their interface, and the profiler."""

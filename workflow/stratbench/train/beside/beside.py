@@ -1,4 +1,4 @@
-"""Interface of activities besides the training, such as checkpoints, which the training loop calls."""
+"""Defines the interface of activities besides the training, such as writing checkpoints."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from stratbench.workload.data.device_data import DeviceData
 
 
 class Start(NamedTuple):
-    """The point at which a worker's training begins: steps, losses and epochs before it."""
+    """Point at which a worker's training begins, with what an interrupted training has done before."""
 
-    #: Number of steps that were taken before, and the losses of the steps of the epoch in progress.
+    #: Number of training steps that were taken before.
     steps: int = 0
+    #: Losses of the steps of the epoch in progress that were taken before.
     losses: tuple[Tensor, ...] = ()
-    #: The results of earlier epochs.
+    #: Results of the epochs that were finished before.
     epochs: tuple[dict[str, Any], ...] = ()
 
 
 class Beside:
-    """One activity besides the training, which the loop calls between spans of steps, never within one."""
+    """Activity of a worker besides its training. The training loop calls it while the clock is stopped."""
 
     @classmethod
     def is_active_in(cls, job: Job) -> bool:
-        """Return whether this activity takes place in the cell of a job."""
+        """Return whether this activity takes place in the cell that the job trains."""
         raise NotImplementedError
 
     def __init__(
         self, job: Job, strategy: Strategy, data: DeviceData, worker: Worker, phases: Phases
     ) -> None:
-        """Create the activity for a worker whose strategy is set up."""
+        """Create the activity of a worker, after the set-up of the worker's strategy."""
         self.job, self.strategy, self.data = job, strategy, data
         self.worker, self.phases = worker, phases
 
     def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
-        """Restore the state in which the training begins after warm-up; return the starting point.
+        """Restore the state of an interrupted training after warm-up; return where training begins.
 
         Args:
             clock: Clock of the training steps.
@@ -47,17 +48,21 @@ class Beside:
         return Start()
 
     def find_next_stop(self) -> int | None:
-        """Return the training step after which the clock must stop next, or None."""
+        """Return the number of the step after which the clock must stop for this activity, or None."""
         return None
 
     def act_after_step(self, step: int, losses: list[Tensor]) -> None:
-        """Act after step `step`, while the clock is stopped. `losses` are those of the epoch in progress."""
+        """Carry out the activity after a step, while the clock is stopped.
+
+        `losses` are the losses of the epoch in progress.
+        """
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Finish the activity after all measurements, and return its part of the worker's result.
+        """End the activity after all measurements. Return entries to add to the worker's result.
 
         Args:
-            status: How the training ended.
-            chosen: Whether this worker reports for all: rank 0, or the worker of a server that evaluated.
+            status: Status of the training, such as `ok`.
+            chosen: Whether this worker reports the results for all: rank 0, or the worker that evaluated for
+                the servers.
         """
         return {}

@@ -1,4 +1,4 @@
-"""The profiler's trace of extra steps after the training, outside all measurements (`profile: true`)."""
+"""Profiles extra steps after the training and its measurements (setting `profile: true`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stratbench.train.beside.beside import Beside
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
 
-#: Number of steps before the profiler records, and while it records.
+#: Numbers of steps under the profiler: first those that it only warms up, then those that it records.
 WARM_UP, RECORDED_STEPS = 2, 3
 
 
 class Profile(Beside):
-    """The activity that profiles extra steps after training. All workers take them, one records."""
+    """Activity that profiles extra steps after the training. All workers take them; one records."""
 
     @classmethod
     def is_active_in(cls, job: Job) -> bool:
@@ -36,7 +36,7 @@ class Profile(Beside):
 def record_profiler_trace(
     strategy: Strategy, data: DeviceData, worker: Worker, trace: Path | None
 ) -> None:
-    """Record a few steps with torch's profiler, after all measurements.
+    """Take a few steps after all measurements, and record them with torch's profiler.
 
     Every worker of a collective must call it. The training state is not restored. A worker of a server only
     computes: the servers have ended.

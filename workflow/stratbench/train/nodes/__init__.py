@@ -1,1 +1,1 @@
-"""Starts a program on each of several nodes, and connects the workers by a rendezvous."""
+"""Code for cells on several nodes: starts, network interfaces, rendezvous of workers, and pauses."""

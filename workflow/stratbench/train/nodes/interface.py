@@ -1,4 +1,4 @@
-"""Finds the network interface by which gloo processes on other nodes reach this node."""
+"""Finds the network interface of this node through which gloo can connect to other nodes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import psutil
 
 from stratbench.study.slurm.commands import read_command_output
 
-#: gloo uses the interface that this variable names, and otherwise the address that this node's own name has.
+#: Environment variable that names gloo's network interface. Without it, gloo uses the address of this node's
+#: name.
 VARIABLE = "GLOO_SOCKET_IFNAME"
-#: An address reserved for documentation (RFC 5737), to which packets would take the default route.
+#: Address to find the interface of the default route. It belongs to no host (RFC 5737).
 _ANYWHERE = "192.0.2.1"
 
 
 def set_gloo_interface() -> None:
-    """Set gloo's network interface if the default interface is unreachable for other nodes.
+    """Set gloo's network interface, if other nodes cannot reach its default interface.
 
-    An interface that the user has set stays. The default is unreachable if this node's name means a loopback
-    address, as in Debian's /etc/hosts. The interface is then that to the other nodes of the SLURM job, else
-    that of the default route. NCCL does not use the name.
+    An interface that the user has set stays. The default is unreachable if this node's name resolves to a
+    loopback address, as in Debian's /etc/hosts. The function then sets the interface to the other nodes of
+    the SLURM job, or else that of the default route. NCCL needs no such setting.
     """
     own = os.uname().nodename
     if VARIABLE in os.environ or not is_loopback(own):
@@ -34,7 +35,7 @@ def set_gloo_interface() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name resolves to an address that is reachable from this machine only."""
+    """Return whether a host name resolves to an address that only this machine can reach."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except OSError:
@@ -42,17 +43,18 @@ def is_loopback(host: str) -> bool:
 
 
 def list_other_nodes(own: str) -> Iterable[str]:
-    """Return the other nodes of this process's SLURM job or step; empty outside of SLURM."""
+    """Return the names of the other nodes of this SLURM job or step; none outside of SLURM."""
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     names = read_command_output(["scontrol", "show", "hostnames", listed]) if listed else None
     return [name for name in (names or "").split() if name != own]
 
 
 def find_interface_to_host(host: str) -> str | None:
-    """Return the interface by which this node reaches another host. None without a route."""
+    """Return the name of the interface through which this node reaches a host, or None."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # connecting this socket sends nothing
+            # Connecting a UDP socket sends nothing, but selects the interface.
+            probe.connect((host, 9))
             address = probe.getsockname()[0]
     except OSError:
         return None

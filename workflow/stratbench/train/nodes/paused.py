@@ -1,4 +1,4 @@
-"""Handles a cell's pauses, which count towards no time limit and may spoil measurements."""
+"""Handles pauses of a cell: they extend its time limit, and may invalidate its measurements."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval, read_phases
 from stratbench.train.job import Job
 
-#: Endings that a pause cannot have caused, because they were known at once.
+#: Statuses of a cell that pauses do not invalidate: no pause can cause such an ending.
 _UNTOUCHED = ("oom", "unsupported")
 
 
-#: Reads when workers of a node trained (`running.runner.Runner.read_training_phases`).
+#: Function (job, node) that returns when the node's workers trained, as `Runner.read_training_phases` does.
 Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
 def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
-    """Read, from phase logs, the intervals in which the workers with these ranks trained."""
+    """Return the time intervals in which the workers with these ranks trained, from their phase logs."""
     return [p for p in read_phases(map(job.folder.get_phase_log_path, ranks)) if p.phase == "train"]
 
 
 def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
-    """Return whether a deadline on the clock `time.monotonic` has passed; pauses extend it."""
+    """Return whether a deadline, which pauses extend, has passed."""
     if time.monotonic() <= deadline_s + watch.total_pause_s:
         return False
-    watch.wait_for_latest_reading()  # a pause may have ended just now
+    # A pause that has just ended must be included, since it extends the deadline.
+    watch.wait_for_latest_reading()
     return time.monotonic() > deadline_s + watch.total_pause_s
 
 
 def write_worker_pauses(
     job: Job, node: int, watch: PauseWatch, before: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Write the pauses of a node's workers to the run folder, if there were any.
+    """Write the pauses in which a node's workers were stopped to the run folder, if any.
 
     Args:
         job: Job of the cell.
         node: Number of the node.
-        watch: Watch that has detected the pauses.
+        watch: Detector of the node's pauses.
         before: Pauses of earlier attempts.
     """
     pauses = [
@@ -60,12 +61,12 @@ def write_worker_pauses(
         job.folder.write_pauses(node, pauses)
 
 
-def build_pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
-    """Return the record's entry `pauses`: the pauses of all nodes, sorted by begin."""
+def build_pauses_entry(job: Job, read_trained: Trained) -> list[dict[str, Any]]:
+    """Return the entry `pauses` of the record: the pauses on all nodes, sorted by begin."""
     entries = [
         {"node": int(node)}
         | pause
-        | {"in_training": _is_in_training(pause, trained(job, int(node)))}
+        | {"in_training": _is_in_training(pause, read_trained(job, int(node)))}
         for node, its in job.folder.read_pauses().items()
         for pause in its
     ]
@@ -73,22 +74,22 @@ def build_pauses_entry(job: Job, trained: Trained) -> list[dict[str, Any]]:
 
 
 def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -> bool:
-    """Return whether a worker of the node was training when a pause began."""
+    """Return whether a pause overlaps with the training of one of its node's workers."""
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)
     return any(p.start_s < until_s and p.end_s > begin_s for p in trained)
 
 
-def invalidating_pauses_reason(job: Job, status: str, trained: Trained) -> str | None:
-    """Return a text on pauses that invalidate a cell's measurements. None without such pauses.
+def invalidating_pauses_reason(job: Job, status: str, read_trained: Trained) -> str | None:
+    """Return text on the pauses that invalidate a cell's measurements, or None if none do.
 
     Args:
         job: Job of the cell.
-        status: How the cell ended.
-        trained: Returns the training intervals of a node's workers.
+        status: Status of the cell, such as `ok`.
+        read_trained: Function that returns the training intervals of a node's workers.
     """
     by_node: dict[int, float] = defaultdict(float)
-    for entry in build_pauses_entry(job, trained):
+    for entry in build_pauses_entry(job, read_trained):
         if entry["in_training"] or status == "error":
             by_node[entry["node"]] += entry["length_s"]
     paused_s = max(by_node.values(), default=0.0)

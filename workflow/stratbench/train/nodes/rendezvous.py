@@ -1,4 +1,4 @@
-"""Connects workers on several nodes by a TCP store on rank 0's node, whose address is in a shared file."""
+"""Connects workers on several nodes: rank 0 runs a TCP store, and a shared file has its address."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
 
-#: Maximum seconds until rank 0 listens.
+#: Longest time in seconds that the other workers wait for rank 0's address.
 LIMIT_S = 120.0
 
 
 def connect_tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCPStore:
-    """Return a TCP store of rank 0, whose address is in the run folder.
+    """Return this worker's connection to the TCP store that rank 0 runs.
+
+    Rank 0 writes the store's address to the run folder, where the other ranks read it.
 
     Args:
         folder: Run folder of the cell.

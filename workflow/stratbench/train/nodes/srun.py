@@ -1,4 +1,4 @@
-"""Starts a program on each node of the SLURM job that this process runs in."""
+"""Starts programs on the nodes of this process's SLURM job, and reads facts on the job."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from datetime import datetime
 
 from stratbench.study.slurm.commands import run_slurm_command
 
-#: Maximum seconds that `srun` may take to end after a signal.
+#: Longest time in seconds that `srun` may take to end after SIGTERM, before it is killed.
 SRUN_END_S = 30.0
 
 
 def read_slurm_job_facts() -> dict[str, str]:
-    """Return SLURM's data on the job of this process. Empty without a job.
+    """Return SLURM's data on this process's job, by name. Empty outside of SLURM.
 
-    The data do not come from environment variables, most of which Snakemake's plugin removes.
+    `scontrol` reports the data. Environment variables do not suffice: Snakemake's plugin removes most of
+    them.
     """
     if (number := os.environ.get("SLURM_JOB_ID")) is None:
         return {}
@@ -29,16 +30,17 @@ def read_slurm_job_facts() -> dict[str, str]:
 
 
 def read_slurm_job_size() -> tuple[int, int]:
-    """Return this SLURM job's number of nodes and cores per node. (1, 1) outside of SLURM."""
+    """Return this SLURM job's number of nodes, and of cores per node; (1, 1) outside of SLURM."""
     facts = read_slurm_job_facts()
     nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
     return nodes, max(1, cpus // nodes)
 
 
 def compute_queue_wait_s() -> float | None:
-    """Return the seconds that this SLURM job waited since submission or its earliest start.
+    """Return how many seconds this SLURM job has waited in the queue.
 
-    The result is None outside of SLURM, or if SLURM does not answer.
+    The wait begins with the submission, or later if the job may only start later (SLURM's EligibleTime). The
+    result is None outside of SLURM, or if SLURM does not answer.
     """
     facts = read_slurm_job_facts()
     try:
@@ -52,34 +54,35 @@ def compute_queue_wait_s() -> float | None:
 
 
 def run_module_on_nodes(
-    nodes: int,
-    cpus: int,
+    node_count: int,
+    cpus_per_node: int,
     module: str,
     arguments: Sequence[str],
-    left_s: Callable[[], float],
+    compute_remaining_s: Callable[[], float],
 ) -> int:
-    """Run a module on several nodes with srun. Return srun's exit code, 0 if all succeeded.
+    """Run a Python module on several nodes by srun. Return srun's exit code.
 
-    All are ended when the time is over, and when this process is asked to end.
+    The exit code is 0 if all processes succeeded. All are ended when the time is over, and when this process
+    is asked to end.
 
     Args:
-        nodes: Number of nodes.
-        cpus: Cores that the module may use on each node. By default srun would give 1, whatever the job has.
+        node_count: Number of nodes.
+        cpus_per_node: Cores that the module may use on each node. By default srun would allow only one.
         module: Module to run.
         arguments: Command-line arguments of the module.
-        left_s: Returns the remaining time in seconds.
+        compute_remaining_s: Function that returns the remaining time in seconds.
     """
     command = [
-        "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-        f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--wait=0",
+        "srun", f"--nodes={node_count}", f"--ntasks={node_count}", "--ntasks-per-node=1",
+        f"--cpus-per-task={cpus_per_node}", "--kill-on-bad-exit=1", "--wait=0",
         sys.executable, "-m", module, *arguments,
     ]  # fmt: skip
-    # Snakemake's SLURM plugin removes SLURM_CONF, of which the Snakefile has kept a copy.
+    # STRATBENCH_SLURM_CONF is the Snakefile's copy of SLURM_CONF, which Snakemake's SLURM plugin removes.
     conf = os.environ.get("STRATBENCH_SLURM_CONF")
     env = os.environ | ({"SLURM_CONF": conf} if conf else {})
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
     try:
-        while process.poll() is None and (wait_s := left_s()) > 0:
+        while process.poll() is None and (wait_s := compute_remaining_s()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=None if math.isinf(wait_s) else wait_s)
     finally:
@@ -88,6 +91,6 @@ def run_module_on_nodes(
             try:
                 process.wait(timeout=SRUN_END_S)
             except subprocess.TimeoutExpired:
-                process.kill()  # SLURM ends the remaining processes with the job
+                process.kill()  # SLURM ends other processes with the job
                 process.wait()
     return process.returncode

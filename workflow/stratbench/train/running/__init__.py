@@ -1,1 +1,1 @@
-"""Runs a cell's processes: the runner for workers that start and end together (a gang), and totals."""
+"""Runs a cell's processes, and sums up their results for the record."""

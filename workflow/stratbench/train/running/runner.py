@@ -1,4 +1,4 @@
-"""Runs a cell's processes and builds their part of the record; extensions override this runner."""
+"""Runs a cell's processes, and builds their part of the record. Extensions derive runners of their own."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from stratbench.train.standing import Standing, hang_reason, read_worker_states
 
 
 class Runner:
-    """Runs a cell whose workers are all present from start to end (a gang). Other runners override it."""
+    """Runner of a cell whose workers are all present from start to end (a gang), and base of others."""
 
-    #: The key of the record that `entry` fills, or None.
+    #: Key of the record's entry that `build_section_entry` returns. None: there is no such entry.
     section: ClassVar[str | None] = None
-    #: Sentence on what the profile of a worker does not contain.
+    #: Sentence that says what the profiler's trace of a worker does not contain, for the record. None:
+    #: nothing is missing.
     profile_note: ClassVar[str | None] = None
-    #: Whether all workers are present from start to end, so that totals over all workers are valid.
+    #: Whether all workers are present from start to end. Only then are rates of all workers together
+    #: meaningful.
     is_gang: ClassVar[bool] = True
-    #: Path of the function that makes the processes of a node (`agent.run_node`), which is passed to the
-    #: agents of other nodes.
+    #: Path of the function that creates the processes of a node, as "module:function". The agent of each node
+    #: gets this path.
     processes: ClassVar[str] = "stratbench.train.agent:create_node_processes"
 
     @classmethod
     def runs_cells_with(cls, s: Settings) -> bool:
-        """Return whether this runner runs cells with these settings."""
+        """Return whether this class is the runner for cells with these settings."""
         return True
 
-    # ------------------------------------------------------------ while the cell runs
-
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
-        """Create the run folder.
+        """Create the run folder, and what else the cell needs before its processes start.
 
         Args:
             folder: The run folder.
@@ -60,11 +60,11 @@ class Runner:
         folder.create()
 
     def reserve_gpus(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
-        """Reserve the cell's GPUs on this node for the context. Yield whether it trains on GPUs."""
+        """Reserve the cell's GPUs on this node in this context. Yield whether the cell trains on GPUs."""
         return gpu_locks.reserve_cell_gpus(s, args.nodes)
 
     def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
-        """Return the number of CPU threads per worker, for `workers` workers on a node.
+        """Return the number of CPU threads per worker on a node.
 
         Args:
             s: Settings of the cell.
@@ -74,7 +74,7 @@ class Runner:
         return gpu_locks.count_threads_per_worker(s, workers, args.cpus_per_node, args.server_cpus)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, agent.Exits, Ending]:
-        """Run the cell, and once more if pauses invalidated the measurements of the first run.
+        """Run the cell. If pauses invalidated the measurements, run it once more.
 
         Args:
             job: Job of the cell.
@@ -99,7 +99,7 @@ class Runner:
         return job, *self.launch_processes(job, args.cpus_per_node)
 
     def launch_processes(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
-        """Run the job's processes on all nodes. Return how they exited and how the cell ended."""
+        """Run the job's processes on all nodes. Return how the processes and how the cell ended."""
         kills_before = count_oom_kills()
         exits = (
             agent.run_node(job, 0, self.processes)
@@ -114,16 +114,16 @@ class Runner:
         return exits, ending
 
     def launch_with_srun(self, job: Job, cpus_per_node: int) -> agent.Exits:
-        """Run one agent on each node of the cell's SLURM job, by srun.
+        """Run an agent on each node of the cell's SLURM job by srun, and return how processes ended.
 
-        Each agent and this function keep the time limit.
+        Each agent applies the time limit. This function ends agents that do not.
         """
         path = job.folder.write_job(job.to_json())
         agent_of_job = [str(path), str(job.elapsed_s), self.processes]
         watch = PauseWatch()
 
         def left_s(beyond_s: float = 15.0) -> float:
-            """Return the seconds until the agents, which apply the time limit themselves, must have ended."""
+            """Return the seconds until the time limit, plus `beyond_s` in which agents can end."""
             deadline_s = agent.compute_extended_deadline_s(job, watch)
             return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
 
@@ -140,7 +140,7 @@ class Runner:
         return agent.Exits(exits, timed_out=late and ended, has_hung=hung and not late)
 
     def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
-        """Read how the processes of all nodes exited, which srun does not report.
+        """Read from files how the processes on all nodes ended, because srun does not report it.
 
         Args:
             job: Job of the cell.
@@ -153,23 +153,22 @@ class Runner:
         ]
 
     def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
-        """Store the results of the cell's processes, and return how the cell ended.
+        """Return how the cell ended. Subclasses may also store results of the processes.
 
         Args:
             job: Job of the cell.
             exits: How the cell's processes exited.
-            kills_before: The kernel's count of memory kills before the cell, or None if unknown.
+            kills_before: Number of processes that the kernel had killed for lack of memory before the cell.
+                None if unknown.
         """
         return classify_ending(job, exits, kills_before)
 
-    # ------------------------------------------------------------ what the record says
-
     def workers(self, job: Job) -> list[dict[str, Any]]:
-        """Read the results that workers wrote at their end, without workers that wrote none."""
+        """Return the results that workers have written at their end."""
         return list(job.folder.read_worker_results(job.world_size).values())
 
     def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the total time, samples and epochs of a cell that trained to its end.
+        """Return the total time, samples and epochs of a cell whose training is complete.
 
         Args:
             job: Job of the cell.
@@ -181,49 +180,49 @@ class Runner:
     def communication(
         self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the record's entry `communication`, or None if no worker reports its traffic.
+        """Return the entry `communication` of the record, or None if no worker reports its traffic.
 
         Args:
             job: Job of the cell.
             workers: Results of the workers.
-            run: Totals of the run.
+            run: Totals over all workers.
         """
         return efficiency.build_communication_entry(workers, run, self.is_gang)
 
     def build_server_entry(self, job: Job) -> dict[str, Any] | None:
-        """Return the record's entry `server`, or None if all processes are workers."""
+        """Return the entry `server` of the record, or None without parameter servers."""
         return None
 
     def list_lost_workers(self, job: Job) -> list[dict[str, Any]]:
-        """Return number and failure reason of each lost worker, without which the other workers continued."""
+        """Return the number and the reason of each lost worker, after which the others continued."""
         return []
 
     def read_step_times_s(self, job: Job) -> list[list[float]]:
-        """Return all steps' times in s, with one list per process that counts steps."""
+        """Return the times of all steps in seconds, with one list per process that counts steps."""
         workers = job.folder.read_worker_results(job.world_size).values()
         return [[ms / 1e3 for ms in w["step_ms"]] for w in workers]
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
-        """Return the results of the epochs that were evaluated before the cell ended."""
+        """Return the results of each epoch that was evaluated before the cell ended."""
         return job.folder.read_epochs()
 
     def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the record's entry with the section of this runner's extension; empty for the core."""
+        """Return the record's entry of this runner's extension, whose key is `section`."""
         return {}
 
     def read_training_phases(self, job: Job, node: int) -> list[PhaseInterval]:
-        """Return the intervals in which the workers of a node trained."""
+        """Return the time intervals in which the workers of a node trained."""
         return read_training_phases(job, job.list_ranks(node))
 
     def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return the intervals in which each GPU trained. None if unknown for any GPU."""
+        """Return the time intervals in which each GPU trained, or None if a GPU's are unknown."""
         return efficiency.read_training_intervals(job, workers)
 
 
 def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
-    """Return a worker's exit code, from the worker's own file or else from its agent."""
+    """Return a worker's exit code: from the worker's result, or else from its agent's file."""
     result = job.folder.read_worker_result(rank)
     if result is None:
         return None if standing is None else standing.exit_code
@@ -231,7 +230,7 @@ def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | Non
 
 
 def create_runner(s: Settings) -> Runner:
-    """Return the runner of a cell with these settings."""
+    """Return the runner for a cell with these settings: an extension's, or the core's."""
     return next(
         (
             runner

@@ -1,4 +1,4 @@
-"""Time, samples and epochs of a whole cell, from the results of its workers and servers."""
+"""Computes a cell's total time, samples and epochs from the results of its workers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from stratbench.strategies.mesh import Mesh
 
 
 def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Return totals (time, samples, epochs) of workers that step together. The slowest's time counts.
+    """Return the total time, samples and epochs of workers that take every step together.
 
-    Workers that share a replica of the model compute on the same samples, which count once.
+    The time is that of the slowest worker. Workers that share a replica of the model compute on the same
+    samples, which count once.
     """
     first = min(workers, key=lambda w: w["rank"])
     each = [w for w in workers if mesh.reports_for_replica(w["rank"])]
@@ -18,7 +19,7 @@ def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[
     return {
         "train_time_s": max(w["train_time_s"] for w in workers),
         "samples_seen": sum(w["samples"] for w in each),
-        # All workers take a step, or all skip it.
+        # If a step is skipped (fp16), all workers skip it, so the updates of one worker are those of each.
         "samples_applied": sum(w["samples"] // max(1, w["steps"]) * updates for w in each),
         "updates_applied": updates,
         "epoch_times_s": first["epoch_times_s"],

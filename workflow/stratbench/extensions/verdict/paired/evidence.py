@@ -30,23 +30,24 @@ from stratbench.workload.network.models import MODELS
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """A comparison: the strategies that compete on one experiment, model and number of workers."""
+    """A comparison: the strategies that are compared on one experiment, model and number of workers."""
 
     comparison_key: ComparisonKey
     dataset: str
     strategies: tuple[str, ...]
     uses_servers: tuple[bool, ...]
-    #: Per strategy: whether its arithmetic equals DDP's. Such strategies share one score.
+    #: For each strategy: whether its updates equal those of DDP, so that its score is the same.
     equals_ddp: tuple[bool, ...]
-    #: Key of the arithmetic: comparisons with equal keys share the score of the strategies that equal DDP.
+    #: Experiment, model and, if it changes the updates, number of workers. In comparisons with equal keys,
+    #: all strategies that equal DDP have the same score.
     arithmetic_keys: tuple[Any, ...]
-    #: The traits of each strategy, as it declares them.
+    #: The declared traits of each strategy.
     traits: tuple[Traits, ...] = ()
     #: Hash of each strategy's settings, from `hash_trained_settings`.
     settings_hashes: tuple[str, ...] = ()
-    #: Number of steps of a full run, or None if not known before the data are read.
+    #: Number of steps of a full run; None if unknown until the data are read.
     full_steps: int | None = None
-    #: Whether full runs are evaluated, and so have a score.
+    #: Whether the model is evaluated in full runs, so that they have a score.
     has_score: bool = True
 
 
@@ -56,7 +57,8 @@ class FullRun:
 
     status: str
     reason: str | None
-    score: float | None  # in the unit of the report, such as percentage points of accuracy
+    #: Final score in the unit of the report, such as percent for accuracy; None without a score.
+    score: float | None
     better_direction: str
     tolerance: float
     score_name: str
@@ -66,7 +68,7 @@ class FullRun:
 
     @property
     def score_sign(self) -> int:
-        """1 if a higher score is better, else -1."""
+        """Factor by which a score is multiplied so that a higher value is better: 1 or -1."""
         return 1 if self.better_direction == "higher" else -1
 
     @property
@@ -91,7 +93,7 @@ class PairedEvidence:
     full_runs: Mapping[Cell, FullRun] = field(default_factory=dict)
     margin: float = 0.03
     budget_gpu_hours: float | None = None
-    #: Tolerated loss by name of the score; a score that is not named has its task's tolerance.
+    #: Largest tolerated loss of score, by name of the score. Other scores have the tolerance of their task.
     tolerances: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -106,7 +108,7 @@ class PairedEvidence:
         return self._blocks_by_comparison.get(key, [])
 
     def make_cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
-        """Return the cell of a strategy's full training.
+        """Return the cell of a full run of a strategy.
 
         Args:
             comparison: The comparison.
@@ -123,7 +125,7 @@ class PairedEvidence:
     def order_strategies(
         self, comparison: PairedComparison, block: int, strategies: Iterable[str]
     ) -> list[str]:
-        """Return strategies in the order of a block, a reproducible permutation by hash.
+        """Return the strategies in the order in which a block runs them, a permutation by hash.
 
         Args:
             comparison: The comparison.
@@ -147,7 +149,7 @@ def _hash_parts(*parts: object) -> str:
 def make_cell_of_strategy(
     study: str, comparison: PairedComparison, strategy: str, repeat: int = 0
 ) -> Cell:
-    """Return the cell of a strategy and repeat in a comparison.
+    """Return the cell that trains a strategy of a comparison.
 
     Args:
         study: Name of the study.
@@ -162,13 +164,13 @@ def make_cell_of_strategy(
 # ---------------------------------------------------------------- from files
 
 
-#: Reasons why cells whose workers are jobs, and cells that a user's command trains, are in no comparison.
+#: Reason why a cell with a SLURM job per worker is in no comparison, and why a user's own command is in none.
 SEPARATE_JOBS_REASON = "its workers are separate jobs, and a block is one allocation"
 OWN_COMMAND_REASON = "it is trained by a command of yours, which cannot run in short segments"
 
 
 def find_cells_without_blocks(study: Study) -> dict[str, str]:
-    """Return the reason for each cell that blocks cannot time, by path of the cell."""
+    """Return the path of each cell that blocks cannot time, with the reason."""
     apart = (cell.path for cell in study.cells if study.settings(cell).workers_are_jobs)
     own = (cell.path for cell in study.cells if study.get_strategy_kind(cell.strategy) == "own")
     return dict.fromkeys(apart, SEPARATE_JOBS_REASON) | dict.fromkeys(own, OWN_COMMAND_REASON)
@@ -218,11 +220,11 @@ def iter_comparisons(study: Study, skipped: Container[str] = ()) -> Iterator[Pai
     for key, cells in by_key.items():
         settings = [study.settings(cell) for cell in cells]
         known = MODELS.get(key.model)
-        # Whether a user's own loss is a mean over parts of the batch is not known before training.
+        # The traits of a user's own task are unknown: its loss may not be a mean over the parts of a batch.
         builtin = settings[0].own_task is None
         apart = known is None or known.batchnorm is not False or not builtin
         traits = tuple(
-            get_traits(s.strategy, s.options, key.gpus, adds_up=builtin) for s in settings
+            get_traits(s.strategy, s.options, key.gpus, loss_adds_up=builtin) for s in settings
         )
         yield PairedComparison(
             comparison_key=key,
@@ -240,7 +242,7 @@ def iter_comparisons(study: Study, skipped: Container[str] = ()) -> Iterator[Pai
 def add_full_steps(
     study: Study, comparison: PairedComparison, train_samples: int | None
 ) -> PairedComparison:
-    """Return the comparison with the number of steps of its full runs, if known.
+    """Return the comparison with the number of steps of its full runs, if this number is known.
 
     Args:
         study: The study.
@@ -259,7 +261,14 @@ def add_full_steps(
 def _iter_usable_blocks(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[PairedBlock]:
-    """Yield the blocks whose strategies were all trained with the settings of the config."""
+    """Yield the blocks whose strategies were all trained with the settings of the config.
+
+    Args:
+        study: The study.
+        comparisons: Comparisons of the study.
+        results: The folder of results.
+        notes: List to which a sentence on each unused block is added.
+    """
     wanted = {
         b.comparison_key: dict(zip(b.strategies, b.settings_hashes, strict=True))
         for b in comparisons
@@ -272,7 +281,7 @@ def _iter_usable_blocks(
             continue
         if block.comparison_key not in wanted:
             continue
-        # Strategies that were removed from the study since may keep segments with any settings.
+        # Only strategies that are still in the study are checked. Segments of other strategies are not used.
         strategies = wanted[block.comparison_key].keys() & block.settings_hashes.keys()
         now = wanted[block.comparison_key]
         if stale := sorted(a for a in strategies if now[a] != block.settings_hashes[a]):
@@ -287,7 +296,14 @@ def _iter_usable_blocks(
 def _iter_full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
-    """Yield the full runs with the config's settings, each with its number of training samples."""
+    """Yield each full run with the config's settings: its cell, the run, and its number of training samples.
+
+    Args:
+        study: The study.
+        comparisons: Comparisons of the study.
+        results: The folder of results.
+        notes: List to which a sentence on each unused full run is added.
+    """
     for comparison in comparisons:
         for strategy in comparison.strategies:
             for repeat in range(MATRIX_REPEATS):
@@ -310,7 +326,12 @@ def _iter_full_runs(
 
 
 def make_full_run(measured: record.Record, steps: int) -> FullRun:
-    """Make the full run from the record of a cell that trained `steps` steps."""
+    """Make a full run from the record of a cell.
+
+    Args:
+        measured: The record.
+        steps: Number of steps that the cell trained.
+    """
     task, score = measured["task"], measured["score"]["final"]
     factor = 100 if task["unit"] == "share" else 1
     return FullRun(
