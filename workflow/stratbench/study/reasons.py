@@ -17,20 +17,20 @@ MAX_LINES = 12
 
 
 def iter_failure_summary(
-    failed: Iterable[tuple[Any, Path]], results: str, since_s: float
+    failed: Iterable[tuple[Any, Path]], results: str, run_began_unix_s: float
 ) -> Iterator[str]:
     """Yield lines that summarise what failed in a run of Snakemake. Empty without failures.
 
     Args:
         failed: Cell or block of each failed job, and the job's log.
         results: Folder of the results.
-        since_s: Start of the run in seconds since the epoch; older reasons are those of another run.
+        run_began_unix_s: Start of the run in seconds since the epoch; older reasons are those of another run.
     """
     cells: list[tuple[Cell, str]] = []
     blocks: list[str] = []
     ordered = sorted(failed, key=lambda entry: str(entry[0]))
     for trained, _ in ordered:
-        reason = _read_failure_reason(trained.log_dir(results), since_s)
+        reason = _read_failure_reason(trained.log_dir(results), run_began_unix_s)
         if isinstance(trained, Cell):
             cells.append((trained, reason))
         else:
@@ -46,10 +46,10 @@ def iter_failure_summary(
     yield f"Logs: {ordered[-1][1]}" + " and its likes" * (len(ordered) > 1)
 
 
-def _read_failure_reason(log_dir: Path, since_s: float) -> str:
-    """Return the reason in a failed job's log folder, if written after `since_s`."""
+def _read_failure_reason(log_dir: Path, run_began_unix_s: float) -> str:
+    """Return the reason in a failed job's log folder, if written after `run_began_unix_s`."""
     try:
-        is_of_this_run = (log_dir / record.FAILURE_FILE).stat().st_mtime >= since_s
+        is_of_this_run = (log_dir / record.FAILURE_FILE).stat().st_mtime >= run_began_unix_s
     except OSError:
         is_of_this_run = False
     reason = record.read_failure_reason(log_dir) if is_of_this_run else None

@@ -13,19 +13,21 @@ class ConfigError(ValueError):
     """A mistake in config.yaml. The message says what to change."""
 
 
-def format_wrong_value_message(where: str, value: Any, what: str, allowed: Iterable[str]) -> str:
+def format_wrong_value_message(
+    key_path: str, value: Any, problem: str, allowed: Iterable[str]
+) -> str:
     """Return the message for a value that is not one of `allowed`.
 
     Args:
-        where: Path of the key.
+        key_path: Path of the key.
         value: The wrong value.
-        what: What is wrong with the value, such as `is not a model`.
+        problem: Why the value is wrong, such as `is not a model`.
         allowed: Allowed values.
     """
     allowed = list(allowed)
     listed = f"Allowed: {', '.join(allowed) or 'none'}."
     closest = suggest_closest_name(value, allowed)
-    return f"config: {where} = {format_wrong_value(value)}: {what}.{closest} {listed}"
+    return f"config: {key_path} = {format_wrong_value(value)}: {problem}.{closest} {listed}"
 
 
 def join_messages(messages: Iterable[str]) -> str:

@@ -162,17 +162,17 @@ def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect_extension_values(
-    place: str, block: Mapping[str, Any], whole: Mapping[str, Any]
+    block_name: str, block: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return the extensions' values in a config block that differ from defaults, by extension.
 
     Args:
-        place: Where the block is: `experiment`, or the name of a block of the top level.
+        block_name: Where the block is: `experiment`, or the name of a block of the top level.
         block: Values of the block.
         whole: The block itself for an experiment; else the config.
     """
     more = {}
-    for name, keys in iter_extension_keys(place):
+    for name, keys in iter_extension_keys(block_name):
         default = {f.name: f.default for f in fields(keys) if f.metadata["given"]}
         own = {k: block[k] for k in default if block.get(k, default[k]) != default[k]}
         if values := keys.complete_values(own, whole):
@@ -193,18 +193,20 @@ def collect_constraints(config: Mapping[str, Any]) -> dict[str, Any]:
     return constraints | {"more": collect_extension_values("decide", decide, config)}
 
 
-def check_extension_keys(place: str, block: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def check_extension_keys(
+    block_name: str, block: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
     """Raise ConfigError if a block contradicts the keys of extensions.
 
     Args:
-        place: Name of the block, or `top`.
+        block_name: Name of the block, or `top`.
         block: The block.
         config: The whole config.
     """
-    where = "" if place == "top" else place
+    where = "" if block_name == "top" else block_name
     faults = [
         f"config: {where}{f}"
-        for _, keys in iter_extension_keys(place)
+        for _, keys in iter_extension_keys(block_name)
         for f in keys.iter_contradictions(block, config)
     ]
     if faults:

@@ -176,15 +176,21 @@ def have_disjoint_times(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> 
     return ended <= from_s or to_s <= begun
 
 
-def describe_run_order(own: dict[int, TimedRun], others: dict[int, TimedRun]) -> str:
+def describe_run_order(
+    runs_by_repeat: dict[int, TimedRun], rival_runs_by_repeat: dict[int, TimedRun]
+) -> str:
     """Return `before` or `after`, the order of two groups, or "" without a clear order.
 
     The order is clear if most pairs of equal repeats have it, with another repeat of the groups between.
     """
-    pairs = [(run, others[repeat]) for repeat, run in own.items() if repeat in others]
+    pairs = [
+        (run, rival_runs_by_repeat[repeat])
+        for repeat, run in runs_by_repeat.items()
+        if repeat in rival_runs_by_repeat
+    ]
     if len(pairs) < 2:
         return ""
-    both = [*own.values(), *others.values()]
+    both = [*runs_by_repeat.values(), *rival_runs_by_repeat.values()]
     ahead = sum(compare_run_order(one, other, both) for one, other in pairs) / len(pairs)
     return "" if abs(ahead) <= 0.5 else "before" if ahead > 0 else "after"
 
@@ -283,9 +289,10 @@ def describe_time_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
     return ""
 
 
-def subtract_group_means(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return each value less the mean of its group. `group` has the index of each value's group."""
-    return values - (np.bincount(group, values) / np.bincount(group))[group]
+def subtract_group_means(values: np.ndarray, group_indices: np.ndarray) -> np.ndarray:
+    """Return each value less the mean of its group."""
+    means = np.bincount(group_indices, values) / np.bincount(group_indices)
+    return values - means[group_indices]
 
 
 def compute_slope_beyond_chance(
