@@ -318,7 +318,7 @@ def trained_by_two_steps(
         return model
 
     model = models.build_for_training(
-        name, 10, shape, 0, device, torch.float64, build, checkpointing=checkpointing
+        name, 10, shape, 0, device, torch.float64, build, checkpointing_mode=checkpointing
     )
     x = torch.randint(10, (4, *shape)) if text else torch.randn(4, *shape, dtype=torch.float64)
     for _ in range(2):

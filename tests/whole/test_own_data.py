@@ -436,7 +436,7 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     assert identity == study.data_specs()["mine"]
     prepare_data_set("mine", tmp_path / "results/data/mine", spec=identity)
     # A run that had begun before is told by its launcher.
-    with pytest.raises(DataError, match="would take 64 samples, but mine has 12 to train on"):
+    with pytest.raises(DataError, match="but the data set 'mine' has only 12 training samples"):
         check_prepared_data(tmp_path / "results/data/mine", study.settings(cell))
     with pytest.raises(
         ConfigError, match="would take 64 samples, but the training set of mine has 12"

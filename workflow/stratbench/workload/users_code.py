@@ -70,40 +70,42 @@ def list_code_folders() -> list[Path]:
     return [Path(p) for p in os.environ.get(CODE_VARIABLE, "").split(os.pathsep) if p]
 
 
-def find_source_files(call: str, folders: Iterable[Path]) -> dict[str, Path]:
+def find_source_files(call: str, code_folders: Iterable[Path]) -> dict[str, Path]:
     """Return the files of the module or package that a call names, and of what these files import.
 
     Only files in the user's folders count.
 
     Args:
         call: The call.
-        folders: Folders of the user's code.
+        code_folders: Folders of the user's code.
 
     Returns:
         The files by their paths relative to the folder; none if no folder has the module.
     """
-    folders, by_path, seen = list(folders), {}, set()
+    code_folders, by_path, seen = list(code_folders), {}, set()
     waiting = [get_top_module(call)]
     while waiting:
         name = waiting.pop()
         if name in seen:
             continue
         seen.add(name)
-        for folder in folders:
-            if files := _list_module_files(folder, name, namespace=len(seen) == 1):
+        for folder in code_folders:
+            if files := _list_module_files(folder, name, accepts_namespace_package=len(seen) == 1):
                 by_path |= {path.relative_to(folder).as_posix(): path for path in files}
                 waiting += [top for path in files for top in _list_imports(path)]
                 break
     return dict(sorted(by_path.items()))
 
 
-def _list_module_files(folder: Path, name: str, namespace: bool) -> list[Path]:
-    package, module = folder / name, folder / f"{name}.py"
+def _list_module_files(
+    folder: Path, module_name: str, accepts_namespace_package: bool
+) -> list[Path]:
+    package, module = folder / module_name, folder / f"{module_name}.py"
     if (package / "__init__.py").is_file():
         return sorted(package.rglob("*.py"))
     if module.is_file():
         return [module]
-    return sorted(package.rglob("*.py")) if namespace and package.is_dir() else []
+    return sorted(package.rglob("*.py")) if accepts_namespace_package and package.is_dir() else []
 
 
 def _list_imports(path: Path) -> list[str]:
@@ -122,7 +124,7 @@ def _list_imports(path: Path) -> list[str]:
 
 
 def compute_code_fingerprint(
-    call: str, folders: Iterable[Path], packages: Iterable[str] = ()
+    call: str, code_folders: Iterable[Path], packages: Iterable[str] = ()
 ) -> dict[str, str | None]:
     """Return what identifies the code of a call: the `sha256` of its files, and a `version`.
 
@@ -131,10 +133,10 @@ def compute_code_fingerprint(
 
     Args:
         call: The call.
-        folders: Folders of the user's code.
+        code_folders: Folders of the user's code.
         packages: Further packages that the call uses.
     """
-    if files := find_source_files(call, folders):
+    if files := find_source_files(call, code_folders):
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
         imported = {name for path in files.values() for name in _list_imports(path)}
         others = sorted(imported - own - RECORDED - sys.stdlib_module_names)
@@ -157,23 +159,23 @@ def hash_named_files(files: Mapping[str, Path]) -> str:
     return digest.hexdigest()
 
 
-def unimportable_code_reason(call: str, folders: Iterable[Path]) -> str | None:
+def unimportable_code_reason(call: str, code_folders: Iterable[Path]) -> str | None:
     """Return why a call cannot be imported, judged by its files alone, or None if it can.
 
     A package with several files is only located.
 
     Args:
         call: The call.
-        folders: Folders of the user's code.
+        code_folders: Folders of the user's code.
     """
     top = get_top_module(call)
     # Python also searches the working directory.
-    folders = [*folders, Path.cwd()]
-    file = next((f for f in (folder / f"{top}.py" for folder in folders) if f.is_file()), None)
-    if fault := shadowed_module_reason(call, folders):
+    code_folders = [*code_folders, Path.cwd()]
+    file = next((f for f in (folder / f"{top}.py" for folder in code_folders) if f.is_file()), None)
+    if fault := shadowed_module_reason(call, code_folders):
         return fault
-    if file is None or any((folder / top / "__init__.py").is_file() for folder in folders):
-        if find_source_files(call, folders) or util.find_spec(top) is not None:
+    if file is None or any((folder / top / "__init__.py").is_file() for folder in code_folders):
+        if find_source_files(call, code_folders) or util.find_spec(top) is not None:
             return None
         return (
             f"there is no {top}.py and no package {top}; name its folder in `code`, or install it"
@@ -193,12 +195,14 @@ def unimportable_code_reason(call: str, folders: Iterable[Path]) -> str | None:
     )
 
 
-def shadowed_module_reason(call: str, folders: Iterable[Path]) -> str | None:
+def shadowed_module_reason(call: str, code_folders: Iterable[Path]) -> str | None:
     """Return a message if a file of the user's code hides an installed module of the same name.
 
     The result is None if no file does so.
     """
-    for name in dict.fromkeys(path.partition("/")[0] for path in find_source_files(call, folders)):
+    for name in dict.fromkeys(
+        path.partition("/")[0] for path in find_source_files(call, code_folders)
+    ):
         if _is_installed_module(name.removesuffix(".py")):
             return f"{name} hides the installed module of the same name; rename it"
     return None

@@ -201,15 +201,15 @@ _WORDS = {
 }
 
 
-def tensor_plan(built: Scores) -> dict[str, str]:
+def tensor_plan(built_model: Scores) -> dict[str, str]:
     """Return how transformers declares that workers divide the model's layers (its tensor plan).
 
     Raises:
         ValueError: If transformers has no such plan, or the plan is not supported.
     """
-    model, name = built.network, type(built.network).__name__
+    model, name = built_model.network, type(built_model.network).__name__
     base = model.config.base_model_tp_plan
-    if any(hasattr(module, "base_layer") for module in built.modules()):
+    if any(hasattr(module, "base_layer") for module in built_model.modules()):
         raise ValueError(
             "strategy `tensor` cannot divide layers with LoRA adapters; remove the key lora"
         )
@@ -233,17 +233,19 @@ def tensor_plan(built: Scores) -> dict[str, str]:
     # The embedding and the head may share one matrix. It is then divided as an embedding.
     first = model.get_input_embeddings()
     if getattr(model.get_output_embeddings(), "weight", None) is first.weight:
-        plan |= {path: "embedding" for path, module in built.named_modules() if module is first}
+        plan |= {
+            path: "embedding" for path, module in built_model.named_modules() if module is first
+        }
     return plan
 
 
-def pipeline_modules(built: Scores) -> tuple[Any, ...]:
+def pipeline_modules(built_model: Scores) -> tuple[Any, ...]:
     """Return the model's forward as a chain of modules, by transformers' pipeline plan.
 
     Raises:
         ValueError: If transformers has no pipeline plan for the model.
     """
-    model, base = built.network, built.network.base_model
+    model, base = built_model.network, built_model.network.base_model
     body, head = model.config.base_model_pp_plan, type(model)._pp_plan
     if not body or not head or base is model:
         name = type(model).__name__

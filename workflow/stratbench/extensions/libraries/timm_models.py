@@ -21,21 +21,24 @@ CALL = "timm:create_model"
 class Timm(Library):
     """The library timm. An entry of `models` in config.yaml names a model in timm's registry."""
 
-    def make_call(self, spec: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+    def make_call(self, model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
         """Return the call of `timm.create_model`, as a dict with its function and its arguments."""
         for key in ("weights", "lora"):
-            if key in spec:
+            if key in model_entry:
                 raise ValueError(
                     f".{key}: is a key of models of transformers, not of timm; remove it"
                 )
-        return {"call": CALL, "kwargs": {"model_name": spec["timm"], **spec.get("arguments", {})}}
+        return {
+            "call": CALL,
+            "kwargs": {"model_name": model_entry["timm"], **model_entry.get("arguments", {})},
+        }
 
-    def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
+    def invalid_call_reason(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return why timm cannot build the model, or None if it can. timm is not imported."""
         folder = find_package_folder("timm")
         if folder is None:
             return missing_package_reason("timm")
-        name = spec["kwargs"].get("model_name") if spec["call"] == CALL else None
+        name = model_entry["kwargs"].get("model_name") if model_entry["call"] == CALL else None
         if not isinstance(name, str):
             return None
         known = _read_model_names(folder)
@@ -45,7 +48,7 @@ class Timm(Library):
             return None
         return f"timm has no {network!r}{suggest_name(network, known)}"
 
-    def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
+    def get_entry_task(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return the task of all timm models, which is classification."""
         return "classification"
 

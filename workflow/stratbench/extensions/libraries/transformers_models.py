@@ -47,30 +47,30 @@ class Transformers(Library):
 
     built_by: ClassVar[str | None] = BUILDER
 
-    def make_call(self, spec: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+    def make_call(self, model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
         """Return the call that builds a model, as a dict with its class, config and arguments."""
-        named, arguments = spec["transformers"], dict(spec.get("arguments", {}))
+        named, arguments = model_entry["transformers"], dict(model_entry.get("arguments", {}))
         name, config = _resolve_class_and_config(named)
         kwargs: dict[str, Any] = {"config": config} if config else {}
         if arguments:
             kwargs["arguments"] = arguments
-        if spec.get("weights"):
+        if model_entry.get("weights"):
             kwargs |= _describe_weights(named, hash_cache)
-        if spec.get("lora"):
-            kwargs["lora"] = spec["lora"]
+        if model_entry.get("lora"):
+            kwargs["lora"] = model_entry["lora"]
         made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
         for key in ("tensor_plan", "pipeline_modules"):
-            if spec[key] is None:
+            if model_entry[key] is None:
                 made[key] = f"{BUILDER}:{key}"
-        if spec["num_heads"] is None:
+        if model_entry["num_heads"] is None:
             values = config | arguments
             counts = (values[key] for key in _HEADS if type(values.get(key)) is int)
             made["num_heads"] = next((n for n in counts if n > 0), None)
         return made
 
-    def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
+    def invalid_call_reason(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return why transformers cannot build the model with its config or adapters, or None."""
-        name = _find_class_of_call(spec["call"])
+        name = _find_class_of_call(model_entry["call"])
         if name is None:
             return None
         folder = find_package_folder("transformers")
@@ -83,13 +83,13 @@ class Transformers(Library):
             known = _list_classes_with_heads(folder)
             return f"transformers has no {name!r}{suggest_name(name, known)}"
         keys = _read_config_keys(folder, file, name)
-        for key in spec["kwargs"].get("arguments", {}):
+        for key in model_entry["kwargs"].get("arguments", {}):
             if keys and key not in keys:
                 return f"arguments.{key}: its config has no {key!r}{suggest_name(key, keys)}"
-        return self._find_lora_fault(spec)
+        return self._find_lora_fault(model_entry)
 
-    def _find_lora_fault(self, spec: Mapping[str, Any]) -> str | None:
-        for package in self.list_further_packages(spec):
+    def _find_lora_fault(self, model_entry: Mapping[str, Any]) -> str | None:
+        for package in self.list_further_packages(model_entry):
             folder = find_package_folder(package)
             if folder is None:
                 return f"lora: {missing_package_reason(package)}"
@@ -98,16 +98,16 @@ class Transformers(Library):
                 for class_name, definition in read_classes(folder / name).items():
                     if class_name in ("PeftConfigMixin", "PeftConfig", "LoraConfig"):
                         keys |= set(iter_config_keys(definition))
-            for key in spec["kwargs"]["lora"]:
+            for key in model_entry["kwargs"]["lora"]:
                 if keys and key not in keys:
                     return f"lora.{key}: peft's LoraConfig has no {key!r}{suggest_name(key, keys)}"
         return None
 
-    def list_further_packages(self, spec: Mapping[str, Any]) -> list[str]:
+    def list_further_packages(self, model_entry: Mapping[str, Any]) -> list[str]:
         """Return ["peft"] if the model is trained with LoRA adapters, else an empty list."""
         return (
             ["peft"]
-            if _find_class_of_call(spec["call"]) and "lora" in spec.get("kwargs", {})
+            if _find_class_of_call(model_entry["call"]) and "lora" in model_entry.get("kwargs", {})
             else []
         )
 
@@ -116,11 +116,11 @@ class Transformers(Library):
         name = _find_class_of_call(call) or ""
         return next((learns for part, learns in HEADS.items() if part in name), ())
 
-    def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
+    def get_entry_task(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return the task that the model class of an entry of `models` is for, or None if unknown."""
-        if "transformers" not in spec:
+        if "transformers" not in model_entry:
             return None
-        name, _ = _resolve_class_and_config(spec["transformers"])
+        name, _ = _resolve_class_and_config(model_entry["transformers"])
         learns = self.list_head_tasks(f"transformers:{name}")
         if len(learns) < 2:
             return next(iter(learns), None)
@@ -129,12 +129,12 @@ class Transformers(Library):
         takes_sound = file is not None and _TAKES_SOUND.search(file.read_text(encoding="utf-8"))
         return "audio-classification" if takes_sound else "text-classification"
 
-    def get_entry_vocabulary(self, spec: Mapping[str, Any]) -> int | None:
+    def get_entry_vocabulary(self, model_entry: Mapping[str, Any]) -> int | None:
         """Return the vocabulary size in an entry's arguments or config, or None if neither has it."""
-        if "transformers" not in spec:
+        if "transformers" not in model_entry:
             return None
-        _, config = _resolve_class_and_config(spec["transformers"])
-        return (config | (spec.get("arguments") or {})).get("vocab_size")
+        _, config = _resolve_class_and_config(model_entry["transformers"])
+        return (config | (model_entry.get("arguments") or {})).get("vocab_size")
 
     def find_builder(self, called_object: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that builds a model of the called class; other callables stay unchanged."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from stratbench.extensions.splitting.stages import MeasuredUnit, Stage, StageModule
     from stratbench.workload.network.models import Model
 
+    #: Pieces of one stage, and the costs of its units.
+    PiecesAndUnits = tuple[list[Piece], list[MeasuredUnit]]
+
 #: Reason why a model with BatchNorm cannot be cut into pipeline stages.
 BATCHNORM = (
     "BatchNorm would normalise over micro-batches instead of the batch, which changes the training"
@@ -256,9 +259,7 @@ class Pipeline(ModelSplit):
                 p.register_post_accumulate_grad_hook(self._start_averaging)
         return model
 
-    def cut_into_stages(
-        self, model: nn.Module, worker: base.Worker
-    ) -> list[tuple[list[Piece], list[MeasuredUnit]]]:
+    def cut_into_stages(self, model: nn.Module, worker: base.Worker) -> list[PiecesAndUnits]:
         """Cut the model into stages of similar work.
 
         The result has, for each stage, its pieces and the costs of its units.

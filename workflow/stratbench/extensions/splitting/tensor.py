@@ -116,9 +116,9 @@ class TensorParallel(ModelSplit, Sharded):
                 )
 
     def find_divisibility_reason(
-        self, network: str | Model, gpus: int, built: nn.Module | None = None
+        self, network: str | Model, gpus: int, built_model: nn.Module | None = None
     ) -> str | None:
-        workers, heads = self.mesh(gpus).tensor, declared.get_number_of_heads(network, built)
+        workers, heads = self.mesh(gpus).tensor, declared.get_number_of_heads(network, built_model)
         if heads % workers:
             return (
                 f"{workers} workers cannot divide its {heads} heads evenly; set tensor_parallel_size to a "

@@ -268,7 +268,7 @@ class FSDP(Sharded):
         found the groups that backward reaches. Without a trial, backward reaches all groups.
         """
         trial = self.worker.trial
-        called = trial.group_in_backward.items() if trial else ()
+        called = trial.backward_reaches_group.items() if trial else ()
         skipped = {i for (i, comes), (_, next_comes) in pairwise(called) if not comes | next_comes}
         groups = [ms for i, (_, ms) in enumerate(self.worker.wrap_groups) if i not in skipped]
         return {id(p) for ms in groups for m in ms for p in m.parameters()}

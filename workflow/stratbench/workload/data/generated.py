@@ -26,7 +26,7 @@ DIGITS_TEST_SAMPLES = 360
 CHUNK_SAMPLES = 1024
 
 
-def load_digits_images(root: Path | None = None, scratch: Path | None = None) -> Source:
+def load_digits_images(root: Path | None = None, download_folder: Path | None = None) -> Source:
     """Return scikit-learn's images of 8x8 digits, divided into training and test set.
 
     Values are scaled from 0..16 to 0..255. The division is stratified and fixed. The digits are part of

@@ -139,15 +139,15 @@ def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
     return Opened(source, tuple(shapes["train"]), classes, of_floats, values)
 
 
-def move_channels_first(x: np.ndarray) -> np.ndarray:
+def move_channels_first(images: np.ndarray) -> np.ndarray:
     """Return images as [N, C, H, W], with the axis of the channels before height and width.
 
     The last axis is that of the channels if its length is 1 to 4, and the second axis is longer.
     """
-    if x.ndim == 3:
-        return x[:, None]
-    last = x.shape[3] <= MAX_CHANNELS < x.shape[1]
-    return x.transpose(0, 3, 1, 2) if last else x
+    if images.ndim == 3:
+        return images[:, None]
+    last = images.shape[3] <= MAX_CHANNELS < images.shape[1]
+    return images.transpose(0, 3, 1, 2) if last else images
 
 
 def _count_classes(data_label: str, train_labels: np.ndarray, test_labels: np.ndarray) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.cell.files import read_json, write_atomic
 from stratbench.cell.text.progress import create_progress_bar
@@ -132,6 +132,14 @@ SamplesByClass = dict[str, list[Any]]
 LabelledSamples = list[tuple[Any, int]]
 
 
+class DividedSamples(NamedTuple):
+    """Training and test samples with their class numbers, and the number of classes."""
+
+    train: LabelledSamples
+    test: LabelledSamples
+    classes: int
+
+
 def list_class_folders(
     dataset_name: str, folder: Path, sample_kind: Samples
 ) -> tuple[SamplesByClass, SamplesByClass | None]:
@@ -170,7 +178,7 @@ def divide_into_train_and_test(
     sample_kind: Samples,
     test_share: float,
     seed: int,
-) -> tuple[LabelledSamples, LabelledSamples, int]:
+) -> DividedSamples:
     """Return training and test samples with their class numbers, and the number of classes.
 
     Classes are numbered in the order of their names. Without a test set, the training set is divided: the
@@ -214,7 +222,7 @@ def divide_into_train_and_test(
     def numbered(by_class: SamplesByClass) -> LabelledSamples:
         return [(one, classes.index(label)) for label in by_class for one in by_class[label]]
 
-    return numbered(train), numbered(test), len(classes)
+    return DividedSamples(numbered(train), numbered(test), len(classes))
 
 
 # ---------------------------------------------------------------- images

@@ -97,18 +97,18 @@ def _prepare_own_data_set(
 
 
 def _prepare_unless_intact(
-    request: Mapping[str, Any],
+    requested_metadata: Mapping[str, Any],
     out_dir: Path,
     open_source: Callable[[Path], tuple[Source, Dataset]],
 ) -> dict[str, Any]:
     """Prepare a data set in a folder, unless the folder has it intact. Return its metadata.
 
     Args:
-        request: Metadata that the prepared data set must have.
+        requested_metadata: Metadata that the prepared data set must have.
         out_dir: Folder to write.
         open_source: Opens the samples, given a folder for downloads.
     """
-    if (intact := prepared.read_intact_meta(out_dir, request)) is not None:
+    if (intact := prepared.read_intact_meta(out_dir, requested_metadata)) is not None:
         return intact
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with create_temporary_locked_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
@@ -116,18 +116,20 @@ def _prepare_unless_intact(
         built.mkdir()
         downloads.mkdir()
         source, facts = open_source(downloads)
-        prepared.write_data_set(built, request, source, facts)
-        return prepared.install_data_set(built, out_dir, request)
+        prepared.write_data_set(built, requested_metadata, source, facts)
+        return prepared.install_data_set(built, out_dir, requested_metadata)
 
 
-def _parse_spec(text: str) -> dict[str, Any] | None:
+def _parse_spec(json_text: str) -> dict[str, Any] | None:
     try:
-        spec = json.loads(text)
+        spec = json.loads(json_text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: is not JSON ({error}); correct it") from None
+        raise argparse.ArgumentTypeError(
+            f"{json_text}: is not JSON ({error}); correct it"
+        ) from None
     if spec is not None and not isinstance(spec, dict):
         raise argparse.ArgumentTypeError(
-            f'{text}: is not a JSON object; write one such as {{"source": "synthetic"}}'
+            f'{json_text}: is not a JSON object; write one such as {{"source": "synthetic"}}'
         )
     return spec
 

@@ -52,43 +52,47 @@ def format_meta_file_name(identity: Mapping[str, Any] | None) -> str:
 
 
 def write_data_set(
-    folder: Path, request: Mapping[str, Any], source: Source, facts: Dataset
+    folder: Path, requested_metadata: Mapping[str, Any], source: Source, dataset: Dataset
 ) -> dict:
     """Write the arrays and the metadata of a data set to a folder, and return the metadata.
 
-    The metadata are `request`, the numbers of samples, the source files, and the arrays' SHA-256, size in
-    bytes and modification time. For images and waveforms they include the mean and standard deviation of each
-    channel over the training set, where bytes count as 0..1. They include the least possible loss if it is
-    known.
+    The metadata are `requested_metadata`, the numbers of samples, the source files, and the arrays' SHA-256,
+    size in bytes and modification time. For images and waveforms they include the mean and standard deviation
+    of each channel over the training set, where bytes count as 0..1. They include the least possible loss if
+    it is known.
 
     Args:
         folder: Folder to write.
-        request: Metadata that identify the data set.
+        requested_metadata: Metadata that identify the data set.
         source: Samples of the data set.
-        facts: Description of the samples.
+        dataset: Description of the samples.
     """
     import numpy as np
 
-    shape = facts.shape or ()
+    shape = dataset.shape or ()
     what = get_sample_kind(shape)
     value = (
-        np.float32 if facts.has_float_samples else {1: np.uint8, 4: np.int32}[facts.stored_bytes]
+        np.float32
+        if dataset.has_float_samples
+        else {1: np.uint8, 4: np.int32}[dataset.stored_bytes]
     )
     moments = (
         None
-        if facts.is_text
-        else (_FloatMoments if facts.has_float_samples else _ByteMoments)(shape[0])
+        if dataset.is_text
+        else (_FloatMoments if dataset.has_float_samples else _ByteMoments)(shape[0])
     )
     for split, (samples, chunks) in (("train", source.train), ("test", source.test)):
         inputs, targets = (
             np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
             for name, (dtype, one) in {
                 "inputs": (value, shape),
-                "targets": facts.target_type_and_shape,
+                "targets": dataset.target_type_and_shape,
             }.items()
         )
         start = 0
-        with create_progress_bar(samples, f" {what}", f"{request['name']}, {split}") as bar:
+        with create_progress_bar(
+            samples, f" {what}", f"{requested_metadata['name']}, {split}"
+        ) as bar:
             for chunk_inputs, chunk_targets in chunks:
                 stop = start + len(chunk_targets)
                 inputs[start:stop], targets[start:stop] = chunk_inputs, chunk_targets
@@ -98,34 +102,34 @@ def write_data_set(
                 bar.update(len(chunk_targets))
         if start != samples:
             raise DataError(
-                f"data set {request['name']!r}: the {split} set has {start} {what} instead of {samples}; "
-                "correct the code that makes them"
+                f"data set {requested_metadata['name']!r}: the {split} set has {start} {what} instead of "
+                f"{samples}; correct the code that makes them"
             )
         inputs.flush()
         targets.flush()
     moments_meta = {} if moments is None else moments.as_metadata()
     if 0 in moments_meta.get("std", ()):
         raise DataError(
-            f"data set {request['name']!r}: channel {moments_meta['std'].index(0)} has the same value in all "
-            f"training {what}, so that nothing can be learnt from it; remove the channel"
+            f"data set {requested_metadata['name']!r}: channel {moments_meta['std'].index(0)} has the same "
+            f"value in all training {what}, so that nothing can be learnt from it; remove the channel"
         )
     meta = {
-        **request,
-        "classes": facts.classes,
+        **requested_metadata,
+        "classes": dataset.classes,
         "shape": list(shape),
         "train_samples": source.train.samples,
         "test_samples": source.test.samples,
         **moments_meta,
-        **({"least_loss": source.least_loss} if facts.is_text or source.least_loss else {}),
-        **({"floats": True} if facts.has_float_samples else {}),
-        **({"values": True} if facts.values else {}),
-        **({"vocabulary": facts.vocabulary} if facts.vocabulary else {}),
+        **({"least_loss": source.least_loss} if dataset.is_text or source.least_loss else {}),
+        **({"floats": True} if dataset.has_float_samples else {}),
+        **({"values": True} if dataset.values else {}),
+        **({"vocabulary": dataset.vocabulary} if dataset.vocabulary else {}),
         "generated": source.generated,
         "sources": source.files,
         "sha256": _hash_arrays(folder),
         "arrays": {array: _get_size_and_time(folder, array) for array in ARRAYS},
     }
-    path = folder / format_meta_file_name(request["spec"])
+    path = folder / format_meta_file_name(requested_metadata["spec"])
     path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     return meta
 
@@ -207,18 +211,18 @@ def _hash_arrays(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def read_intact_meta(folder: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_intact_meta(folder: Path, requested_metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the metadata of a prepared data set, or None if it is damaged or not the requested one."""
     try:
         meta = _read_meta_file(folder)
-        same = all(meta[key] == value for key, value in request.items())
+        same = all(meta[key] == value for key, value in requested_metadata.items())
         return meta if same and meta["sha256"] == _hash_arrays(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def install_data_set(
-    new_folder: Path, target_folder: Path, request: Mapping[str, Any]
+    new_folder: Path, target_folder: Path, requested_metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Move a new prepared data set to its final folder, and return the metadata there.
 
@@ -228,7 +232,7 @@ def install_data_set(
     Args:
         new_folder: Folder with the new data set.
         target_folder: Destination.
-        request: Metadata that identify the data set.
+        requested_metadata: Metadata that identify the data set.
 
     Raises:
         DataError: If the destination has a file that is not of a data set. The destination is then left
@@ -241,7 +245,7 @@ def install_data_set(
         except OSError as error:
             if not target_folder.exists():
                 raise DataError(f"{target_folder}: cannot be written: {error.strerror}") from error
-        if (other := read_intact_meta(target_folder, request)) is not None:
+        if (other := read_intact_meta(target_folder, requested_metadata)) is not None:
             return other
         _move_old_data_aside(target_folder, new_folder.parent)
 

@@ -33,34 +33,40 @@ def is_recomputing() -> bool:
     return _under_way > 0
 
 
-def list_checkpointable_blocks(groups: ShardGroups) -> list[nn.Module]:
+def list_checkpointable_blocks(shard_groups: ShardGroups) -> list[nn.Module]:
     """Return the modules of a model's shard groups whose activations can be checkpointed.
 
     These modules have submodules. A single layer stores only its input, which checkpointing stores, too.
     """
-    return [m for _, modules in groups for m in modules if any(m.children())]
+    return [m for _, modules in shard_groups for m in modules if any(m.children())]
 
 
-def select_checkpointed_blocks(blocks: list[nn.Module], mode: bool | str) -> list[nn.Module]:
+def select_checkpointed_blocks(
+    blocks: list[nn.Module], checkpointing_mode: bool | str
+) -> list[nn.Module]:
     """Return the blocks that the setting `activation_checkpointing` selects: all, or each N-th."""
-    every = str(mode).partition("every-")[2]
+    every = str(checkpointing_mode).partition("every-")[2]
     return blocks[int(every) - 1 :: int(every)] if every else blocks
 
 
-def checkpoint_blocks(groups: ShardGroups, mode: bool | str = True) -> int:
+def checkpoint_blocks(shard_groups: ShardGroups, checkpointing_mode: bool | str = True) -> int:
     """Enable activation checkpointing in blocks of a model, and return the number of these blocks.
 
     The `forward` of each block is replaced, so that names of parameters and hooks of modules, such as FSDP's,
     stay the same. The recomputation draws the same random numbers.
 
     Args:
-        groups: The model's sharding groups.
-        mode: The setting `activation_checkpointing`, other than false.
+        shard_groups: The model's sharding groups.
+        checkpointing_mode: The setting `activation_checkpointing`, other than false.
     """
-    blocks = select_checkpointed_blocks(list_checkpointable_blocks(groups), mode)
+    blocks = select_checkpointed_blocks(
+        list_checkpointable_blocks(shard_groups), checkpointing_mode
+    )
     for block in blocks:
         norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
-        block.forward = partial(_forward_checkpointed, block.forward, norms, mode == "selective")
+        block.forward = partial(
+            _forward_checkpointed, block.forward, norms, checkpointing_mode == "selective"
+        )
     return len(blocks)
 
 
@@ -73,19 +79,19 @@ def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
 def _forward_checkpointed(
     forward: Callable[..., Any],
     norms: list[BatchNorm],
-    selective: bool,
+    is_selective: bool,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = partial(_make_contexts, norms, selective)
+    contexts = partial(_make_contexts, norms, is_selective)
     if torch.compiler.is_compiling():
         # Compiled code does not update buffers in the recomputation, and supports no contexts of our own.
-        if not selective:
+        if not is_selective:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = _make_selective_contexts
-    elif selective:
+    elif is_selective:
         # Autocast caches cast weights. A weight from the cache would be cast in the recomputation only, which
         # must repeat the operators of forward.
         torch.clear_autocast_cache()
@@ -93,10 +99,10 @@ def _forward_checkpointed(
 
 
 def _make_contexts(
-    norms: list[BatchNorm], selective: bool
+    norms: list[BatchNorm], is_selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the context managers for a checkpointed block's forward and for its recomputation."""
-    first, again = _make_selective_contexts() if selective else (nullcontext(), nullcontext())
+    first, again = _make_selective_contexts() if is_selective else (nullcontext(), nullcontext())
     return first, _Recomputing(again, norms)
 
 

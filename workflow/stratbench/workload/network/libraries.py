@@ -31,29 +31,29 @@ class Library:
     #: Module of the extension that builds the library's models, or None if only the package is needed.
     built_by: ClassVar[str | None] = None
 
-    def make_call(self, spec: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+    def make_call(self, model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
         """Return the call that builds the model of an entry of `models`, with its arguments.
 
         The result also has what the library declares on dividing the model.
 
         Args:
-            spec: The entry of `models`, with defaults filled in.
+            model_entry: The entry of `models`, with defaults filled in.
             hash_cache: File that caches the hash of the files with the model's weights.
 
         Raises:
             ValueError: The entry is invalid, as `.key = value: reason`.
         """
-        (key,) = spec.keys() & set(LIBRARIES)
+        (key,) = model_entry.keys() & set(LIBRARIES)
         raise ValueError(
-            f".{key} = {format_wrong_value(spec[key])}: needs the extension `libraries`, which this "
+            f".{key} = {format_wrong_value(model_entry[key])}: needs the extension `libraries`, which this "
             "installation does not have; restore it, or give `call`"
         )
 
-    def invalid_call_reason(self, spec: Mapping[str, Any]) -> str | None:
+    def invalid_call_reason(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return why a call cannot build a model, judged by the package's files, or None if it can."""
         return None
 
-    def list_further_packages(self, spec: Mapping[str, Any]) -> list[str]:
+    def list_further_packages(self, model_entry: Mapping[str, Any]) -> list[str]:
         """Return the packages that a call needs in addition to the package that it names."""
         return []
 
@@ -61,7 +61,7 @@ class Library:
         """Return the names of the tasks that the model class of a call is for."""
         return ()
 
-    def get_entry_task(self, spec: Mapping[str, Any]) -> str | None:
+    def get_entry_task(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return the name of the task that the model of an entry is for, or None if unknown.
 
         Raises:
@@ -69,7 +69,7 @@ class Library:
         """
         return None
 
-    def get_entry_vocabulary(self, spec: Mapping[str, Any]) -> int | None:
+    def get_entry_vocabulary(self, model_entry: Mapping[str, Any]) -> int | None:
         """Return the vocabulary size that an entry states, or None if the data determine it."""
         return None
 
@@ -96,29 +96,29 @@ def find_library_of_call(call: str) -> Library:
     return import_attribute(next(names, f"{__name__}:Library"))()
 
 
-def find_library_of_entry(spec: Mapping[str, Any]) -> Library:
+def find_library_of_entry(model_entry: Mapping[str, Any]) -> Library:
     """Return the interface to the library of an entry of `models`."""
     return find_library_of_call(
-        next((key for key in LIBRARIES if key in spec), spec.get("call", ""))
+        next((key for key in LIBRARIES if key in model_entry), model_entry.get("call", ""))
     )
 
 
-def convert_entry_to_call(spec: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+def convert_entry_to_call(model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
     """Convert an entry of `models` into one with a `call` that builds the model.
 
     The content of a config file becomes an argument of the call, so that a cell depends on the content and
     not on the file's path.
 
     Args:
-        spec: The entry, with defaults filled in.
+        model_entry: The entry, with defaults filled in.
         hash_cache: File that caches the hash of the files with the model's weights.
 
     Raises:
         ValueError: The entry is invalid, as `.key = value: reason`.
     """
-    sources = [key for key in ("call", *LIBRARIES) if key in spec]
-    if not sources and not any(spec.values()):
-        return {**spec, "call": NAME_ALONE}
+    sources = [key for key in ("call", *LIBRARIES) if key in model_entry]
+    if not sources and not any(model_entry.values()):
+        return {**model_entry, "call": NAME_ALONE}
     if len(sources) != 1:
         raise ValueError(
             f": has {' and '.join(sources) or 'no source'}; give exactly one of call, "
@@ -127,16 +127,16 @@ def convert_entry_to_call(spec: Mapping[str, Any], hash_cache: Path) -> dict[str
     (kind,) = sources
     if kind == "call":
         for key in ("arguments", "weights", "lora"):
-            if key in spec:
+            if key in model_entry:
                 raise ValueError(
                     f".{key}: is only for models of transformers or timm; with `call` write kwargs"
                 )
-        return dict(spec)
-    if spec["kwargs"]:
+        return dict(model_entry)
+    if model_entry["kwargs"]:
         raise ValueError(f".kwargs: is only for models with `call`; with `{kind}` write arguments")
     declared = ("wrap_classes", "tensor_plan", "num_heads", "pipeline_modules")
-    return {key: spec[key] for key in declared} | find_library_of_call(kind).make_call(
-        spec, hash_cache
+    return {key: model_entry[key] for key in declared} | find_library_of_call(kind).make_call(
+        model_entry, hash_cache
     )
 
 

@@ -35,8 +35,8 @@ NO_BLOCKS = (
 )
 
 
-def _get_model_name(model: str | Model) -> str:
-    return model if isinstance(model, str) else model.own_model.name
+def _get_model_name(model_or_name: str | Model) -> str:
+    return model_or_name if isinstance(model_or_name, str) else model_or_name.own_model.name
 
 
 def get_model(settings: Settings) -> str | Model:
@@ -82,17 +82,18 @@ def get_model_specification(name: str, entries: Mapping[str, Any]) -> dict[str, 
     return dict(entries.get(name, call))
 
 
-def check_sample_kind(name: str | Model, kind: str) -> None:
+def check_sample_kind(model_or_name: str | Model, sample_kind: str) -> None:
     """Raise ValueError if a model does not take samples of the given kind, such as `texts`."""
-    reads_text = get_metadata(name).reads_text
+    reads_text = get_metadata(model_or_name).reads_text
     reads = "texts" if reads_text else "images"
-    if reads_text is not None and reads != kind:
+    if reads_text is not None and reads != sample_kind:
         raise ValueError(
-            f"{_get_model_name(name)} takes {reads}, but the data set has {kind}; use another model"
+            f"{_get_model_name(model_or_name)} takes {reads}, but the data set has {sample_kind}; use "
+            "another model"
         )
 
 
-def compute_input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
+def compute_input_shape(model_or_name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a model's input for samples of a given shape.
 
     Images (channels, height, width) are enlarged if the model needs it. Other samples keep their shape.
@@ -100,8 +101,8 @@ def compute_input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int,
     Raises:
         ValueError: If the model does not take such samples.
     """
-    check_sample_kind(name, get_sample_kind(shape))
-    model, name = get_metadata(name), _get_model_name(name)
+    check_sample_kind(model_or_name, get_sample_kind(shape))
+    model, name = get_metadata(model_or_name), _get_model_name(model_or_name)
     if model.reads_text is None:
         return tuple(shape)
     if model.reads_text:
@@ -125,16 +126,16 @@ def compute_input_shape(name: str | Model, shape: tuple[int, ...]) -> tuple[int,
 
 
 def build_model(
-    name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)
+    model_or_name: str | Model, classes: int, shape: tuple[int, ...] = (3, 224, 224)
 ) -> nn.Module:
     """Build a model with random weights, drawn from the global random generators.
 
     Args:
-        name: The model.
+        model_or_name: The model.
         classes: Number of classes or tokens.
         shape: Shape of the input, from `compute_input_shape`.
     """
-    model = get_metadata(name)
+    model = get_metadata(model_or_name)
     import_torchvision()
     if model.own_model:
         return own.build_own_model(model.own_model, classes, shape)
@@ -142,22 +143,23 @@ def build_model(
         return import_attribute(model.builder_path)(classes, shape)
     if shape[0] != 3:
         raise ValueError(
-            f"{name} takes images with 3 channels, not {shape[0]}; repeat the single channel of the images"
+            f"{model_or_name} takes images with 3 channels, not {shape[0]}; repeat the single channel of the "
+            "images"
         )
     from torchvision import models
 
     size = {"image_size": shape[1]} if model.patch_size > 1 else {}
-    return models.get_model(name, weights=None, num_classes=classes, **size)
+    return models.get_model(model_or_name, weights=None, num_classes=classes, **size)
 
 
-def build_fake_model(model: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
+def build_fake_model(model_or_name: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
     """Build a model of fake tensors, which take no memory, in the active fake mode.
 
     Plain tensors that its code creates are fake, too. A user's model whose code reads a tensor's values is
     first built on the CPU.
 
     Args:
-        model: The model.
+        model_or_name: The model.
         classes: Number of classes or tokens.
         shape: Shape of the input.
     """
@@ -167,10 +169,10 @@ def build_fake_model(model: str | Model, classes: int, shape: tuple[int, ...]) -
 
     try:
         with _skip_random_weights():
-            return build_model(model, classes, shape)
+            return build_model(model_or_name, classes, shape)
     except users_code.ModelError:
         with unset_fake_temporarily(), _skip_random_weights():
-            made = build_model(model, classes, shape)
+            made = build_model(model_or_name, classes, shape)
         replace_model_tensors(
             made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
         )
@@ -198,14 +200,14 @@ def _skip_random_weights() -> Iterator[None]:
 
 
 def build_for_training(
-    name: str | Model,
+    model_or_name: str | Model,
     classes: int,
     shape: tuple[int, ...],
     seed: int,
     device: torch.device,
     dtype: torch.dtype,
     build_function: Callable[[str | Model, int, tuple[int, ...]], nn.Module] = build_model,
-    checkpointing: bool | str = False,
+    checkpointing_mode: bool | str = False,
 ) -> nn.Module:
     """Build a model on a device in training mode, for strategies and the plan.
 
@@ -213,14 +215,14 @@ def build_for_training(
     stay the objects that the model's code has created.
 
     Args:
-        name: The model.
+        model_or_name: The model.
         classes: Number of classes or tokens.
         shape: Shape of the input.
         seed: Seed of the weights.
         device: Device of the model.
         dtype: Type of the weights.
         build_function: Builds the model.
-        checkpointing: The setting `activation_checkpointing`.
+        checkpointing_mode: The setting `activation_checkpointing`.
 
     Raises:
         ModelError: If checkpointing would have no effect.
@@ -228,24 +230,24 @@ def build_for_training(
     from stratbench.workload.generators import seed_random_generators
 
     seed_random_generators(seed)
-    model = build_function(name, classes, shape)
+    model = build_function(model_or_name, classes, shape)
     _made_in[model] = _list_parameter_formats(model)
     move_model_tensors(model, device, dtype)
     model.train()
-    if checkpointing:
+    if checkpointing_mode:
         from stratbench.workload.network.checkpointing import (
             checkpoint_blocks,
             list_checkpointable_blocks,
         )
 
-        groups = list_wrap_groups(name, model)
-        if not checkpoint_blocks(groups, checkpointing):
+        groups = list_wrap_groups(model_or_name, model)
+        if not checkpoint_blocks(groups, checkpointing_mode):
             count = len(list_checkpointable_blocks(groups))
-            few = (
-                f"activation_checkpointing = {checkpointing!r}: it has only {count} blocks; lower N"
-            )
+            few = f"activation_checkpointing = {checkpointing_mode!r}: it has only {count} blocks; lower N"
             reason = few if count else NO_BLOCKS
-            raise users_code.ModelError(f"{get_metadata(name).own_model or name}: {reason}")
+            raise users_code.ModelError(
+                f"{get_metadata(model_or_name).own_model or model_or_name}: {reason}"
+            )
     return model
 
 
@@ -275,11 +277,11 @@ def changed_formats_reason(model: nn.Module) -> str | None:
 
 
 def take_model_trial(
-    name: str | Model,
+    model_or_name: str | Model,
     model: nn.Module,
     classes: int,
     shape: tuple[int, ...],
-    groups: ShardGroups,
+    shard_groups: ShardGroups,
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
@@ -288,11 +290,11 @@ def take_model_trial(
     The model's state does not change.
 
     Args:
-        name: The model.
+        model_or_name: The model.
         model: The model that `build_for_training` has built.
         classes: Number of classes or tokens.
         shape: Shape of the input.
-        groups: Shard groups of the model.
+        shard_groups: Shard groups of the model.
         task: Task, which determines the shape of the outputs.
         dtype: Type of the samples, if they are images.
 
@@ -307,7 +309,7 @@ def take_model_trial(
 
     device = next(model.parameters()).device
     values, layout = tasks.has_value_targets(task), torch.contiguous_format
-    own = get_metadata(name).own_model
+    own = get_metadata(model_or_name).own_model
     vocabulary = own and own.vocabulary
     x, y = make_example_batch(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
@@ -316,7 +318,9 @@ def take_model_trial(
     outputs = tasks.compute_output_shape(task, y.shape, getattr(model, "scores", classes))
     try:
         tokens = vocabulary or classes
-        return trial.take_trial(describe_model(name), model, x, y, outputs, groups, tokens)
+        return trial.take_trial(
+            describe_model(model_or_name), model, x, y, outputs, shard_groups, tokens
+        )
     except users_code.ModelError as e:
         if "dtype" not in str(e) or (formats := changed_formats_reason(model)) is None:
             raise
@@ -324,16 +328,16 @@ def take_model_trial(
         raise type(e)(f"{e}; {formats}: {cast}") from e
 
 
-def is_built_by_user_program(name: str | Model) -> bool:
+def is_built_by_user_program(model_or_name: str | Model) -> bool:
     """Return whether only a user's own training program can build the model."""
-    own = get_metadata(name).own_model
+    own = get_metadata(model_or_name).own_model
     return own is not None and own.call == libraries.NAME_ALONE
 
 
-def describe_model(name: str | Model) -> str:
+def describe_model(model_or_name: str | Model) -> str:
     """Return the text that names a model in a sentence."""
-    own = get_metadata(name).own_model
-    return str(own) if own is not None else f"model {_get_model_name(name)!r}"
+    own = get_metadata(model_or_name).own_model
+    return str(own) if own is not None else f"model {_get_model_name(model_or_name)!r}"
 
 
 def move_model_tensors(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -380,39 +384,40 @@ def replace_model_tensors(model: nn.Module, replacement: Callable[[Tensor], Tens
             setattr(module, key, replacement(b))
 
 
-def list_wrap_groups(name: str | Model, model: nn.Module) -> ShardGroups:
+def list_wrap_groups(model_or_name: str | Model, model: nn.Module) -> ShardGroups:
     """Return a model's shard groups in the order of forward, each with a label and its modules.
 
     `sharding` defines the groups of a user's model. Other models have the blocks of their family. In VGG, the
     convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,
     head) are sharded with the root.
     """
-    if (own := get_metadata(name).own_model) is not None:
+    if (own := get_metadata(model_or_name).own_model) is not None:
         from stratbench.workload.network import sharding
 
         if shard := own.wrap_classes or sharding.find_declared_wrap_classes(model):
             return sharding.group_by_class(model, shard, own)
         return sharding.group_by_size(model)
-    family = get_metadata(name).family
+    family = get_metadata(model_or_name).family
     if family == "vgg":
         return _group_vgg_layers(model)
     blocks = tuple(import_attribute(path) for path in FAMILIES[family].block_classes)
     return [(label, [m]) for label, m in model.named_modules() if isinstance(m, blocks)]
 
 
-def describe_sharding_rule(name: str | Model, built: nn.Module | None = None) -> str:
+def describe_sharding_rule(model_or_name: str | Model, built_model: nn.Module | None = None) -> str:
     """Return a text that says by which rule a model's shard groups are formed.
 
     Args:
-        name: The model.
-        built: The built model, if any.
+        model_or_name: The model.
+        built_model: The built model, if any.
     """
-    model = get_metadata(name)
+    model = get_metadata(model_or_name)
     if model.own_model:
         from stratbench.workload.network import sharding
 
         return sharding.describe_sharding_groups(
-            model.own_model.wrap_classes or (built and sharding.find_declared_wrap_classes(built))
+            model.own_model.wrap_classes
+            or (built_model and sharding.find_declared_wrap_classes(built_model))
         )
     blocks = [path.partition(":")[2] for path in FAMILIES[model.family].block_classes]
     return f"instances of {', '.join(blocks)}" if blocks else "stages and linear layers"
@@ -433,19 +438,19 @@ def _group_vgg_layers(model: nn.Module) -> ShardGroups:
 
 
 def describe_own_model(
-    model: Model, built: nn.Module, classes: int, shape: tuple[int, ...]
+    model: Model, built_model: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return what a record says about a user's model: the arguments of its call, and its shard groups' rule.
 
     Args:
         model: The model.
-        built: The built model.
+        built_model: The built model.
         classes: Number of classes or tokens.
         shape: Shape of the input.
     """
     return {
         "arguments": own.collect_arguments(model.own_model, classes, shape),
-        "sharding": describe_sharding_rule(model, built),
+        "sharding": describe_sharding_rule(model, built_model),
     }
 
 

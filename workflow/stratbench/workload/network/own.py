@@ -131,20 +131,20 @@ def fill_data_values(argument: Any, data_values: Mapping[str, Any]) -> Any:
     return argument
 
 
-def collect_arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
+def collect_arguments(own_model: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
     """Return the arguments of the call that builds a user's model.
 
     They are those of the config, and values of the data set for parameters with the names in ROLES. A
     function with `**kwargs` gets `num_classes`, and the arguments that its library adds.
 
     Args:
-        own: The specification.
+        own_model: The specification.
         classes: Number of classes or tokens.
         shape: Shape of the input.
     """
-    function = _get_builder(own)
-    facts = compute_data_values(classes, shape, own.vocabulary)
-    kwargs = fill_data_values(own.kwargs, facts)
+    function = _get_builder(own_model)
+    facts = compute_data_values(classes, shape, own_model.vocabulary)
+    kwargs = fill_data_values(own_model.kwargs, facts)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # functions written in C may have no signature
@@ -164,25 +164,25 @@ def collect_arguments(own: OwnModel, classes: int, shape: Sequence[int]) -> dict
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
-        filled |= find_library_of_call(own.call).list_data_arguments(kwargs, facts)
-    return filled | _list_torchvision_arguments(own, shape) | kwargs
+        filled |= find_library_of_call(own_model.call).list_data_arguments(kwargs, facts)
+    return filled | _list_torchvision_arguments(own_model, shape) | kwargs
 
 
-def _get_builder(own: OwnModel) -> Callable[..., Any]:
+def _get_builder(own_model: OwnModel) -> Callable[..., Any]:
     """Return the function that builds a user's model. For a library's class, the library makes it.
 
     Raises:
         ModelError: If the function cannot be imported, or if the library cannot build the model.
     """
-    library = find_library_of_call(own.call)
-    if fault := library.invalid_call_reason({"call": own.call, "kwargs": own.kwargs}):
-        raise ModelError(f"{own}: {fault}")
-    return library.find_builder(import_callable(own))
+    library = find_library_of_call(own_model.call)
+    if fault := library.invalid_call_reason({"call": own_model.call, "kwargs": own_model.kwargs}):
+        raise ModelError(f"{own_model}: {fault}")
+    return library.find_builder(import_callable(own_model))
 
 
-def _list_torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
+def _list_torchvision_arguments(own_model: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
     """Return the additional arguments that some of torchvision's models need."""
-    name = own.torchvision_name or ""
+    name = own_model.torchvision_name or ""
     if name.startswith("vit_"):
         return {"image_size": shape[1]}
     if name == "maxvit_t":
@@ -195,11 +195,11 @@ def _list_torchvision_arguments(own: OwnModel, shape: Sequence[int]) -> dict[str
 # --- the model -----------------------------------------------------------------------------------
 
 
-def build_own_model(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
+def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:
     """Build a model that a user specifies.
 
     Args:
-        own: The specification.
+        own_model: The specification.
         classes: Number of classes or tokens.
         shape: Shape of the input.
 
@@ -210,32 +210,35 @@ def build_own_model(own: OwnModel, classes: int, shape: Sequence[int]) -> nn.Mod
 
     kwargs: dict[str, Any] = {}
     try:
-        kwargs = collect_arguments(own, classes, shape)
-        made = _get_builder(own)(**kwargs)
+        kwargs = collect_arguments(own_model, classes, shape)
+        made = _get_builder(own_model)(**kwargs)
     except (MemoryError, ModelError):
         raise
     except Unsuitable as e:
-        raise ModelError(f"{own}: {e}") from e
+        raise ModelError(f"{own_model}: {e}") from e
     except Exception as e:
         _reraise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
-            f"{own}: called with ({called}), raised "
+            f"{own_model}: called with ({called}), raised "
             f"{format_user_error(e)}{_describe_missing_values(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
-        raise ModelError(f"{own}: returned {_describe_type(made)}; return a torch.nn.Module")
+        raise ModelError(f"{own_model}: returned {_describe_type(made)}; return a torch.nn.Module")
     for name, p in made.named_parameters():
         if nn.parameter.is_lazy(p):
             raise ModelError(
-                f"{own}: {name} belongs to a lazy layer and has no shape yet; use a layer that is not lazy"
+                f"{own_model}: {name} belongs to a lazy layer and has no shape yet; use a layer that is not "
+                "lazy"
             )
     if not any(p.requires_grad for p in made.parameters()):
-        raise ModelError(f"{own}: has no parameter to train; set requires_grad of some parameters")
+        raise ModelError(
+            f"{own_model}: has no parameter to train; set requires_grad of some parameters"
+        )
     if both := _find_shared_memory(made):
         raise ModelError(
-            f"{own}: {both[0]} and {both[1]} are different tensors in the same memory, which strategies "
-            "would separate; assign the parameter itself (again.weight = first.weight)"
+            f"{own_model}: {both[0]} and {both[1]} are different tensors in the same memory, which "
+            "strategies would separate; assign the parameter itself (again.weight = first.weight)"
         )
     return made
 
@@ -261,7 +264,7 @@ def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def _tensors_overlap(t: Tensor, u: Tensor) -> bool:
+def _tensors_overlap(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors that have the same storage share any of its elements."""
     import torch
 
@@ -276,20 +279,20 @@ def _tensors_overlap(t: Tensor, u: Tensor) -> bool:
             )
             * v.itemsize,
         )
-        for v in (t, u)
+        for v in (tensor, other)
     )
-    if not (t.numel() and u.numel()) or last < start or stop < first:
+    if not (tensor.numel() and other.numel()) or last < start or stop < first:
         return False
-    if t.itemsize != u.itemsize:
+    if tensor.itemsize != other.itemsize:
         return True
     # The ranges overlap, but strided tensors may interleave in them. So elements are compared one by one.
     with (
         unset_fake_temporarily(),
         torch.no_grad(),
     ):
-        taken = torch.zeros(max(last, stop) // t.itemsize + 1, dtype=torch.bool)
-        taken.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
-        return bool(taken.as_strided(u.shape, u.stride(), u.storage_offset()).any())
+        taken = torch.zeros(max(last, stop) // tensor.itemsize + 1, dtype=torch.bool)
+        taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+        return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def _describe_missing_values(shape: Sequence[int], e: Exception) -> str:

@@ -167,14 +167,14 @@ MODELS: dict[str, Model] = {
 }
 
 
-def get_metadata(model: str | Model) -> Model:
+def get_metadata(model_or_name: str | Model) -> Model:
     """Return the metadata of a model, which need not be built.
 
     Raises:
         ValueError: If the name is unknown.
     """
-    if isinstance(model, Model):
-        return model
-    if model not in MODELS:
-        raise ValueError(f"model {model!r}: is unknown; use one of {', '.join(MODELS)}")
-    return MODELS[model]
+    if isinstance(model_or_name, Model):
+        return model_or_name
+    if model_or_name not in MODELS:
+        raise ValueError(f"model {model_or_name!r}: is unknown; use one of {', '.join(MODELS)}")
+    return MODELS[model_or_name]

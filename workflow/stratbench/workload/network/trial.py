@@ -54,6 +54,10 @@ NO_VALUES = (
 )  # fmt: skip
 
 
+#: Names of parameters, buffers, attributes or modules of a model.
+Names = tuple[str, ...]
+
+
 class PassFailed(ModelError):
     """A model's forward or backward failed, perhaps only because the tensors are fake."""
 
@@ -105,7 +109,7 @@ class Trial:
     draws_random_numbers: bool = False
     #: For each shard group that forward calls, in this order: whether backward reaches it, by the group's
     #: index. Backward does not reach a group if this group and all groups before it are frozen.
-    group_in_backward: dict[int, bool] = field(default_factory=dict)
+    backward_reaches_group: dict[int, bool] = field(default_factory=dict)
     #: Labels of the shard groups that return a view of a tensor, which forward later changes in place.
     groups_with_written_views: tuple[str, ...] = ()
 
@@ -133,7 +137,11 @@ class Trial:
         each = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(
             **each
-            | {"group_in_backward": {int(i): v for i, v in each["group_in_backward"].items()}}
+            | {
+                "backward_reaches_group": {
+                    int(i): v for i, v in each["backward_reaches_group"].items()
+                }
+            }
         )
 
 
@@ -243,7 +251,7 @@ class _TrialRun:
             ),
             reads_values=gathering.reads_values,
             draws_random_numbers=advanced,
-            group_in_backward=gathering.in_backward,
+            backward_reaches_group=gathering.in_backward,
             groups_with_written_views=tuple(self.groups[i][0] for i in written_views),
         )
 
@@ -302,7 +310,7 @@ class _TrialRun:
         changed_names: Mapping[str, list[str]],
         evaluation_scores: Tensor,
         training_scores: Tensor,
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    ) -> tuple[Names, Names]:
         """Return the names of changed state on which evaluation depends, and on which training does.
 
         Args:
@@ -338,7 +346,7 @@ class _TrialRun:
 
     def find_data_dependence(
         self, gathering: _Gathering, overwritten_parameters: Sequence[str]
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    ) -> tuple[Names, Names]:
         """Return names that only some batches use, and parameters that each batch changes differently."""
         if self.on_fakes or not (gathering.reads_values or overwritten_parameters):
             return (), ()
@@ -358,7 +366,7 @@ class _TrialRun:
         ]
         return _find_names_in_some_sets(reached), tuple(parted)
 
-    def find_parameters_read_elsewhere(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def find_parameters_read_elsewhere(self) -> tuple[Names, Names]:
         """Return the names of parameters that forward would not find if FSDP had replaced them.
 
         The first are read outside of their modules. The second have a class or attributes on which forward
@@ -383,17 +391,19 @@ def _are_equal(scores: Tensor, other_scores: Tensor) -> bool:
     return torch.allclose(scores, other_scores, rtol=1e-5, atol=1e-8, equal_nan=True)
 
 
-def _make_batch_like(x: Tensor, classes: int, seed: int) -> Tensor:
+def _make_batch_like(batch: Tensor, classes: int, seed: int) -> Tensor:
     """Return a batch of random numbers or random tokens, shaped like another batch."""
     generator = torch.Generator().manual_seed(seed)
-    if not x.is_floating_point():
-        made = torch.randint(classes, x.shape, generator=generator)
+    if not batch.is_floating_point():
+        made = torch.randint(classes, batch.shape, generator=generator)
     else:
-        made = torch.randn(x.shape, generator=generator)
-    return torch.empty_like(x).copy_(made)
+        made = torch.randn(batch.shape, generator=generator)
+    return torch.empty_like(batch).copy_(made)
 
 
-def find_randomly_called_modules(model: nn.Module, x: Tensor, changes: Changes) -> tuple[str, ...]:
+def find_randomly_called_modules(
+    model: nn.Module, batch: Tensor, changes: Changes
+) -> tuple[str, ...]:
     """Return the names of the modules that only some of several forwards call.
 
     The forwards have different seeds, since a model that skips modules draws random numbers. PyTorch's
@@ -402,7 +412,7 @@ def find_randomly_called_modules(model: nn.Module, x: Tensor, changes: Changes) 
 
     Args:
         model: The model.
-        x: Inputs.
+        batch: Inputs.
         changes: Restores the model.
     """
     called: list[set[str]] = []
@@ -411,10 +421,10 @@ def find_randomly_called_modules(model: nn.Module, x: Tensor, changes: Changes) 
             seed_random_generators(seed)
             before = Generators.capture_states()
             with _record_called_modules(model) as now:
-                model(x)
+                model(batch)
             called.append(now)
             changes.put_back()
-            if isinstance(x, FakeTensor) and not before.differ_outside_torch(
+            if isinstance(batch, FakeTensor) and not before.differ_outside_torch(
                 Generators.capture_states()
             ):
                 break

@@ -81,6 +81,6 @@ def note_checkpointing(
     choice.add_note(text, "activation_checkpointing")
 
 
-def parse_block_interval(mode: bool | str) -> int:
+def parse_block_interval(checkpointing_mode: bool | str) -> int:
     """Return N if `activation_checkpointing` is `every-N`, or 1 if each block is checkpointed."""
-    return int(str(mode).partition("every-")[2] or 1)
+    return int(str(checkpointing_mode).partition("every-")[2] or 1)

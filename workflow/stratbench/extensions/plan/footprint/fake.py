@@ -160,7 +160,7 @@ def build_worker(
         device=torch.device("cpu"),
         dtype=request.dtype,
         build_function=partial(build_fake_model, blocks=blocks) if on_fakes else models.build_model,
-        checkpointing=request.settings.activation_checkpointing,
+        checkpointing_mode=request.settings.activation_checkpointing,
     )
     strategy = make_strategy_on_fakes(request)
     mesh = strategy.mesh(request.world_size)
