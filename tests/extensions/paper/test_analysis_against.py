@@ -46,7 +46,7 @@ def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
     assert found["fsdp-memory-v2"] == UNKNOWN  # no table has memory
     rows = judge_claims(v2, NOTHING).set_index("id")
     assert (
-        "2.12 (vgg16 on 2) to 5.84 (efficientnet_v2_l on 2), 9 figures"
+        "2.12 (vgg16 on 2) to 5.84 (efficientnet_v2_l on 2), 9 values"
         in rows.loc["fsdp-slowdown-v2", "figures"]
     )
     assert "no traffic" in rows.loc["fsdp-slowdown-v2", "explanation"]
@@ -86,7 +86,7 @@ def test_what_the_audit_calls_unusable_is_no_evidence(v2):
     found = pd.DataFrame(audit.audit_cells(v2), columns=list(AUDIT_COLUMNS))
     after = judge_claims(v2, found).set_index("id").loc["modified-slower-v2"]
     # The copied 246.54 s is gone; what was stopped at 3000 s is a bound, and enough to refute it.
-    assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 figures"
+    assert after["figures"] == "at least 7.19 (vgg16) to at least 14.52 (resnet50), 2 values"
     assert after["holds"] == FAILS
 
 

@@ -170,5 +170,5 @@ def test_disagreeing_tables_are_refused(monkeypatch):
     spoilt = tables.copy()
     spoilt.loc[(spoilt["table"] == "6") & (spoilt["strategy"] == "ps-sync"), "value"] += 1
     monkeypatch.setattr(published, "read_published_tables", lambda: pd.DataFrame(spoilt))
-    with pytest.raises(ValueError, match="tables disagree on ps-sync"):
+    with pytest.raises(ValueError, match="two tables have different values of ps-sync"):
         published.make_cells_of_version("v2")

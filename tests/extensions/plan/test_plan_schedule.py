@@ -103,7 +103,7 @@ def plan_of(tmp_path: Path, monkeypatch):
         monkeypatch.setattr(
             check, "rehearse_requests", lambda wanted, _: (nets, {r: rehearsal(r) for r in wanted})
         )
-        checked = check.check_study(config, study, resharding=True)
+        checked = check.check_study(config, study, tries_both_resharding=True)
         return schedule.make_plan(config, checked, records or {})
 
     return make
@@ -514,9 +514,9 @@ def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(
     short = dict(answer_questions(plan_of(epochs=1)))
     (question,) = (q for q in long if "verdict" in q)
     assert not any("too short" in sentence for sentence in long[question])
-    assert "few strategies compete" in long[question][1]  # there are three
+    assert "few strategies are compared" in long[question][1]  # there are three
     assert "of the full matrix of 3 repeats" in long[question][0]
-    assert "A tenth is out of reach for" in short[question][1]
+    assert "a tenth of the full matrix, because their cells are too short" in short[question][1]
     assert "start of its processes" in short[question][1]
     assert [format_hours(h) for h in (0.0123, 3.21, 123.4, 12345)] == [
         "0.012",

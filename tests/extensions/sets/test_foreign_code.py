@@ -43,7 +43,7 @@ def test_code_that_a_bundle_names_is_never_imported(
     write_bundle(folder, config, out=Path("x.stratbench.zip"))
     assert main(["plan", "x.stratbench.zip"]) == 2
     told = capsys.readouterr().err
-    assert f"names code or data of its own ({named})" in told
+    assert f"uses code or data of its author ({named})" in told
     assert told.count("\n") == 1
     assert main(["decide", "x.stratbench.zip"]) == 0
     assert main(["check", "x.stratbench.zip"]) in (0, 1)

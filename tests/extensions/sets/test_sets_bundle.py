@@ -218,7 +218,7 @@ def test_a_host_named_like_a_word_of_records_garbles_nothing():
     assert found["workers"][0]["provenance"]["host"]["name"] == "node4"
     found["workers"][0]["provenance"]["host"]["name"] = "vgg16"
     assert found == record
-    with pytest.raises(ValueError, match="a host has the name of the device cuda:0"):
+    with pytest.raises(ValueError, match="the device cuda:0 has the name of a host"):
         Replacements(["cuda"], [], []).replace_names_in_record(record)
 
 
@@ -253,7 +253,7 @@ def test_check_tells_what_is_in_a_bundle(bundled, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "cells: 8, of which 6 finished, 2 out of memory (OOM)" in out
     assert "audit: " in out
-    assert "data set cifar10; epochs 6;\n  global batch 128; precision fp32" in out
+    assert "data set cifar10; epochs 6; global batch 128; precision fp32" in out.replace("\n  ", " ")
     assert command(["check", str(tmp_path / "none.zip")]) == 2
     assert "does not exist" in capsys.readouterr().out
 
@@ -316,13 +316,13 @@ def put(name: str, content: bytes = b"{}"):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (put("../evil.json"), "leads out of its folder"),
+        (put("../evil.json"), "outside of its folder"),
         (put("/etc/passwd"), "absolute path"),
         (put("C:\\evil.json"), "absolute path"),
-        (put("cells/..\\..\\evil"), "leads out of its folder"),
-        (put("cells/a/b/c/1gpu/rep0/run.py"), "which no bundle contains"),
-        (put("<script>alert(1)</script>"), "which no bundle contains"),
-        (put("CELLS.json"), "which no bundle contains"),
+        (put("cells/..\\..\\evil"), "outside of its folder"),
+        (put("cells/a/b/c/1gpu/rep0/run.py"), "which no bundle has"),
+        (put("<script>alert(1)</script>"), "which no bundle has"),
+        (put("CELLS.json"), "which no bundle has"),
         (put("cells.json", b"{}"), "does not list cells"),
         (put("cells.json", b'[{"study": 1}]'), "seven coordinates"),
         (put("config.json", b"[" * 100_000), "too many levels"),
@@ -366,7 +366,7 @@ def test_links_duplicates_bombs_and_changes_end_in_one_sentence(bundled, tmp_pat
     twice = RECORD.replace("rep0", "rep1")  # as long: renamed in the bytes of the zip
     assert "twice" in told(zipped(files).replace(twice.encode(), RECORD.encode()))
     changed = files | {RECORD: files[RECORD] + b" "}
-    assert "does not fit its hash" in told(zipped(changed))
+    assert "has another hash" in told(zipped(changed))
     manifest = files["manifest.json"].replace(b'"named"', b'"replaced"')
     assert "was changed" in told(zipped(files | {"manifest.json": manifest}))
     assert "is not in its manifest" in told(zipped(files | {"plan.json": b"{}"}))
@@ -385,9 +385,9 @@ def test_links_duplicates_bombs_and_changes_end_in_one_sentence(bundled, tmp_pat
     hidden = hidden.replace(struct.pack("<L", 2 << 20), struct.pack("<L", 100))
     assert told(hidden)
     monkeypatch.setattr(archive, "MAX_BYTES", 1000)
-    assert "unpacks to" in told(bundled)
+    assert "unpacked bytes" in told(bundled)
     monkeypatch.setattr(archive, "MAX_MEMBERS", 3)
-    assert "more files than" in told(bundled)
+    assert "too many files" in told(bundled)
     monkeypatch.setattr(archive, "MAX_FILE_BYTES", 100)
     assert "are read" in told(bundled)
     path.unlink()

@@ -147,7 +147,7 @@ def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
     assert sum(inside) >= 7
     assert make_headline(found).startswith("Training in same takes ")
     assert (
-        "times as long as in old, depending on the strategy, and no ratio differs from 1 by more"
+        "times as long as in old, depending on the strategy. No ratio differs from 1 by more"
         in (make_headline(found))
     )
     single = [
@@ -162,7 +162,7 @@ def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
     told = make_headline(
         replace(found, strategy_means=tuple(comparison.average_by_strategy(single)))
     )
-    assert "depending on the strategy, by single repeats, so that the noise is unknown." in told
+    assert "depending on the strategy. The noise is unknown, because a set has single" in told
     for mean in found.strategy_means:
         assert mean.time_ratio.value == pytest.approx(1, abs=0.02)
         assert mean.model_count == 2
@@ -253,7 +253,7 @@ def test_what_the_audit_doubts_is_said_beside_the_ratio(sets, tmp_path):
         in make_headline(found)
     )
     assert (
-        "the audit doubts its times: busy-machine"
+        "the audit doubts these times: busy-machine"
         in regression.watch_regressions([found], 0.5)[0].outcome_sentence
     )
 
@@ -304,8 +304,7 @@ def test_the_paper_says_how_little_its_versions_can_be_compared():
         "epochs 100 against not stated"
     }
     assert make_headline(found).startswith(
-        "v2 contains times of v1: 12 of 12 times are equal to the last digit, so that they were not "
-        "measured twice. "
+        "12 of 12 times in v2 equal those in v1 to the last digit, so that they were not measured twice. "
     )
     assert "Only one of the two sets states these values: precision" in make_headline(found)
     assert "22 cells finished only in v2." in make_headline(found)
@@ -480,8 +479,8 @@ def test_one_repeat_cannot_tell(tmp_path):
     told = list(regression.describe_watch(watched, 0.05))
     assert (
         told[0]
-        == "Regression watch (5.0% allowed): the repeats do not show whether anything is slower; "
-        "unknown for 2 strategies by too few repeats."
+        == "Regressions (5.0% slower is allowed): the repeats do not show whether anything is slower; "
+        "unknown for 2 strategies, because of too few repeats."
     )
 
 

@@ -322,7 +322,7 @@ def test_rounds_are_followed_by_a_sieve_until_it_leaves_the_study_as_it_is(tmp_p
         ({"model": "vgg16"}, "tune.model = 'vgg16': is not a model of first"),
         ({"include": ["fdsp"]}, "tune.include = 'fdsp': is not a strategy. Did you mean 'fsdp'?"),
         ({"baseline": "dpp"}, "tune.baseline = 'dpp': is not a strategy. Did you mean 'ddp'?"),
-        ({"exclude": ["ddp", "fsdp"]}, "`include` and `exclude` leave no strategy"),
+        ({"exclude": ["ddp", "fsdp"]}, "no strategy is left after `include` and `exclude`"),
     ],
 )
 def test_a_mistake_in_its_block_is_one_sentence(tmp_path, monkeypatch, capsys, tune, message):

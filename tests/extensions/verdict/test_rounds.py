@@ -139,7 +139,7 @@ def test_a_job_of_the_round_reads_what_was_kept(tmp_path):
 
 
 def test_a_command_that_fails_is_told(tmp_path):
-    with pytest.raises(ConfigError, match=r"the verdict's next round failed:\nno study"):
+    with pytest.raises(ConfigError, match=r"the next round of the verdict failed:\nno study"):
         determine_next_round(tmp_path, "no study").list_files()
 
 

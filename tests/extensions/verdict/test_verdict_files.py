@@ -69,7 +69,7 @@ def test_blocks_of_other_settings_and_broken_ones_do_not_count_and_are_named(tmp
     assert [b["block"] for b in files.next_round()["comparisons"]] == [1, 1]
     notes = " ".join(verdict(files)["notes"])
     assert "ddp had other settings than those of the config" in notes
-    assert "not a valid result of a block" in notes
+    assert "has invalid values" in notes
 
 
 @pytest.mark.parametrize("lost", ["pass", "mean_step_s", "status"])
@@ -80,7 +80,7 @@ def test_a_block_that_lacks_what_is_read_of_it_is_named_with_a_remedy(tmp_path, 
     del content["segments"][1][lost]
     path.write_text(json.dumps(content))
     (note,) = verdict(files)["notes"]
-    assert f"not used: {path} is not a valid result of a block: segments[1]" in note
+    assert f"not used: {path} has invalid values: segments[1]" in note
     assert "delete it, and the block is measured again" in note
     assert read_blocks(files.root) == []
 

@@ -55,7 +55,7 @@ def test_a_leader_whose_full_run_is_slower_than_its_steps_is_no_longer_the_faste
     assert comparison["claim"] == "at most"
     assert comparison["at_most"] > 0.05  # as it truly is
     assert comparison["confidence"] != "high"
-    assert any("by the blocks alone" in doubt for doubt in comparison["doubts"])
+    assert any("according to the blocks" in doubt for doubt in comparison["doubts"])
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""Manages a cell's attempts with checkpoints: the step to resume from, and the time lost.
+"""Manages the attempts of a cell with checkpoints: the step from which one resumes, and the lost time.
 
-Each worker writes its own checkpoints to a folder next to the run folder. The next launcher empties the run
-folder; before that, the dates of its files show when a killed attempt ended. This module does not import
-torch.
+An attempt is one start of a cell. Each worker writes its checkpoints to a folder next to the cell's run
+folder. The next attempt empties the run folder. Before that, the dates of its files show when the killed
+attempt ended. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def get_checkpoint_folder(run: RunFolder, rank: int) -> Path:
 
 
 def find_common_step(run: RunFolder, workers: int) -> int | None:
-    """Return the step of the newest checkpoint that all workers have, or None."""
+    """Return the step of the newest checkpoint that all workers have, or None if there is none."""
     each = [list_checkpoint_steps(get_checkpoint_folder(run, rank)) for rank in range(workers)]
     return max(set.intersection(*each), default=None)
 
@@ -50,39 +50,39 @@ def delete_older_checkpoints(run: RunFolder, rank: int, workers: int) -> None:
         workers: Number of workers.
     """
     if (step := find_common_step(run, workers)) is not None:
-        delete_checkpoints(get_checkpoint_folder(run, rank), below=step)
+        delete_checkpoints(get_checkpoint_folder(run, rank), before_step=step)
 
 
 def find_last_write_time_s(run: RunFolder) -> float | None:
-    """Return when an attempt last wrote to its run folder, in seconds since 1970.
+    """Return the time of the last write to a run folder, in seconds since 1970.
 
-    The result is None if the folder is empty. The last write is about the end of the attempt, because the
-    sampler of each node writes every second.
+    This is about the end of the attempt, because a process on each node writes every second. The result is
+    None if the folder is empty.
     """
     dates = [path.stat().st_mtime for path in run.path.glob("*") if path.is_file()]
     return max(dates, default=None)
 
 
-def begin_attempt(job: Job, ended_unix_s: float | None) -> Job:
-    """Return the job of the cell's next attempt.
+def begin_attempt(job: Job, previous_end_unix_s: float | None) -> Job:
+    """Return the job of a cell's next attempt, with the times of earlier attempts.
 
-    The job's times count from the first attempt's start. Time without a running attempt does not count.
-    Attempts with other settings, data or devices are discarded.
+    The times of the job include earlier attempts, but not the time between attempts. Checkpoints of attempts
+    with other settings, data or devices are deleted.
 
     Args:
         job: Job of the cell.
-        ended_unix_s: End of the attempt before in seconds since 1970, or None without one.
+        previous_end_unix_s: End of the previous attempt in seconds since 1970, or None without one.
     """
     folder = job.folder.saved_state_dir
     path, identity = folder / "attempts.json", make_job_identity(job)
-    earlier = _read_attempts(path, identity) if ended_unix_s is not None else []
+    earlier = _read_attempts(path, identity) if previous_end_unix_s is not None else []
     now_unix_s = time.time()
     if not earlier:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        _close_attempt(earlier[-1], job, ended_unix_s, now_unix_s)
+        _close_attempt(earlier[-1], job, previous_end_unix_s, now_unix_s)
         print(
-            f"attempt {len(earlier) + 1}: it resumes after step {earlier[-1]['next_step']} "
+            f"attempt {len(earlier) + 1} resumes after step {earlier[-1]['next_step']} "
             f"({earlier[-1]['repeated_s']:.0f} s of work are repeated)",
             flush=True,
         )
@@ -99,7 +99,7 @@ def begin_attempt(job: Job, ended_unix_s: float | None) -> Job:
 
 
 def make_job_identity(job: Job) -> dict[str, Any]:
-    """Return the values that must be equal for an attempt to resume an earlier attempt."""
+    """Return the values that must be equal in an attempt and in the attempt that it resumes."""
     identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 
@@ -115,9 +115,15 @@ def _read_attempts(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]
 def _close_attempt(
     attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: float
 ) -> None:
-    """Add the duration, the lost time and the next step to an ended attempt.
+    """Add the duration and the lost time to the entry of an ended attempt, in place.
 
-    The next step is the one at which the next attempt resumes.
+    The entry also gets `next_step`, the step after which the next attempt resumes.
+
+    Args:
+        attempt: Entry of the attempt in attempts.json.
+        job: Job of the cell.
+        ended_unix_s: End of the attempt in seconds since 1970.
+        now_unix_s: Present time in seconds since 1970.
     """
     step = find_common_step(job.folder, job.world_size)
     # Later checkpoints are deleted, so that workers never combine checkpoints of different attempts.
@@ -138,7 +144,12 @@ def _close_attempt(
 
 
 def make_restarts_entry(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the record's section `restarts`. `workers` has the results of each worker."""
+    """Return the section `restarts` of the cell's record.
+
+    Args:
+        job: Job of the cell's last attempt.
+        workers: Results of each worker.
+    """
     checkpoints = [worker["checkpoints"] for worker in workers if worker.get("checkpoints")]
     trained = (
         p.start_s for p in read_phases(job.folder.list_phase_log_paths()) if p.phase == "train"

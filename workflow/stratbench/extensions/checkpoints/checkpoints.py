@@ -1,6 +1,7 @@
-"""Writes and reads checkpoints: files with a line of JSON and raw tensors, without pickle.
+"""Writes and reads checkpoints: files of a line of JSON and raw tensors, without pickle.
 
-A file `checkpoint-<step>.bin` appears when it is complete. Earlier checkpoints are deleted after that.
+The line of JSON has the metadata: the types and shapes of the tensors, checksums and other values. A file
+`checkpoint-<step>.bin` appears when it is complete. Earlier checkpoints are deleted after that.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from stratbench.cell.files import replace_file_atomically
 
-if TYPE_CHECKING:  # the launcher, which also looks for checkpoints, does not import PyTorch
+# The launcher of a cell uses this module too, and does not import PyTorch.
+if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: Largest length of the line of JSON in bytes.
+#: Largest length of a checkpoint's first line, which is JSON, in bytes.
 _HEAD_BYTES = 16 << 20
 _NAME = re.compile(r"checkpoint-(\d+)\.bin")
-#: Name of a temporary file, which a killed writer may leave.
+#: Name of an unfinished checkpoint, which remains if its writer is killed.
 _PART = re.compile(r"\.[0-9a-f]+\." + _NAME.pattern)
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint is damaged, or of another model."""
+    """A checkpoint is damaged, or its tensors are those of another model."""
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
@@ -51,15 +53,15 @@ def get_checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def write_checkpoint(
-    folder: Path, step: int, tensors: Sequence[Tensor], facts: dict[str, Any] | None = None
+    folder: Path, step: int, tensors: Sequence[Tensor], metadata: dict[str, Any] | None = None
 ) -> None:
     """Write a checkpoint with tensors that are in host memory.
 
     Args:
         folder: Folder of the checkpoints.
-        step: Number of steps of the state.
+        step: Number of steps after which the tensors were saved.
         tensors: Tensors to write.
-        facts: Further values to write, as JSON can store them.
+        metadata: Other values to write, which JSON can store.
     """
     checksum = 0
     for tensor in tensors:
@@ -68,8 +70,8 @@ def write_checkpoint(
         "step": step,
         "crc32": checksum,
         "tensors": [[str(t.dtype), list(t.shape)] for t in tensors],
-        "facts": facts or {},
-        "facts_crc32": _compute_crc(facts or {}),
+        "facts": metadata or {},
+        "facts_crc32": _compute_crc(metadata or {}),
     }
     with (
         replace_file_atomically(get_checkpoint_path(folder, step)) as temporary,
@@ -83,19 +85,20 @@ def write_checkpoint(
         os.fsync(file.fileno())
 
 
-def delete_checkpoints(folder: Path, below: float = math.inf) -> None:
-    """Delete the checkpoints after fewer than `below` steps.
+def delete_checkpoints(folder: Path, before_step: float = math.inf) -> None:
+    """Delete the checkpoints of a folder that were written before a step.
 
-    Without `below`, delete all checkpoints and temporary files.
+    By default, delete all checkpoints and unfinished files.
     """
     for path in folder.glob("*.bin"):
         match = _NAME.fullmatch(path.name)
-        if int(match[1]) < below if match else below == math.inf and _PART.fullmatch(path.name):
+        is_unfinished = match is None and _PART.fullmatch(path.name)
+        if int(match[1]) < before_step if match else before_step == math.inf and is_unfinished:
             path.unlink(missing_ok=True)
 
 
 def delete_later_checkpoints(folder: Path, step: int) -> None:
-    """Delete the checkpoints after more than `step` steps, and temporary files of killed writers."""
+    """Delete the checkpoints of a folder after a step, and unfinished files of killed writers."""
     for path in folder.glob("*.bin"):
         match = _NAME.fullmatch(path.name)
         if int(match[1]) > step if match else _PART.fullmatch(path.name):
@@ -103,7 +106,11 @@ def delete_later_checkpoints(folder: Path, step: int) -> None:
 
 
 def read_checkpoint_facts(folder: Path, step: int) -> dict[str, Any]:
-    """Read a checkpoint's values other than tensors. Raises DamagedCheckpoint if they are damaged."""
+    """Return a checkpoint's metadata: its values other than tensors.
+
+    Raises:
+        DamagedCheckpoint: The metadata are damaged.
+    """
     path = get_checkpoint_path(folder, step)
     with path.open("rb") as file:
         return _read_checkpoint_header(file, path)["facts"]
@@ -117,23 +124,25 @@ def _read_checkpoint_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path}: its first line cannot be read: {error}") from None
     if not whole:
-        raise DamagedCheckpoint(f"{path}: its facts were changed after they were written")
+        raise DamagedCheckpoint(f"{path}: its metadata were changed after they were written")
     return head
 
 
-def _compute_crc(facts: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(facts).encode())
+def _compute_crc(metadata: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(metadata).encode())
 
 
 def read_checkpoint_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
     """Copy the tensors of a checkpoint into existing tensors.
 
-    Raises DamagedCheckpoint before any tensor is changed, if the checkpoint is damaged or does not fit.
-
     Args:
         folder: Folder of the checkpoints.
-        step: Number of steps of the state.
+        step: Number of steps after which the checkpoint was written.
         tensors: Tensors to overwrite.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is damaged, or its tensors have other shapes or types. No tensor was
+            changed.
     """
     import torch
 
@@ -141,13 +150,13 @@ def read_checkpoint_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> 
     with path.open("rb") as file:
         head = _read_checkpoint_header(file, path)
         if head["tensors"] != [[str(t.dtype), list(t.shape)] for t in tensors]:
-            raise DamagedCheckpoint(f"{path} holds other tensors than this model's state has")
+            raise DamagedCheckpoint(f"{path} has tensors of other shapes or types than this model")
         copies, checksum = [], 0
         for tensor in tensors:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
             if file.readinto(_view_bytes(copy)) != copy.nbytes:
                 raise DamagedCheckpoint(
-                    f"{path} is cut off: it is shorter than its first line says"
+                    f"{path} is incomplete: it is shorter than its first line says"
                 )
             checksum = zlib.crc32(_view_bytes(copy), checksum)
             copies.append(copy)
@@ -160,10 +169,14 @@ def read_checkpoint_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> 
 
 @contextmanager
 def delete_if_damaged(folder: Path, step: int) -> Iterator[None]:
-    """Context that deletes the checkpoint after `step` if reading it raises DamagedCheckpoint.
+    """Context that deletes a checkpoint if the code within it raises DamagedCheckpoint.
 
-    The exception is raised again, so that the caller can use an earlier checkpoint. It is also raised if the
-    file does not exist.
+    Args:
+        folder: Folder of the checkpoints.
+        step: Number of steps after which the checkpoint was written.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint is damaged or does not exist.
     """
     path = get_checkpoint_path(folder, step)
     try:
@@ -176,7 +189,7 @@ def delete_if_damaged(folder: Path, step: int) -> Iterator[None]:
 
 
 class Writer:
-    """Writes checkpoints on another thread, from copies of the state that a GPU makes asynchronously."""
+    """Writes checkpoints on another thread, from copies of the tensors in host memory."""
 
     def __init__(
         self,
@@ -184,23 +197,24 @@ class Writer:
         clean_up: Callable[[Path, int], None] = delete_checkpoints,
         counts: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Prepare to write checkpoints.
+        """Set the folder, and what happens before and after each checkpoint.
 
         Args:
             folder: Folder of the checkpoints.
             clean_up: Deletes older checkpoints, given the folder and the step of the newest one.
-            counts: Returns whether the GPU's results so far are valid; else no checkpoint is written.
+            counts: Returns whether the GPU's results so far are valid. If not, no checkpoint is written.
         """
         self._folder, self._clean_up, self._counts = folder, clean_up, counts
         self._copies: list[Tensor] = []
         self._start_thread: threading.Thread | None = None
         self._error: Exception | None = None
-        #: For each checkpoint: seconds for which the training was blocked, and seconds of writing.
+        #: For each checkpoint: seconds for which the training waited.
         self.held_up_s: list[float] = []
+        #: For each checkpoint: seconds of writing.
         self.written_s: list[float] = []
 
     def wait_for_write(self) -> None:
-        """Wait for the current write, and raise its error if it failed, such as OSError."""
+        """Wait until the current checkpoint is on disk. If its write failed, raise the error."""
         if self._start_thread is not None:
             self._start_thread.join()
         if self._error is not None:
@@ -211,20 +225,22 @@ class Writer:
         step: int,
         tensors: Sequence[Tensor],
         wait: bool = False,
-        more: Sequence[Tensor] = (),
-        facts: dict[str, Any] | None = None,
+        constant_tensors: Sequence[Tensor] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> bool:
-        """Start to write a checkpoint, and return whether the write has started.
+        """Copy tensors to host memory, and start to write them as a checkpoint.
 
-        The result is False if the previous checkpoint is still being written. Raises the error of an earlier
-        checkpoint that could not be written.
+        If the write of an earlier checkpoint failed, raise its error.
 
         Args:
-            step: Number of steps of the state.
+            step: Number of steps after which the checkpoint is written.
             tensors: Tensors to copy and write.
             wait: Whether to wait until the checkpoint is on disk.
-            more: Further tensors, in host memory, that do not change.
-            facts: Further values to write, as JSON can store them.
+            constant_tensors: Tensors in host memory that do not change, and are written without a copy.
+            metadata: Other values to write, which JSON can store.
+
+        Returns:
+            False if the previous checkpoint is still being written, so that none was started; else True.
         """
         import torch
 
@@ -244,7 +260,7 @@ class Writer:
         if event is not None:
             event.record()
         self._start_thread = threading.Thread(
-            target=self._write, args=(step, event, more, facts), daemon=True
+            target=self._write, args=(step, event, constant_tensors, metadata), daemon=True
         )
         self._start_thread.start()
         self.held_up_s.append(time.perf_counter() - began)
@@ -256,8 +272,8 @@ class Writer:
         self,
         step: int,
         event: torch.cuda.Event | None,
-        more: Sequence[Tensor],
-        facts: dict[str, Any] | None,
+        constant_tensors: Sequence[Tensor],
+        metadata: dict[str, Any] | None,
     ) -> None:
         began = time.perf_counter()
         try:
@@ -265,10 +281,9 @@ class Writer:
                 event.synchronize()
                 if not self._counts():
                     return
-            write_checkpoint(self._folder, step, [*self._copies, *more], facts)
+            write_checkpoint(self._folder, step, [*self._copies, *constant_tensors], metadata)
             self._clean_up(self._folder, step)
-        except (
-            Exception
-        ) as error:  # errors of a thread would be lost; `wait_for_write` raises this one
+        except Exception as error:
+            # An error on this thread would be lost, so another method raises it on the main thread.
             self._error = error
         self.written_s.append(time.perf_counter() - began)

@@ -1,9 +1,9 @@
-"""Columns that cells with checkpoints add to cells.csv."""
+"""Columns of cells.csv that only cells with checkpoints have."""
 
 from __future__ import annotations
 
 # fmt: off
-#: Columns as arguments of `analysis.records.columns.Column`: name, kind, unit and path in the record.
+#: Arguments of `analysis.records.columns.Column` for each column: name, kind, unit and path in the record.
 COLUMNS = (
     ("restarts", "number", "", "restarts.count"),
     ("repeated_s", "number", "s", "restarts.repeated_s"),

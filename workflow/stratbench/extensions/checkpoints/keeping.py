@@ -1,8 +1,9 @@
 """Saves the training state of a synchronous worker in checkpoints, and resumes from them.
 
-The state is everything on which later steps and the record depend. It has weights, buffers, states of
-optimizer and strategy, loss scale, counts and random generators. It also has losses, results of epochs, and
-measured times. The order of samples is not saved, because it follows from the seed and the step.
+The state is everything on which later steps and the record depend. It has the weights, the buffers, the
+states of optimizer, strategy and random generators, and the loss scale. It also has the losses, the results
+of epochs and the measured times. The order of samples is not saved, because it follows from the seed and the
+step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from stratbench.workload.generators import Generators
 
 
 class CheckpointWriter(Beside):
-    """Saves a worker's state at regular steps, which are the same on all workers.
+    """Saves a worker's training state after every `checkpoint_every` steps, the same ones on all workers.
 
     The state is copied while the training clock is stopped, and written during the training.
     """
@@ -35,16 +36,17 @@ class CheckpointWriter(Beside):
         return "checkpoints" in job.settings.more and not job.is_in_block
 
     def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
-        """Restore the training state from the checkpoint that this attempt resumes, if there is one.
+        """Restore the training state from the checkpoint from which this attempt resumes, if there is one.
 
-        Raises `checkpoints.DamagedCheckpoint` if the checkpoint is damaged, and deletes it, so that the next
-        attempt resumes from an earlier one.
+        Raises:
+            DamagedCheckpoint: The checkpoint is damaged. It was deleted, so that the next attempt resumes
+                from an earlier checkpoint.
         """
         self._clock, self._epochs = clock, epochs
         self._every = self.worker.settings.get_extension_keys(Checkpoints).checkpoint_every
         self._folder = attempts.get_checkpoint_folder(self.worker.folder, self.worker.rank)
         self._writer = checkpoints.Writer(self._folder, self._delete_older)
-        #: Number of checkpoints and seconds of earlier attempts, up to the step from which this one resumes.
+        #: Number and seconds of the checkpoints that earlier attempts wrote.
         self._before = {"count": 0, "held_up_s": 0.0, "written_s": 0.0}
         step = self.job.earlier_attempts[-1]["next_step"] if self.job.earlier_attempts else 0
         self._next_due = step + self._every
@@ -59,16 +61,17 @@ class CheckpointWriter(Beside):
     def _load_state(self, step: int) -> Start:
         random = Generators.capture_states(self.worker.device).tensors()
         with checkpoints.delete_if_damaged(self._folder, step):
-            facts = checkpoints.read_checkpoint_facts(self._folder, step)
-            losses = torch.zeros(facts["losses"], dtype=getattr(torch, facts["loss_dtype"]))
+            metadata = checkpoints.read_checkpoint_facts(self._folder, step)
+            loss_dtype = getattr(torch, metadata["loss_dtype"])
+            losses = torch.zeros(metadata["losses"], dtype=loss_dtype)
             step_ms = torch.zeros(step, dtype=torch.float64)
             tensors = [*self.strategy.state_tensors(), *random, step_ms, losses]
             checkpoints.read_checkpoint_into(self._folder, step, tensors)
-        self.strategy.load_counts(facts["counts"])
-        self._clock.load_history(facts["clock"] | {"step_ms": step_ms.tolist()})
+        self.strategy.load_counts(metadata["counts"])
+        self._clock.load_history(metadata["clock"] | {"step_ms": step_ms.tolist()})
         Generators.from_tensors(random).put_back(self.worker.device)
-        self._before = facts["kept"]
-        return Start(step, tuple(losses.to(self.worker.device)), tuple(facts["epochs"]))
+        self._before = metadata["kept"]
+        return Start(step, tuple(losses.to(self.worker.device)), tuple(metadata["epochs"]))
 
     def act_after_step(self, step: int, losses: list[Tensor]) -> None:
         with self.phases("checkpoint"):
@@ -76,21 +79,26 @@ class CheckpointWriter(Beside):
             stacked = torch.stack(losses).cpu() if losses else torch.zeros(0)
             clock, own = self._clock.export_history(), self.count_checkpoints()
             step_ms = torch.tensor(clock.pop("step_ms"), dtype=torch.float64)
-            facts = {
+            metadata = {
                 "counts": self.strategy.export_counts(),
                 "clock": clock,
-                # A copy of the list is written, because the training appends to the list meanwhile.
+                # The training appends to this list during the write, so a copy is written.
                 "epochs": list(self._epochs),
                 "losses": len(stacked),
                 "loss_dtype": str(stacked.dtype).removeprefix("torch."),
                 "kept": own | {"count": own["count"] + 1},
             }
-            more = [*Generators.capture_states(self.worker.device).tensors(), step_ms, stacked]
-            self._writer.start_write(step, self.strategy.state_tensors(), more=more, facts=facts)
+            constant = [*Generators.capture_states(self.worker.device).tensors(), step_ms, stacked]
+            self._writer.start_write(
+                step,
+                self.strategy.state_tensors(),
+                constant_tensors=constant,
+                metadata=metadata,
+            )
         self._next_due = step + self._every
 
     def count_checkpoints(self) -> dict[str, Any]:
-        """Return the number of checkpoints, and the seconds of blocked training and of writing."""
+        """Return the number of checkpoints, the seconds for which training waited, and those of writing."""
         writer, before = self._writer, self._before
         return {
             "count": before["count"] + len(writer.held_up_s),
@@ -99,7 +107,7 @@ class CheckpointWriter(Beside):
         }
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Wait for the last checkpoint, and return the number, times and bytes of the checkpoints."""
+        """Wait until the last checkpoint is on disk, and return the number, times and bytes of all."""
         self._writer.wait_for_write()
         one = sum(t.nbytes for t in self.strategy.state_tensors())
         return {"checkpoints": self.count_checkpoints() | {"bytes": one}}

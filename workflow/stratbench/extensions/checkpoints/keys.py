@@ -17,16 +17,17 @@ class Checkpoints(Keys):
 
     # fmt: off
     checkpoint_every: int | None = setting(None, minimum=1,
-        help="Number of steps after which each worker saves its state to disk. A cell whose node or job is "
-        "lost then resumes from there when it is started again (docs/checkpoints.md). Copying the state does "
-        "not count as training time, but writing it may slow the training. null: such a cell starts anew.")
+        help="Number of steps after which each worker saves its training state to disk. If a cell is lost "
+        "and started again, it resumes from the last saved state (docs/checkpoints.md). The copy of the "
+        "state does not count as training time, but its write may slow the training. null: no state is "
+        "saved, and a lost cell starts from its first step.")
     # fmt: on
 
     @classmethod
     def iter_contradictions(
         cls, block: Mapping[str, Any], study: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield messages on strategies of an experiment that do not support checkpoints."""
+        """Yield a message on each strategy of an experiment that does not support checkpoints."""
         from stratbench.strategies import get_strategy_class
         from stratbench.study.config.consistency import iter_strategy_options
 

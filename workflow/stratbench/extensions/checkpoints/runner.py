@@ -17,7 +17,7 @@ from stratbench.train.running.runner import Runner
 
 
 class RestartRunner(Runner):
-    """Runner of cells with checkpoints. Its results include the measurements of earlier attempts."""
+    """Runner of cells with checkpoints. The record of a cell includes the times of earlier attempts."""
 
     section = "restarts"
     _ended_unix_s: float | None = None
@@ -31,10 +31,11 @@ class RestartRunner(Runner):
         super().prepare(folder, cell, s, data_dir)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
-        if job.is_in_block:  # segments of blocks are too short for checkpoints
+        # Segments (the short trainings of a verdict's block) write no checkpoints.
+        if job.is_in_block:
             return super().run(job, args)
         job = attempts.begin_attempt(job, self._ended_unix_s)
-        # A paused cell is not trained again from its begin; the record states the pauses.
+        # Unlike `super().run`, this does not train the cell again if its processes were paused.
         return job, *self.launch_processes(job, args.cpus_per_node)
 
     def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:

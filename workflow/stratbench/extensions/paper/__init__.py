@@ -1,4 +1,4 @@
-"""The extension `paper`: compares a study with the tables and claims of the paper."""
+"""The extension `paper`: compares a study with the tables and claims of a published paper."""
 
 from __future__ import annotations
 

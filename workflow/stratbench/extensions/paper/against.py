@@ -1,7 +1,7 @@
-"""Compares a study with the paper: every published cell with ours, and every claim with our results.
+"""Compares a study with the paper: each published value with ours, and each claim with our results.
 
-Hardware differs, so no absolute times are compared, but ratios between strategies and between GPU counts.
-Writes against_cells.csv and against_claims.csv.
+The hardware differs, so ratios of times are compared instead of times: ratios between strategies, and between
+numbers of GPUs. The result is against_cells.csv and against_claims.csv.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from stratbench.extensions.paper import published
 from stratbench.extensions.paper.claims import judge_claims
 from stratbench.extensions.paper.numbered import write_numbered_tables
 
-#: The column of cells.csv for each published measure, with the factor to the published unit.
+#: For each published measure: its column in cells.csv, and the factor from this column's unit to the paper's.
 PUBLISHED_MEASURES = {
     "training_time_s": ("train_time_s", 1.0),
     "accuracy_percent": ("score_final", 100.0),
 }
-#: Columns that are equal in a published cell and in our cell that it is compared with.
+#: Columns by which a published value and our value of the same cell and measure are matched.
 PLACE = ["measure", "dataset", "model", "strategy", "gpus"]
-#: The strategy with which a strategy is compared, by ratio.
+#: Reference strategy of each strategy: their times are compared as a ratio.
 REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
 PUBLISHED_COLUMNS = (
     *("version", "table", "row", "strategy", "model", "dataset", "gpus", "measure"),
@@ -41,17 +41,23 @@ PUBLISHED_COLUMNS = (
 
 
 def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return every published cell with our median and ratios of ratios.
+    """Return a row per published value, with our median and the comparison of both.
 
-    Our median is NaN if there is none. A ratio of ratios is our ratio divided by the published one, so 1 if
-    both agree. Accuracies are compared by differences in points instead of ratios (`kind` is `difference`).
+    Our median is NaN if we have not measured the cell. A value is divided by that of a reference strategy,
+    and by that of the fewest GPUs, once for the paper and once for our records. The comparison is our ratio
+    divided by the published ratio, which is 1 if both agree. Accuracies are compared by differences in points
+    instead (`kind` is `difference`).
+
+    Args:
+        cells: Rows of cells.csv.
+        findings: Rows of audit.csv.
     """
     ours = compute_our_medians(cells, findings)
     tables = published.read_published_tables().rename(columns={"value": "published"})
     theirs = tables[["version", "table", *PLACE, "published"]]
     tables = tables.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
-    is_points = tables["measure"] == "accuracy_percent"
-    tables["kind"] = np.where(is_points, "difference", "ratio")
+    is_accuracy = tables["measure"] == "accuracy_percent"
+    tables["kind"] = np.where(is_accuracy, "difference", "ratio")
     line = ["version", "table", *PLACE[:-1]]
     fewest = theirs.dropna(subset=["published"]).groupby(line)["gpus"].min().rename("fewest")
     fewest = tables.join(fewest, on=line)["fewest"]
@@ -63,18 +69,22 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
         against = against.merge(theirs, how="left").merge(ours, how="left", on=PLACE)
         tables[f"against_{name}"] = baseline
         theirs_to, ours_to = (
-            compute_ratio_or_difference(is_points, tables[whose], against[whose])
+            compute_ratio_or_difference(is_accuracy, tables[whose], against[whose])
             for whose in ("published", "ours")
         )
         tables[f"published_to_{name}"], tables[f"our_to_{name}"] = theirs_to, ours_to
-        tables[f"ratio_to_{name}"] = compute_ratio_or_difference(is_points, ours_to, theirs_to)
+        tables[f"ratio_to_{name}"] = compute_ratio_or_difference(is_accuracy, ours_to, theirs_to)
     return tables[list(PUBLISHED_COLUMNS)]
 
 
 def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return the medians of measured cells that the paper also has, in the paper's units.
+    """Return the median of each measured cell that the paper also has, in the paper's units.
 
-    The columns are PLACE, `ours` and `experiment`.
+    The columns are those in PLACE, `ours` and `experiment`.
+
+    Args:
+        cells: Rows of cells.csv.
+        findings: Rows of audit.csv.
     """
     groups = Repeats(cells[published.mask_counterparts(cells)], findings.to_dict("records"))
     rows = []
@@ -88,33 +98,50 @@ def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataF
 
 
 def compute_ratio_or_difference(
-    is_points: pd.Series, one: pd.Series, other: pd.Series
+    is_accuracy: pd.Series, values: pd.Series, references: pd.Series
 ) -> pd.Series:
-    """Return the ratio one / other, or the difference one - other for accuracies.
+    """Return values divided by their references, or minus their references for accuracies.
 
     Args:
-        is_points: Whether each value is an accuracy in points.
-        one: Values.
-        other: Values to compare with.
+        is_accuracy: Whether each value is an accuracy.
+        values: Values to compare.
+        references: Values to compare with.
     """
-    return (one - other).where(is_points, one / other)
+    return (values - references).where(is_accuracy, values / references)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line with the arguments `argv`, and return the exit code."""
+    """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.extensions.paper.against", description=__doc__
     )
-    parser.add_argument("--cells", type=Path, required=True, help="cells.csv")
-    parser.add_argument("--audit", type=Path, required=True, help="audit.csv")
     parser.add_argument(
-        "--cells-out", type=Path, required=True, help="published cells to write (CSV)"
+        "--cells", type=Path, required=True, help="path of the study's cells.csv, to read"
     )
     parser.add_argument(
-        "--claims-out", type=Path, required=True, help="CSV file for the checked claims"
+        "--audit", type=Path, required=True, help="path of the study's audit.csv, to read"
     )
-    parser.add_argument("--summary", type=Path, required=True, help="summary.csv")
-    parser.add_argument("--tables-out", type=Path, required=True, help="folder for tables 3 to 8")
+    parser.add_argument(
+        "--cells-out",
+        type=Path,
+        required=True,
+        help="CSV file to write, with each published value next to ours",
+    )
+    parser.add_argument(
+        "--claims-out",
+        type=Path,
+        required=True,
+        help="CSV file to write, with each claim of the paper and whether it holds",
+    )
+    parser.add_argument(
+        "--summary", type=Path, required=True, help="path of the study's summary.csv, to read"
+    )
+    parser.add_argument(
+        "--tables-out",
+        type=Path,
+        required=True,
+        help="folder to write the paper's tables 3 to 8 to, filled with our values",
+    )
     args = parser.parse_args(argv)
     cells, findings = read_cells(args.cells), read_audit(args.audit)
     beside_ours, judged = compare_published_cells(cells, findings), judge_claims(cells, findings)

@@ -1,8 +1,8 @@
-"""Judges the claims of the paper's text by our records and by the paper's own tables."""
+"""Judges whether the claims in the paper's text hold in our records, and in the paper's own tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import pandas as pd
 from stratbench.analysis.records.groups import GROUP, Repeats
 from stratbench.extensions.audit.audit import audit_cells
 from stratbench.extensions.paper import published
-from stratbench.extensions.paper.metrics import METRICS, ClaimFigure
+from stratbench.extensions.paper.metrics import METRICS, ClaimFigure, ClaimMetric
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
 
 CLAIM_COLUMNS = (
@@ -22,133 +22,146 @@ CLAIM_COLUMNS = (
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these records"
 
 
-def add_intervals(figures: Sequence[ClaimFigure]) -> list[ClaimFigure]:
-    """Return the figures of a claim, and add confidence intervals to those that are ratios.
+def add_intervals(values: Sequence[ClaimFigure]) -> list[ClaimFigure]:
+    """Return the values of a claim, with confidence intervals for those that are ratios.
 
-    A claim fails if one of its figures fails. So its intervals hold for all figures together, and the
-    variances of the figures are pooled.
+    A claim fails if one of its values fails. So all intervals hold together with 95 % confidence. The
+    variances of the ratios are pooled.
     """
-    paired = [figure for figure in figures if figure.paired_values is not None]
+    paired = [value for value in values if value.paired_values is not None]
     ratios = iter(
         compute_paired_ratios(
-            [f.paired_values for f in paired], [f.has_servers for f in paired], len(paired)
+            [value.paired_values for value in paired],
+            [value.has_servers for value in paired],
+            len(paired),
         )
     )
     return [
-        figure if figure.paired_values is None else figure.with_interval(next(ratios))
-        for figure in figures
+        value if value.paired_values is None else value.with_interval(next(ratios))
+        for value in values
     ]
 
 
-def judge_figures(figures: Sequence[ClaimFigure], low: float, high: float) -> str:
-    """Return HOLDS, FAILS or UNKNOWN for a claim's intervals and limits.
+def judge_figures(values: Sequence[ClaimFigure], lowest: float, highest: float) -> str:
+    """Return whether a claim holds: HOLDS, FAILS or UNKNOWN.
 
-    A claim holds if all intervals are in [low, high], and fails if one has no value in it.
+    A claim holds if the intervals of all its values are within its limits. It fails if an interval is
+    completely outside. Otherwise the result is UNKNOWN.
 
     Args:
-        figures: Figures of a claim, with their intervals.
-        low: Lowest value that the claim allows; NaN for any.
-        high: Highest value that the claim allows; NaN for any.
+        values: Values of the claim's metric, with their intervals.
+        lowest: Lowest value that the claim allows; NaN without a limit.
+        highest: Highest value that the claim allows; NaN without a limit.
     """
-    low, high = (-np.inf if pd.isna(low) else low), (np.inf if pd.isna(high) else high)
-    if not figures:
+    lowest = -np.inf if pd.isna(lowest) else lowest
+    highest = np.inf if pd.isna(highest) else highest
+    if not values:
         return UNKNOWN
-    # Claims are printed with few digits, so 1.999 does not contradict 2, and 30.4 does not contradict 30.
-    slack = 0.5 if low == high else 0.005
-    ends = [(f.value, f.value) if f.low is None else (f.low, f.high) for f in figures]
-    if any(end < low - slack or start > high + slack for start, end in ends):
+    # The claims in the text are rounded: 1.999 does not contradict "at least 2", nor 30.4 "30".
+    rounding = 0.5 if lowest == highest else 0.005
+    ends = [(v.value, v.value) if v.low is None else (v.low, v.high) for v in values]
+    if any(end < lowest - rounding or start > highest + rounding for start, end in ends):
         return FAILS
-    inside = all(start >= low - slack and end <= high + slack for start, end in ends)
-    return HOLDS if inside else UNKNOWN
+    is_inside = all(start >= lowest - rounding and end <= highest + rounding for start, end in ends)
+    return HOLDS if is_inside else UNKNOWN
 
 
-def describe_figures(figures: Sequence[ClaimFigure]) -> str:
-    """Return the range of the figures as text, and name the cells at both ends."""
-    if not figures:
+def describe_figures(values: Sequence[ClaimFigure]) -> str:
+    """Return the lowest and the highest value of a claim as text, with the cells that they are from."""
+    if not values:
         return ""
-    least, most = (pick(figures, key=lambda f: f.value) for pick in (min, max))
-    if len(figures) == 1:
+    least, most = (pick(values, key=lambda v: v.value) for pick in (min, max))
+    if len(values) == 1:
         return f"{describe_figure(least)} ({least.label})"
     return (
         f"{describe_figure(least)} ({least.label}) to {describe_figure(most)} ({most.label}), "
-        f"{len(figures)} figures"
+        f"{len(values)} values"
     )
 
 
-def describe_single_repeats(figures: Sequence[ClaimFigure]) -> str:
-    """Return a remark if figures come from one repeat, else an empty text."""
-    single = sum(f.low is None and f.range_kind != "exact" for f in figures)
-    which = "" if len(figures) == 1 else "all " if single == len(figures) else f"{single} "
+def describe_single_repeats(values: Sequence[ClaimFigure]) -> str:
+    """Return a remark on the values that come from a single repeat, or an empty text without such values."""
+    single = sum(value.low is None and value.range_kind != "exact" for value in values)
+    which = "" if len(values) == 1 else "all " if single == len(values) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
 
 
-def describe_figure(figure: ClaimFigure) -> str:
-    """Return a figure as text, with its interval, range or bound.
+def describe_figure(value: ClaimFigure) -> str:
+    """Return a value as text, with its interval, range or bound.
 
     The forms are `1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, and `at least 1.23`
     for a bound.
     """
-    match figure.range_kind:
+    match value.range_kind:
         case "bound":
-            return f"{'at most' if np.isfinite(figure.high) else 'at least'} {figure.value:.2f}"
-        case "range" if figure.low is not None:
-            return f"{figure.value:.2f} ({figure.low:.2f} to {figure.high:.2f})"
-    return IntervalEstimate(figure.value, figure.low, figure.high).format_text("{:.2f}".format)
+            return f"{'at most' if np.isfinite(value.high) else 'at least'} {value.value:.2f}"
+        case "range" if value.low is not None:
+            return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"
+    return IntervalEstimate(value.value, value.low, value.high).format_text("{:.2f}".format)
 
 
-def concerns_model(claim: dict[str, Any], figure: ClaimFigure) -> bool:
-    """Return whether the claim concerns the figure's model; most claims concern every model."""
-    return pd.isna(claim["model"]) or claim["model"] in figure.label
+def concerns_model(claim: dict[str, Any], value: ClaimFigure) -> bool:
+    """Return whether a value is of the model that the claim names. Most claims are about every model."""
+    return pd.isna(claim["model"]) or claim["model"] in value.label
 
 
 @cache
 def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
-    """Return the paper's cells twice: as printed, and without times that two cells share.
+    """Return the cells of the paper's tables twice: all of them, and those whose values are credible.
 
-    The audit finds the shared times.
+    A time that is printed for two cells is not credible. The audit finds such times.
+
+    Args:
+        version: Version of the paper, such as `v1`.
     """
     cells = published.make_cells_of_version(version)
     copied = [f for f in audit_cells(cells) if f["rule"] == "same-value-twice"]
     return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
 
 
-def describe_weak_figures(
-    metric: Callable[[Repeats], Iterator[ClaimFigure]], claim: dict[str, Any]
-) -> str:
-    """Return a text on the paper's values for a claim that are weak evidence.
+def describe_weak_figures(metric: ClaimMetric, claim: dict[str, Any]) -> str:
+    """Return a text on the published values that are weak evidence for a claim.
 
-    A weak value is from a time in two cells, or is a bound from a time limit.
+    A value is weak if it is computed from a time that is printed for two cells, or from a time limit.
+
+    Args:
+        metric: Yields the values of the claim's metric.
+        claim: Row of claims.csv.
     """
-    printed, believed = (
-        {f.label: f for f in metric(groups) if concerns_model(claim, f)}
+    printed, credible = (
+        {v.label: v for v in metric(groups) if concerns_model(claim, v)}
         for groups in read_published_groups(claim["version"])
     )
     parts = []
-    if lost := [label for label in printed if label not in believed]:
+    if lost := [label for label in printed if label not in credible]:
         parts.append(f"{', '.join(lost)}: from a time that is printed for two cells")
-    if bounds := [label for label, figure in printed.items() if figure.range_kind == "bound"]:
+    if bounds := [label for label, value in printed.items() if value.range_kind == "bound"]:
         parts.append(f"{', '.join(bounds)}: from a time above its limit, so a bound")
     return "; ".join(parts)
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return each claim of the paper, and whether the claim holds in measured cells.
+    """Return a row per claim of the paper, with whether the claim holds in our cells.
 
-    Our cells are those of the paper's models on GPUs. The column `elsewhere` has the values of other models
-    and of CPU processes, which do not decide. `in_the_paper` tells whether the paper's own tables agree, and
-    which of their values are doubtful.
+    Only cells that the paper also has decide. The column `elsewhere` has the values of other models and of
+    CPU processes. The column `in_the_paper` says whether the paper's own tables agree with the claim, and
+    which of their values are weak evidence.
+
+    Args:
+        cells: Rows of cells.csv.
+        findings: Rows of audit.csv.
     """
     is_ours = published.mask_counterparts(cells)
     listed = findings.to_dict("records")
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
-    # The audit is not applied, because the question here is what the paper prints, right or wrong.
+    # All printed values count, even if the audit finds them wrong, because the claim is about these.
     own = {version: read_published_groups(version)[0] for version in ("v1", "v2")}
     notes = published.read_explanations().set_index("about").to_dict("index")
     rows = []
     for claim in published.read_published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
         on_gpus, elsewhere, theirs = (
-            add_intervals([figure for figure in metric(groups) if concerns_model(claim, figure)])
+            add_intervals([value for value in metric(groups) if concerns_model(claim, value)])
             for groups in (ours, others, own[claim["version"]])
         )
         limits = (claim["low"], claim["high"])

@@ -11,39 +11,44 @@ import numpy as np
 from stratbench.analysis.records.groups import Group, Repeats
 from stratbench.statistics.intervals import IntervalEstimate, compute_mean_ratio
 
-#: Names of metrics in claims.csv: on memory, and on model size (with the factor from the number of
-#: parameters).
+#: Name in claims.csv of the metric on memory.
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
+#: Names in claims.csv of the metrics on the size of VGG16, with the factor from its number of parameters.
 SIZES = {"parameters of vgg16 in fp32 (MB)": 4e-6, "parameters of vgg16 / 4 (millions)": 1e-6 / 4}
 
 
 @dataclass(frozen=True)
 class ClaimFigure:
-    """One value of a claim's metric, with its origin and its range.
+    """A value of a claim's metric, with the cells that it is from and its interval or range."""
 
-    `range_kind` is the kind of `low` and `high`. An `interval` holds with 95 % for all figures of a claim
-    together. A `range` is from the lowest to the highest repeat. A `bound` is from a time limit. An `exact`
-    value has no ends.
-    """
-
+    #: Name of the cells, such as `vgg16 on 4`.
     label: str
     value: float
     low: float | None = None
     high: float | None = None
+    #: Meaning of `low` and `high`. An `interval` holds with 95 % confidence, for all values of a claim
+    #: together. A `range` is from the lowest to the highest repeat. A `bound` follows from a time limit. An
+    #: `exact` value has neither `low` nor `high`.
     range_kind: Literal["interval", "range", "bound", "exact"] = "interval"
-    #: The data of an interval: `scale_ratio` turns the mean ratio of `paired_values`,
-    #: which have shape [2, repeats], into `value`.
-    #: `has_servers` is whether parameter servers take part.
+    #: Values of two groups, paired by repeat, from which an interval is computed; shape [2, repeats].
     paired_values: np.ndarray | None = None
+    #: Converts the mean ratio of the paired values to `value`.
     scale_ratio: Callable[[float], float] = float
+    #: Whether a group trains with parameter servers.
     has_servers: bool = False
 
     def with_interval(self, ratio: IntervalEstimate) -> ClaimFigure:
-        """Return the figure with the confidence interval of `ratio`, unchanged if there is none."""
+        """Return a copy with the interval of a ratio. Without an interval, return this value itself."""
         if ratio.low is None:
             return self
         low, high = sorted(map(self.scale_ratio, ratio[1:]))
         return replace(self, low=low, high=high)
+
+
+#: A function from the groups of all cells to the values of a claim.
+ClaimMetric = Callable[[Repeats], Iterator[ClaimFigure]]
+#: A function from a group to the two groups whose ratio is computed; None if the group has no such pair.
+PairSelector = Callable[[Group], tuple[Group, Group] | None]
 
 
 def make_ratio_figure(
@@ -55,19 +60,19 @@ def make_ratio_figure(
     label: str,
     scale: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """Return the mean ratio of two groups' values, one / other, over common repeats.
+    """Return the mean ratio of the values of two groups (one / other), over the repeats of both.
 
-    The mean is converted by `scale`. It is a bound if one of the groups reached its time limit, and None
-    without data.
+    A group is all repeats of a cell. The ratio is a bound if one of the groups reached its time limit. The
+    result is None if a group has no values.
 
     Args:
-        groups: All repeats.
-        one: A group.
-        other: Another group.
-        column: Column of the values.
-        concerns: What audit findings must concern to exclude a repeat.
-        label: Label of the figure.
-        scale: Converts the ratio.
+        groups: All groups.
+        one: Group of the numerator.
+        other: Group of the denominator.
+        column: Column of cells.csv with the values.
+        concerns: Kind of values. A repeat does not count if the audit rejects its values of this kind.
+        label: Name of the cells.
+        scale: Converts the ratio to the claim's unit.
     """
     pair = groups.read_common_values((one, other), column, concerns)
     if pair.size:
@@ -102,38 +107,38 @@ def find_time_limit_s(groups: Repeats, group: Group) -> float | None:
     return float(limits.min()) if len(limits) else None
 
 
-def estimate_least_time_s(groups: Repeats, group: Group, ended: Group) -> float | None:
-    """Return the least possible training time (s) of a group that reached its time limit.
+def estimate_least_time_s(groups: Repeats, group: Group, finished: Group) -> float | None:
+    """Return the lowest possible training time in seconds of a group that reached its time limit.
 
-    The time of its start-up and evaluation is estimated from another group.
+    It is the limit without the time for start-up and evaluation, which is estimated from another group.
 
     Args:
-        groups: All repeats.
-        group: A group.
-        ended: Another group, which ended.
+        groups: All groups.
+        group: Group that reached its time limit.
+        finished: Group whose training finished.
     """
     limit = find_time_limit_s(groups, group)
-    if limit is None or ended not in groups.ok:
+    if limit is None or finished not in groups.ok:
         return None
-    rest = groups.ok[ended][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()
+    rest = groups.ok[finished][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()
     return limit - float(rest)
 
 
 def make_ratio_metric(
-    select_pair: Callable[[Group], tuple[Group, Group] | None],
+    select_pair: PairSelector,
     label: str = "{model} on {gpus}",
     column: str = "train_time_s",
     concerns: str = "time",
     scale: Callable[[float, int], float] = lambda ratio, gpus: ratio,
-) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """Return a metric that yields the ratios of pairs of groups.
+) -> ClaimMetric:
+    """Return a metric that yields the ratio of a pair of groups, for each group with such a pair.
 
     Args:
-        select_pair: Returns the pair of groups for a group, or None.
-        label: Label of a figure, as a format string with the fields of a group.
-        column: Column of the values.
-        concerns: What audit findings must concern to exclude a repeat.
-        scale: Converts a ratio, given the group's number of GPUs.
+        select_pair: Returns the numerator and the denominator for a group, or None.
+        label: Name of the cells, as a format string with the fields of a group.
+        column: Column of cells.csv with the values.
+        concerns: Kind of values. A repeat does not count if the audit rejects its values of this kind.
+        scale: Converts a ratio to the claim's unit, given the group's number of GPUs.
     """
 
     def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
@@ -141,29 +146,29 @@ def make_ratio_metric(
         for group in (*groups.ok, *limited):
             if (pair := select_pair(group)) is None:
                 continue
-            figure = make_ratio_figure(
+            value = make_ratio_figure(
                 groups, *pair, column, concerns, label.format(**group._asdict()),
                 lambda ratio, gpus=group.gpus: scale(ratio, gpus),
             )  # fmt: skip
-            if figure is not None:
-                yield figure
+            if value is not None:
+                yield value
 
     return iter_figures
 
 
-def make_pair_selector(one: str, other: str) -> Callable[[Group], tuple[Group, Group] | None]:
-    """Return a function that pairs groups of the strategies `one` and `other`.
+def make_pair_selector(one: str, other: str) -> PairSelector:
+    """Return a function from a group of strategy `one` to this group and the same with strategy `other`.
 
-    The paired groups are otherwise equal.
+    The function returns None for a group of another strategy.
     """
     return lambda group: (group, group.with_strategy(other)) if group.strategy == one else None
 
 
-def make_points_metric(one: str, other: str) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """Return a metric: the accuracy of strategy `one` minus that of `other`.
+def make_points_metric(one: str, other: str) -> ClaimMetric:
+    """Return a metric: the accuracy of strategy `one` minus that of strategy `other`, in percentage points.
 
-    The difference is in points, on equal models and GPUs. Its range is from the lowest to the highest
-    difference of the repeats.
+    A difference is between cells of the same model and number of GPUs. Its range is from the lowest to the
+    highest difference of the repeats.
     """
 
     def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
@@ -177,10 +182,10 @@ def make_points_metric(one: str, other: str) -> Callable[[Repeats], Iterator[Cla
 
 
 def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
-    """Yield how much of ps-async's accuracy loss against ps-sync ps-async-modified recovers, as a share.
+    """Yield the share of the lost accuracy that the strategy ps-async-modified recovers.
 
-    The share is the median over the repeats that all three strategies have, with their range. There is no
-    figure if no accuracy is lost.
+    The loss is the accuracy of ps-sync minus that of ps-async. A share is the median over the repeats that
+    all three strategies have. Repeats without a loss do not count.
     """
     for group in groups.ok:
         if group.strategy != "ps-async-modified":
@@ -195,16 +200,16 @@ def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
 
 
 def make_median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
-    """Return the median over a group's repeats, with their range if there are several repeats."""
+    """Return the median of the values of a group's repeats, with their range if there are several."""
     ends = (float(values.min()), float(values.max())) if values.size > 1 else (None, None)
     return ClaimFigure(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 
 
 def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
-    """Yield the groups of `strategy` with the work, model and GPUs of `group`.
+    """Yield the groups of another strategy with the same model, number of GPUs and work.
 
     Args:
-        groups: All repeats.
+        groups: All groups.
         group: A group.
         strategy: The other strategy.
     """
@@ -215,10 +220,10 @@ def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[
 
 
 def did_same_work(groups: Repeats, one: Group, other: Group) -> bool:
-    """Return whether both groups have equal data, epochs, batches and precision.
+    """Return whether two groups have the same data set, epochs, global batch and precision.
 
     Args:
-        groups: All repeats.
+        groups: All groups.
         one: A group.
         other: Another group.
     """
@@ -227,8 +232,8 @@ def did_same_work(groups: Repeats, one: Group, other: Group) -> bool:
     return bool((first == second).all())
 
 
-def make_vgg16_metric(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]]:
-    """Return a metric: the number of parameters of VGG16 as we built it, times `scale`."""
+def make_vgg16_metric(scale: float) -> ClaimMetric:
+    """Return a metric: the number of parameters of our VGG16, times `scale`."""
 
     def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
         for (_, _, model, _), rows in groups.ok.items():
@@ -240,12 +245,12 @@ def make_vgg16_metric(scale: float) -> Callable[[Repeats], Iterator[ClaimFigure]
     return iter_figures
 
 
-#: The label of a value that any strategy may have.
+#: Name of the cells of a value, as a format string, for metrics of any strategy.
 _ANY = "{strategy}, {model} on {gpus}"
 
-METRICS: dict[str, Callable[[Repeats], Iterator[ClaimFigure]]] = {
+METRICS: dict[str, ClaimMetric] = {
     MEMORY_RATIO: make_ratio_metric(
-        # Groups on one GPU are excluded, because one GPU shards nothing.
+        # On one GPU, FSDP shards nothing, so that it needs as much memory as DDP.
         lambda group: make_pair_selector("ddp", "fsdp")(group) if group.gpus > 1 else None,
         column="peak_memory_bytes",
         concerns="memory",

@@ -1,7 +1,7 @@
-"""Makes the paper's tables 3 to 8 from the records of a study.
+"""Makes the paper's tables 3 to 8 with the values of a study.
 
-Tables 3 to 7 have texts of summary.csv. Table 8 of the paper has judgements; ours has measurements, with the
-cells from which they come.
+Tables 3 to 7 have texts of summary.csv. Table 8 of the paper rates each strategy in words. Our table 8 has
+measured values instead, with the cells that they are from.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from stratbench.cell.files import write_atomic
 
 @dataclass(frozen=True)
 class NumberedTable:
-    """One of tables 3 to 7: its strategies (variants are included) and measures."""
+    """One of the paper's tables 3 to 7: its strategies, whose variants are included, and its measures."""
 
     name: str
     title: str
     strategies: tuple[str, ...]
     measures: tuple[str, ...]
-    #: Whether only the largest worker count of each experiment is shown.
+    #: Whether the table has only the largest worker count of each experiment.
     largest_count_only: bool = False
 
 
@@ -56,13 +56,13 @@ TABLES = {
     )
 }
 # fmt: on
-#: Titles by name, including table 8.
+#: Title of each of tables 3 to 8, by name of the table.
 TITLES = {name: table.title for name, table in TABLES.items()} | {
     "table_8": "The strategies compared, each on the most workers of its experiment (range over models)"
 }
-#: The text of an empty table.
+#: Text in place of a table without rows.
 NO_STRATEGIES = "The study has no such strategies."
-#: The heading of table 8's column for each measure.
+#: Measures of summary.csv that are columns of table 8, with the column's heading.
 QUALITIES = {
     "speedup_vs_single": "speedup over single",
     "efficiency": "scaling efficiency",
@@ -86,9 +86,9 @@ def make_numbered_table(
 
     Args:
         summary: Rows of summary.csv.
-        bases: The strategy of each strategy or variant.
-        measures: The measures of each experiment by name.
-        table: Which table to make.
+        bases: Strategy of each variant, by name of the variant; a plain strategy is its own.
+        measures: Measures by name, by experiment.
+        table: Table to make.
     """
     rows = summary[summary["measure"].isin(table.measures)]
     rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
@@ -108,21 +108,25 @@ def make_numbered_table(
     return pd.DataFrame(lines, columns=columns)
 
 
-def format_as_in_paper(row: object) -> str:
-    """Return the text of a summary row with the audit's mark.
+def format_as_in_paper(summary_row: object) -> str:
+    """Return the value of a row of summary.csv as text, with a dagger if the audit doubts it.
 
     A time limit has the form of the paper (`>3000`).
     """
-    text = row.text.replace(" s", "") if row.text.startswith(">") else row.text
-    return append_audit_dagger(text, row.flags)
+    is_limit = summary_row.text.startswith(">")
+    text = summary_row.text.replace(" s", "") if is_limit else summary_row.text
+    return append_audit_dagger(text, summary_row.flags)
 
 
 def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Return table 8: each strategy's results on the most workers of an experiment.
+    """Return table 8 with a row per strategy and measure: results on the most workers of an experiment.
 
-    The columns are experiment, strategy, workers, property, text, models, records, outcomes and flags. The
-    text is the range over models, and the records are the cells of the values. Outcomes are those of cells
-    that did not finish, and flags are those of the audit.
+    The column `text` has the range of values over the models. `models` is their number, and `records` are the
+    paths of their cells. `outcomes` are those of cells that did not finish, and `flags` those of the audit.
+
+    Args:
+        cells: Rows of cells.csv.
+        summary: Rows of summary.csv.
     """
     lines, measures = [], list_measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
@@ -155,9 +159,9 @@ def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_range(values: list[float], measure: Measure) -> str:
-    """Return the range of values with the unit.
+    """Return the range of a measure's values as text with the unit, such as `1.2 to 1.5 x`.
 
-    A range whose ends print the same is one number.
+    If both ends have the same text, the range is one number.
     """
     if not values:
         return NO_CELL
@@ -165,10 +169,14 @@ def describe_range(values: list[float], measure: Measure) -> str:
     return f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} {measure.unit}".rstrip()
 
 
-def widen_table_8(long: pd.DataFrame) -> pd.DataFrame:
-    """Return table 8 with a row per strategy, and columns for properties and outcomes."""
+def widen_table_8(table_8: pd.DataFrame) -> pd.DataFrame:
+    """Return table 8 with a row per strategy, and a column per measure.
+
+    Args:
+        table_8: Result of `make_table_8`, with a row per strategy and measure.
+    """
     lines = []
-    for (experiment, strategy), rows in long.groupby(["experiment", "strategy"], sort=False):
+    for (experiment, strategy), rows in table_8.groupby(["experiment", "strategy"], sort=False):
         texts = {
             row.property: append_audit_dagger(row.text, row.flags) for row in rows.itertuples()
         }
@@ -181,7 +189,7 @@ def widen_table_8(long: pd.DataFrame) -> pd.DataFrame:
 def iter_paper_tables(
     cells: pd.DataFrame, summary: pd.DataFrame, table_8: pd.DataFrame
 ) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the name and texts of each of tables 3 to 8, including empty ones.
+    """Yield the name and the texts of each of tables 3 to 8. A table may have no rows.
 
     Args:
         cells: Rows of cells.csv.
@@ -196,7 +204,7 @@ def iter_paper_tables(
 
 
 def write_numbered_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
-    """Write the paper's tables 3 to 8 from our records, and table 8's sources.
+    """Write the paper's tables 3 to 8 with our values, and the cells that table 8 is from.
 
     Args:
         cells: Rows of cells.csv.
@@ -214,9 +222,12 @@ def write_numbered_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: P
 
 
 def read_paper_tables(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield each non-empty table that `write_numbered_tables` wrote, as a dict.
+    """Yield each of our tables 3 to 8 that has rows, as a dict.
 
-    The keys are id, title, columns and rows (texts).
+    The keys are id, title, columns and rows (of texts).
+
+    Args:
+        folder: Folder to which the tables were written.
     """
     for name, title in TITLES.items():
         with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as f:

@@ -10,7 +10,7 @@ from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.installation import REFERENCE
 from stratbench.strategies import get_option_defaults, get_strategy_class, get_traits
 
-#: The number of parameters of each model with 1000 classes, as the paper states it.
+#: Number of parameters of each of the paper's models with 1000 classes.
 PARAMETERS = {
     "vgg16": 138_357_544,
     "efficientnet_v2_l": 118_515_272,
@@ -21,23 +21,20 @@ PARAMETERS = {
 
 
 def read_published_tables() -> pd.DataFrame:
-    """Return every published value: version, table, row, strategy, model, dataset, gpus, measure, value.
+    """Return a row per value in the paper's tables, with its version, table, strategy, model and measure.
 
-    Where the paper prints only that a time is above a limit, the value is NaN and `limit_s` has the limit.
+    If the paper prints only that a time is above a limit, the value is NaN and `limit_s` has the limit.
     """
     return pd.read_csv(REFERENCE / "tables.csv")
 
 
 def read_published_claims() -> pd.DataFrame:
-    """Return the claims of the paper's text in our words.
-
-    Each claim has a metric and the range that it claims.
-    """
+    """Return the claims in the paper's text, each with its metric and the limits that it claims."""
     return pd.read_csv(REFERENCE / "claims.csv")
 
 
 def read_explanations() -> pd.DataFrame:
-    """Return the reasons for which records may disagree with a claim or a table.
+    """Return explanations of why our records may contradict a claim or a table of the paper.
 
     The columns are `about` (claim or table), `rule` and `explanation`.
     """
@@ -45,16 +42,18 @@ def read_explanations() -> pd.DataFrame:
 
 
 def read_accuracy_floors() -> dict[str, float]:
-    """Return the accuracy (share) that the simplest models reach, by data set (sources: floors.csv)."""
+    """Return the accuracy that the simplest models reach on each data set, as a share by data set."""
     known = pd.read_csv(REFERENCE / "floors.csv")
     return dict(zip(known["dataset"], known["accuracy_percent"] / 100, strict=True))
 
 
 def make_cells_of_version(version: str) -> pd.DataFrame:
-    """Return the tables of one version of the paper as rows of cells.csv.
+    """Return the values in the tables of one version of the paper, as rows of cells.csv.
 
-    Values that the paper does not state are absent. A value that two tables print is one cell; raises
-    ValueError if the two disagree.
+    Values that the paper does not state are absent. Values of one cell in two tables give one row.
+
+    Raises:
+        ValueError: Two tables have different values of one cell.
     """
     tables = read_published_tables()
     tables = tables[tables["version"] == version]
@@ -64,14 +63,16 @@ def make_cells_of_version(version: str) -> pd.DataFrame:
         ["strategy", "model", "dataset", "gpus"], sort=False
     ):
         if (printed.groupby("measure")["value"].nunique() > 1).any():
-            raise ValueError(f"{version}: tables disagree on {strategy}, {model}, {gpus} GPUs")
+            raise ValueError(
+                f"paper {version}: two tables have different values of {strategy}, {model}, {gpus} GPUs"
+            )
         setup = setups.loc[(version, dataset)]
         values = printed.groupby("measure")[["value", "limit_s"]].first()
         time_s = values["value"].get("training_time_s")
         accuracy = values["value"].get("accuracy_percent")
         per_epoch = setup["train_samples"] // setup["global_batch"] * setup["global_batch"]
         samples = per_epoch * setup["epochs"]
-        # Without stated epochs, throughputs are right only up to a factor, so only their ratios may be used.
+        # Without a stated number of epochs, one epoch is assumed. Then only ratios of throughputs are right.
         work = per_epoch if pd.isna(samples) else samples
         rows.append(
             {
@@ -109,9 +110,10 @@ def make_cells_of_version(version: str) -> pd.DataFrame:
 
 
 def mask_counterparts(cells: pd.DataFrame) -> pd.Series:
-    """Return which rows match a published cell's strategy, model, data set and GPU count.
+    """Return a mask of the rows whose cell is also in the paper.
 
-    Excludes `single`, variants, other tasks than classification, CPU processes, and cells slowed on purpose.
+    Such a cell has the strategy, model, data set and number of GPUs of a published cell. Variants, CPU
+    processes, cells slowed on purpose and other tasks than classification are excluded.
     """
     place = ["strategy", "model", "dataset", "gpus"]
     published = set(read_published_tables()[place].itertuples(index=False, name=None))

@@ -1,7 +1,4 @@
-"""Makes the report's section on the paper: its tables filled with our values.
-
-The section also compares our values with the paper's.
-"""
+"""Makes the report's section on the paper: its tables with our values, and both compared."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "paper.html.j2"
 
 
 def make_paper_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Yield the report's section on the paper if the paper reports any measured cell."""
+    """Yield the report's section on the paper if a measured cell is also in the paper."""
     paper = make_paper_section(inputs.folder)
     if paper["with_counterpart"]:
         numbered = list(read_paper_tables(inputs.folder / "paper_tables"))
@@ -29,7 +26,11 @@ def make_paper_sections(inputs: ReportInput) -> Iterator[Section]:
 
 
 def make_paper_section(folder: Path) -> dict[str, Any]:
-    """Return the claims and tables for the template, from the files of `against` in `folder`."""
+    """Return the values that the template of the report's section on the paper needs.
+
+    Args:
+        folder: Folder with against_cells.csv and against_claims.csv.
+    """
     compared = pd.read_csv(folder / "against_cells.csv")
     judged = pd.read_csv(folder / "against_claims.csv", dtype=str, keep_default_na=False)
     return {
@@ -41,9 +42,12 @@ def make_paper_section(folder: Path) -> dict[str, Any]:
 
 
 def iter_published_tables(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield each table of the paper that has cells measured here too, with these cells.
+    """Yield each table of the paper of which we have measured a cell, with the rows of these cells.
 
-    An item also has the number of all cells of the table, and an explanation.
+    Each item also has the number of all cells of the table, and an explanation of differences.
+
+    Args:
+        compared: Rows of against_cells.csv.
     """
     notes = published.read_explanations().set_index("about")["explanation"].to_dict()
     for (version, name), rows in compared.groupby(["version", "table"], sort=False):
@@ -60,7 +64,11 @@ def iter_published_tables(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def make_published_cell_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a published cell's values as texts by column. Ratios may be empty texts."""
+    """Return the texts of a row in a table of published cells, by column.
+
+    Args:
+        row: Row of against_cells.csv.
+    """
     is_difference = row["kind"] == "difference"
 
     def format_value(value: float) -> str:

@@ -1,4 +1,4 @@
-"""The extension `sets`: bundles a study's results as one file, compares and exports such result sets."""
+"""The extension `sets`: writes a study's results to one file, and compares and exports such result sets."""
 
 from __future__ import annotations
 

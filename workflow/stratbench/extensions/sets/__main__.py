@@ -1,4 +1,4 @@
-"""Command line that the rules use to bundle a study, and to compare and export result sets."""
+"""Commands of the Snakemake rules `bundle`, `compare` and `export`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stratbench.extensions.sets.reading import read_set
 
 
 def bundle_study(args: argparse.Namespace) -> int:
-    """Write the results of a study as one file."""
+    """Write the results of a study to one file, a bundle."""
     path, manifest = write_bundle(args.study_dir, json.loads(args.config), args.hosts, args.out)
     records = sum(name.endswith("record.json") for name in manifest["files"])
     size = path.stat().st_size / 1024
@@ -28,12 +28,14 @@ def bundle_study(args: argparse.Namespace) -> int:
         f"{path} ({format_count(records, 'record')}, {size:,.0f} KiB), sha256 {manifest['sha256']}"
     )
     if args.hosts == "named":
-        print("It names hosts; to replace their names: --config 'bundle={hosts: replaced}'")
+        print(
+            "The bundle has the names of hosts; to replace them: --config 'bundle={hosts: replaced}'"
+        )
     return 0
 
 
 def export_named_set(args: argparse.Namespace) -> int:
-    """Write a result set in the formats of other tools."""
+    """Write a result set in the formats of other tools, such as MLflow."""
     result_set = read_set(args.set, expected=collect.read_expectations(args))
     for folder in export_set(result_set, dict.fromkeys(args.to), args.out):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -42,7 +44,10 @@ def export_named_set(args: argparse.Namespace) -> int:
 
 
 def compare_named_sets(args: argparse.Namespace) -> int:
-    """Compare result sets with the first of them, and write a page. Return 1 if one is slower."""
+    """Compare result sets with the first of them, and write a page.
+
+    Return the exit code: 1 if a set is slower by more than the allowed share.
+    """
     from stratbench.extensions.sets.comparing.compare import compare_sets
 
     constraints = Constraints.from_json(args.constraints)
@@ -59,7 +64,7 @@ def compare_named_sets(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code.
 
-    The exit code is 2, with one sentence on stderr, if a set or a file cannot be used.
+    If a set or a file cannot be used, the exit code is 2, and stderr has the reason.
     """
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.extensions.sets", description=__doc__
@@ -67,17 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = commands.add_parser("bundle", help=bundle_study.__doc__)
     one.add_argument("--study-dir", type=Path, required=True, help="folder results/<study>")
-    one.add_argument("--config", default="{}", help="the resolved config, as JSON")
+    one.add_argument("--config", default="{}", help="the study's config with all defaults, as JSON")
     one.add_argument("--hosts", choices=["named", "replaced"], default="named")
     one.add_argument(
         "--out",
         type=Path,
-        help="file to write; default: <study>.stratbench.zip in the study's folder",
+        help="bundle to write; default: results/<study>/<study>.stratbench.zip",
     )
     one.set_defaults(run=bundle_study)
     one = commands.add_parser("compare", help=compare_named_sets.__doc__)
     one.add_argument(
-        "--sets", required=True, help="JSON object of sets by name: bundles, folders, or paper:v1"
+        "--sets",
+        required=True,
+        help="JSON object with the name of each set and its bundle, its folder or paper:v1",
     )
     one.add_argument("--compare", default="{}", help="block `compare` of config.yaml, as JSON")
     one.add_argument("--constraints", default="{}", help="block `decide` of config.yaml, as JSON")
@@ -85,14 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         required=True,
-        help="folder below which to write a folder per comparison",
+        help="folder in which to write a folder with the comparison",
     )
     one.set_defaults(run=compare_named_sets)
     one = commands.add_parser("export", help=export_named_set.__doc__)
-    one.add_argument("set", help="a bundle, or a folder results/<study>")
+    one.add_argument("set", help="result set to export: a bundle, or a folder results/<study>")
     one.add_argument("--to", nargs="+", choices=list(EXPORTS), default=["parquet"])
     one.add_argument(
-        "--out", type=Path, required=True, help="folder below which to write a folder per format"
+        "--out", type=Path, required=True, help="folder in which to write a folder per format"
     )
     collect.add_expectation_options(one)
     one.set_defaults(run=export_named_set)

@@ -1,7 +1,7 @@
 """Writes and reads bundles: zip files of a study's results with a manifest of hashes.
 
-A bundle may come from anybody, so that nothing in it is trusted. Only the names that a bundle has are
-accepted, and sizes are limited while reading. Every fault raises a `SetError` of one sentence.
+A bundle may come from anybody, so nothing in it is trusted. Only files that `stratbench bundle` writes are
+accepted, and their sizes are limited. Every fault raises a SetError with one sentence.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ SCHEMA_VERSION = 1
 #: Ending of a bundle's file name: `<study>.stratbench.zip`.
 SUFFIX = ".stratbench.zip"
 MANIFEST = "manifest.json"
-#: Limits on a bundle that is read: bytes of the file, number of members, unpacked bytes per member and in
-#: all, and compression ratio (which is checked from RATIO_FROM_BYTES unpacked bytes on).
+#: Largest size of a bundle that is read, in bytes.
 MAX_FILE_BYTES = 256 << 20
+#: Largest number of files in a bundle (members of the zip file).
 MAX_MEMBERS = 50_000
+#: Largest unpacked size of one member, in bytes.
 MAX_MEMBER_BYTES = 64 << 20
+#: Largest unpacked size of all members together, in bytes.
 MAX_BYTES = 1 << 30
+#: Largest unpacked size, as a multiple of the compressed size. It is checked from RATIO_FROM_BYTES on.
 MAX_RATIO, RATIO_FROM_BYTES = 200, 16 << 20
-#: Largest size per member of the directory at the end of a zip file.
+#: Largest size of a member's entry in the directory of a zip file, in bytes.
 _DIRECTORY_BYTES = 600
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
@@ -41,7 +44,7 @@ _MEMBER = re.compile(
     rf"|cells/{_PART}/{_PART}/{_PART}/[1-9][0-9]{{0,5}}gpu/rep(0|[1-9][0-9]{{0,5}})"
     r"/(record\.json|timeline\.csv)"
 )
-#: Pattern of names of studies and sets, which are parts of paths.
+#: Pattern of the names of studies and sets. Such a name is used as the name of a folder.
 NAME = re.compile(_PART)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -54,20 +57,20 @@ class SetError(ValueError):
 
 
 def write_archive(
-    out: Path, files: Mapping[str, str], study: str, created: str, hosts: str
+    out: Path, texts_by_name: Mapping[str, str], study: str, created: str, hosts: str
 ) -> dict[str, Any]:
-    """Write `files` and their manifest as a zip file to `out`, and return the manifest.
+    """Write a bundle as a zip file, and return its manifest.
 
-    The file appears when it is complete. Equal arguments give equal bytes.
+    The zip file appears when it is complete. Equal arguments give equal bytes.
 
     Args:
-        out: File to write.
-        files: Contents of the files, by name in the bundle.
+        out: Zip file to write.
+        texts_by_name: Content of each file in the bundle, by its name.
         study: Name of the study.
-        created: Time of creation.
-        hosts: `named` or `replaced`: whether names of hosts were replaced.
+        created: Time of creation, in ISO format.
+        hosts: `replaced` if names of hosts were replaced in the texts, else `named`.
     """
-    packed = {name: text.encode() for name, text in sorted(files.items())}
+    packed = {name: text.encode() for name, text in sorted(texts_by_name.items())}
     manifest: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "product": {"name": "stratbench", "version": __version__},
@@ -86,7 +89,7 @@ def write_archive(
         zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
     ):
         for name, content in packed.items():
-            # The date is 1980 by default, so that bytes do not depend on the clock.
+            # The date of each member is 1980, the default, so that equal files give equal bytes.
             member = zipfile.ZipInfo(name)
             member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = 3
@@ -96,10 +99,7 @@ def write_archive(
 
 
 def hash_manifest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a bundle's manifest.
-
-    The hash covers all files that the manifest lists with their hashes.
-    """
+    """Return the SHA-256 of a bundle's manifest, which has the hashes of all files."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
@@ -113,7 +113,7 @@ def extract_bundle(path: Path, folder: Path) -> dict[str, Any]:
     """Check a bundle, write its files below `folder`, and return its manifest.
 
     Raises:
-        SetError: If the bundle is damaged, too large, or has files that a bundle does not have.
+        SetError: The bundle is damaged, is too large, or has a file that no bundle has.
     """
     _check_ends(path)
     try:
@@ -140,10 +140,9 @@ def extract_bundle(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_ends(path: Path) -> None:
-    """Check the begin, the end and the number of files of a bundle.
+    """Raise SetError if a file is no zip file, is too large, or has too many members.
 
-    A file raises SetError if it does not begin and end as a bundle does, or lists too many files. The check
-    comes first because zipfile makes an object per listed file, for any number of files.
+    This is checked before `zipfile` reads the file, because `zipfile` creates an object per member.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -160,60 +159,66 @@ def _check_ends(path: Path) -> None:
     except OSError as e:
         raise SetError(f"{path} cannot be read: {e.strerror}") from e
     if begin != b"PK\x03\x04" or len(end) < 22 or end[:4] != b"PK\x05\x06" or end[20:] != b"\0\0":
-        raise SetError(f"{path} is not a bundle: it does not begin and end as a bundle does")
+        raise SetError(
+            f"{path} is not a bundle: its first or last bytes are not those of a zip file"
+        )
     entries, directory_bytes = struct.unpack("<HL", end[10:16])
     if entries > MAX_MEMBERS or directory_bytes > MAX_MEMBERS * _DIRECTORY_BYTES:
-        raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
+        raise SetError(f"{path} has too many files; a bundle has at most {MAX_MEMBERS:,}")
     if directory_bytes > max(1, entries) * _DIRECTORY_BYTES:
-        raise SetError(f"{path} is not a bundle: its directory is larger than its entries")
+        raise SetError(f"{path} is not a bundle: the file list of the zip file is too large")
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Raise SetError if a zip member's name, kind or size is invalid in a bundle."""
+    """Raise SetError if a member of the zip file has a name, kind or size that no bundle has."""
     seen: set[str] = set()
     if len(members) > MAX_MEMBERS:
-        raise SetError(f"{path} lists more files than the {MAX_MEMBERS:,} that are read")
+        raise SetError(f"{path} has too many files; a bundle has at most {MAX_MEMBERS:,}")
     for member in members:
-        # This is the name in the file, which zipfile may have changed in `filename`.
+        # `orig_filename` is the name in the zip file; in `filename`, zipfile may have changed it.
         name = member.orig_filename
         shown = quote_untrusted(name)
         kind = stat.S_IFMT(member.external_attr >> 16)
         if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name):
-            raise SetError(f"{path} holds the absolute path {shown}; nothing of it was read")
+            raise SetError(
+                f"{path} has a file with an absolute path, {shown}; the bundle was not read"
+            )
         if ".." in re.split(r"[/\\]", name):
             raise SetError(
-                f"{path} holds {shown}, which leads out of its folder; nothing of it was read"
+                f"{path} has a file with a path outside of its folder, {shown}; the bundle was not read"
             )
         if kind not in (0, stat.S_IFREG):
             raise SetError(
-                f"{path} holds {shown}, which is a link or a device; nothing of it was read"
+                f"{path} has the file {shown}, which is a link or a device; the bundle was not read"
             )
         if not _MEMBER.fullmatch(name) or name != member.filename:
             raise SetError(
-                f"{path} holds {shown}, which no bundle contains; nothing of it was read"
+                f"{path} has the file {shown}, which no bundle has; the bundle was not read"
             )
         if name.casefold() in seen:
-            raise SetError(f"{path} holds {shown} twice")
+            raise SetError(f"{path} has the file {shown} twice")
         if member.flag_bits & 0x1:
-            raise SetError(f"{path} holds {shown} encrypted; bundles are not encrypted")
+            raise SetError(f"{path} has the encrypted file {shown}; bundles are not encrypted")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise SetError(f"{path} compresses {shown} by a method that bundles do not use")
         if member.file_size > MAX_MEMBER_BYTES:
-            raise SetError(f"{path} holds {shown} of more than {MAX_MEMBER_BYTES:,} bytes")
+            raise SetError(f"{path} has the file {shown} of more than {MAX_MEMBER_BYTES:,} bytes")
         seen.add(name.casefold())
     total, packed = (
         sum(getattr(m, size) for m in members) for size in ("file_size", "compress_size")
     )
     if total > MAX_BYTES:
-        raise SetError(f"{path} unpacks to {total:,} bytes; at most {MAX_BYTES:,} are read")
+        raise SetError(f"{path} has {total:,} unpacked bytes; a bundle has at most {MAX_BYTES:,}")
     if total > RATIO_FROM_BYTES and total > MAX_RATIO * max(1, packed):
-        raise SetError(f"{path} unpacks to more than {MAX_RATIO} times its size; no bundle does")
+        raise SetError(
+            f"{path} is not a bundle: its unpacked size is more than {MAX_RATIO} times its size"
+        )
     if MANIFEST not in seen:
-        raise SetError(f"{path} has no {MANIFEST}; `stratbench bundle` writes one")
+        raise SetError(f"{path} has no {MANIFEST}; use a bundle that `stratbench bundle` wrote")
 
 
 def _read_manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    """Read a bundle's manifest, and check it against the form that `write_archive` writes."""
+    """Return a bundle's manifest, after a check of its keys, values and hash."""
     try:
         manifest = parse_json(_read_member(path, archive, archive.getinfo(MANIFEST)).decode())
     except ValueError as e:
@@ -227,7 +232,8 @@ def _read_manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
             else "none"
         )
         raise SetError(
-            f"{path} is a bundle of version {version}; this stratbench reads version {SCHEMA_VERSION}"
+            f"{path} is a bundle of format version {version}; this version of stratbench reads format "
+            f"version {SCHEMA_VERSION}"
         )
     files, product = manifest.get("files"), manifest.get("product")
     whole = (
@@ -251,15 +257,15 @@ def _read_manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     )
     if not whole:
         raise SetError(
-            f"{path}: {MANIFEST} lacks values of a bundle's manifest, or has them in another form"
+            f"{path}: {MANIFEST} lacks values that each bundle has, or has them in another form"
         )
     if manifest.get("sha256") != hash_manifest(manifest):
-        raise SetError(f"{path}: {MANIFEST} was changed: its content does not fit its hash")
+        raise SetError(f"{path}: {MANIFEST} was changed: its content has another hash")
     return manifest
 
 
 def _check_listing(path: Path, manifest: Mapping[str, Any], members: list[zipfile.ZipInfo]) -> None:
-    """Raise SetError if the manifest does not list exactly the members of the bundle."""
+    """Raise SetError if the manifest of a bundle lists other files than the bundle has."""
     members_listed = {member.filename for member in members} - {MANIFEST}
     listed = set(manifest["files"])
     if members_listed != listed:
@@ -279,35 +285,41 @@ def _extract_member(
     entry: Mapping[str, Any],
     folder: Path,
 ) -> None:
-    """Write a member below `folder`, after a check against its entry in the manifest.
+    """Write a member of a bundle to a file, after a check of its size and hash.
 
     Args:
         path: Path of the bundle, for messages.
         archive: The open bundle.
         member: The member to write.
-        entry: Size and hash of the member by the manifest.
+        entry: Size and hash of the member according to the manifest.
         folder: Folder to write below.
     """
     content = _read_member(path, archive, member)
     if len(content) != entry["bytes"] or hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise SetError(
-            f"{path}: {member.filename} was changed: its content does not fit its hash in the manifest"
+            f"{path}: {member.filename} was changed: its content has another hash than in the manifest"
         )
-    out = folder / member.filename  # the path is safe, because _MEMBER matched the name
+    # The path is below the folder, because the name matched the pattern _MEMBER before.
+    out = folder / member.filename
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(content)
 
 
 def _read_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of a member. The limit holds even if its header states a smaller size."""
+    """Return the content of a member of a bundle.
+
+    The size is limited while the member is unpacked, because its header may state a wrong size.
+    """
     with archive.open(member) as file:
         content = file.read(MAX_MEMBER_BYTES + 1)
     if len(content) > MAX_MEMBER_BYTES:
-        raise SetError(f"{path} holds {member.filename} of more than {MAX_MEMBER_BYTES:,} bytes")
+        raise SetError(
+            f"{path} has the file {member.filename} of more than {MAX_MEMBER_BYTES:,} bytes"
+        )
     return content
 
 
-def quote_untrusted(name: object) -> str:
-    """Return an untrusted value as a message may show it: quoted, in ASCII, and short."""
-    text = ascii(name)
+def quote_untrusted(value: object) -> str:
+    """Return an untrusted value as a text that is safe in a message: quoted, in ASCII, and short."""
+    text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

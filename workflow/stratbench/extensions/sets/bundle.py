@@ -1,4 +1,4 @@
-"""Writes a study's results as one bundle: records, timelines, config, environment and plan."""
+"""Writes a study's results to one bundle: records, timelines, config, environment and plan."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stratbench.cell.record import Record
 from stratbench.extensions.sets.archive import MAX_MEMBER_BYTES, SUFFIX, SetError, write_archive
 from stratbench.extensions.sets.private import Replacements, collect_replacements, remove_secrets
 
-#: Columns of a timeline that contain names of hosts and GPUs.
+#: Columns of timeline.csv with names of hosts and ids of GPUs.
 NAMING = ("node", "id")
-#: Fields of a worker's provenance that describe its environment, and not this one process.
+#: Fields of a worker's provenance that are in environment.json, because workers of one machine share them.
 ENVIRONMENT = (
     "host.os", "host.cpu_model", "gpu.name", "driver", "software", "flags", "environment",
 )  # fmt: skip
@@ -28,18 +28,18 @@ ENVIRONMENT = (
 def write_bundle(
     study_dir: Path, config: Mapping[str, Any], hosts: str = "named", out: Path | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Write a study's bundle, results/<study>/<study>.stratbench.zip, and return its path and manifest.
+    """Write the bundle of a study, and return its path and manifest.
 
-    Equal records give equal bytes, because the end of the last cell counts as the time of creation.
+    The time of creation is the end of the last cell, so that equal records give equal bytes.
 
     Args:
         study_dir: The folder results/<study>.
-        config: The resolved config.
-        hosts: `named` or `replaced`: whether to replace names of hosts and users.
-        out: Path of the bundle, instead of the default.
+        config: The config with all defaults.
+        hosts: `replaced` to replace the names of hosts and users, else `named`.
+        out: Path of the bundle; by default results/<study>/<study>.stratbench.zip.
 
     Raises:
-        SetError: If there is no record, or an invalid record.
+        SetError: The study has no record, or an invalid record.
     """
     records = dict(read_all_records(study_dir))
     if not records:
@@ -79,9 +79,9 @@ def write_bundle(
 
 
 def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
-    """Yield each record of a study with its path below results/<study>, sorted by path.
+    """Yield the path of each record below results/<study>, with the record.
 
-    Cells that cells.json does not list are left out: the study's config no longer has them.
+    Records of cells that the study's config no longer has, and so cells.json does not list, are left out.
     """
     listed = study_dir / "cells.json"
     wanted = (
@@ -103,13 +103,22 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
 
 
 def list_timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
-    """Return the names of the timelines that exist next to the records."""
+    """Return the path of each record's timeline below results/<study>, if it exists.
+
+    Args:
+        study_dir: The folder results/<study>.
+        records: Records by their paths below this folder.
+    """
     names = [name.replace("record.json", "timeline.csv") for name in records]
     return [name for name in names if (study_dir / name).is_file()]
 
 
 def read_timeline(path: Path) -> str:
-    """Read the text of a timeline. Raises SetError if it is no text or too large."""
+    """Return the content of a timeline.csv.
+
+    Raises:
+        SetError: The file is no text, or is too large.
+    """
     try:
         return read_regular_file(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
@@ -117,54 +126,57 @@ def read_timeline(path: Path) -> str:
 
 
 def list_cell_coordinates(study_dir: Path, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    """Return all cells' coordinates from cells.json, or from the records without this file."""
+    """Return the coordinates of all cells of a study, from cells.json.
+
+    If this file does not exist, they are those of the records.
+    """
     path = study_dir / "cells.json"
     return (
         _read_json_file(path) if path.exists() else [record["cell"] for record in records.values()]
     )
 
 
-def replace_names_in_record(name: str, found: Record, words: Replacements) -> Record:
-    """Return a record with names of hosts, GPUs and users replaced.
+def replace_names_in_record(path: str, content: Record, replacements: Replacements) -> Record:
+    """Return a record in which the names of hosts, GPUs and users are replaced.
 
     Args:
-        name: Name of the record.
-        found: The record.
-        words: Replacements.
+        path: Path of the record, for messages.
+        content: The record.
+        replacements: The replacement of each name.
 
     Raises:
-        SetError: If names cannot be replaced, or if the record is invalid afterwards.
+        SetError: A name cannot be replaced, or the record is invalid afterwards.
     """
     try:
-        replaced = words.replace_names_in_record(found)
-        record.validate_record(replaced, name)
+        replaced = replacements.replace_names_in_record(content)
+        record.validate_record(replaced, path)
     except ValueError as e:
-        raise SetError(f"{name}: {e}") from e
+        raise SetError(f"{path}: {e}") from e
     return replaced
 
 
 def list_nodes(timeline: str) -> set[str]:
-    """Return the names of the hosts in a timeline."""
+    """Return the names of the hosts in the content of a timeline.csv."""
     rows = csv.DictReader(io.StringIO(timeline))
     return {row["node"] for row in rows if row.get("node")}
 
 
-def replace_names_in_timeline(text: str, words: Replacements) -> str:
-    """Return a timeline with names of hosts and GPUs replaced, in the columns NAMING."""
-    end = "\r\n" if "\r\n" in text else "\n"
-    rows = csv.DictReader(io.StringIO(text, newline=""))
+def replace_names_in_timeline(timeline: str, replacements: Replacements) -> str:
+    """Return the content of a timeline.csv in which the names of hosts and GPUs are replaced."""
+    end = "\r\n" if "\r\n" in timeline else "\n"
+    rows = csv.DictReader(io.StringIO(timeline, newline=""))
     out = io.StringIO(newline="")
     writer = csv.DictWriter(out, rows.fieldnames or (), extrasaction="ignore", lineterminator=end)
     writer.writeheader()
     for row in rows:
         writer.writerow(
-            row | {name: words.replace_names(row[name]) for name in NAMING if row.get(name)}
+            row | {name: replacements.replace_names(row[name]) for name in NAMING if row.get(name)}
         )
     return out.getvalue()
 
 
 def collect_environment(records: Iterable[Record]) -> dict[str, list[Any]]:
-    """Return the distinct values over all workers of each field in ENVIRONMENT."""
+    """Return the distinct values of each field in ENVIRONMENT, over all workers of all records."""
     by_path: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT}
     for worker in (worker for one in records for worker in one["workers"]):
         for path, values in by_path.items():

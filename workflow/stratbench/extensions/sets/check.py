@@ -1,4 +1,4 @@
-"""Describes a result set: origin, content, audit findings, and which sets are comparable with it."""
+"""Describes a result set: its origin, cells and audit findings, and which cells are comparable with it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from stratbench.analysis.report.report import STATUS_WORDS, format_distinct_valu
 from stratbench.cell.text.words import choose_noun_for_workers, format_count, pluralize
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Exit codes of `stratbench check`: valid; valid, but with values that the audit calls unusable; invalid.
+#: Exit codes of `stratbench check SET`. FINE: the set is valid. UNUSABLE: it is valid, but the audit calls
+#: some values unusable. INVALID: it is not valid.
 FINE, UNUSABLE, INVALID = 0, 1, 2
-#: Columns of cells.csv whose values must be equal for cells to be comparable, with their wording.
+#: Columns of cells.csv whose values must be equal in comparable cells, with their names in texts.
 SHARED = {
     "dataset": "data set",
     "epochs": "epochs",
@@ -25,12 +26,12 @@ SHARED = {
 
 
 def choose_exit_code(result_set: ResultSet) -> int:
-    """Return UNUSABLE if the audit calls values of the set unusable, else FINE."""
+    """Return UNUSABLE if the audit calls a value of the set unusable, else FINE."""
     return UNUSABLE if (result_set.findings["severity"] == "unusable").any() else FINE
 
 
 def describe_set(result_set: ResultSet) -> Iterator[str]:
-    """Yield lines that describe a set: origin, cells, audit findings, and comparable cells."""
+    """Yield the lines that `stratbench check SET` prints: origin, cells, audit findings and trained work."""
     for key, text in result_set.provenance.items():
         yield f"{key}: {text}"
     counts = result_set.cells["status"].value_counts()
@@ -39,11 +40,11 @@ def describe_set(result_set: ResultSet) -> Iterator[str]:
     yield f"workers: {describe_workers(result_set.cells)}"
     yield from describe_audit(result_set.findings)
     for experiment, rows in result_set.cells.groupby("experiment", sort=False):
-        yield f"experiment {experiment} is comparable with cells of equal work: {describe_work(rows)}"
+        yield f"experiment {experiment} is comparable with cells that train the same: {describe_work(rows)}"
 
 
 def describe_workers(cells: pd.DataFrame) -> str:
-    """Describe the workers: their devices, their numbers per cell, and the version of PyTorch."""
+    """Return a text on the workers of cells: their devices, their number and their version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
     counts = sorted(map(int, cells["gpus"].unique()))
     noun = choose_noun_for_workers(known["device_kind"])
@@ -55,10 +56,7 @@ def describe_workers(cells: pd.DataFrame) -> str:
 
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
-    """Yield a line of totals, and a line per violated rule.
-
-    The totals are the numbers of findings per severity.
-    """
+    """Yield a line with the number of audit findings per severity, and a line per rule with findings."""
     tally = [format_tally(int((findings["severity"] == s).sum()), s) for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
     shown = findings[findings["severity"] != "note"]
@@ -69,7 +67,7 @@ def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
 
 
 def describe_work(rows: pd.DataFrame) -> str:
-    """Describe the work of cells: the values that other cells must share to be comparable."""
+    """Return a text on what cells train: the values that comparable cells must have, too."""
     parts = [f"models {format_distinct_values(rows, 'model')}"]
     parts += [
         f"{words} {format_distinct_values(rows, column)}"

@@ -1,4 +1,4 @@
-"""Claims the folders that users choose for results, so that no foreign file is overwritten."""
+"""Marks the folders that stratbench writes, so that it never overwrites other files of the user."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from pathlib import Path
 
 from stratbench.cell.files import MAX_JSON_BYTES, read_regular_file, write_atomic
 
-#: The file that marks a folder as written by stratbench.
+#: Name of the file that marks a folder as written by stratbench.
 MARK = ".stratbench"
 
 
-def claim_folder(folder: Path, about: str = "") -> str:
-    """Create a marked folder or reuse one, so that foreign files are never overwritten.
+def claim_folder(folder: Path, content: str = "") -> str:
+    """Create an output folder with a marker file, or reuse a folder with such a marker.
 
     Args:
-        folder: The folder.
-        about: Text to store in the marker.
+        folder: Folder to write to.
+        content: Text to store in the marker, such as what the folder contains.
 
     Returns:
         The text that the marker had before; empty for a new folder.
 
     Raises:
-        FileExistsError: The folder has files and lacks the marker.
+        FileExistsError: The folder has files, but no marker.
     """
     mark = folder / MARK
     ours = mark.is_file()
@@ -30,5 +30,5 @@ def claim_folder(folder: Path, about: str = "") -> str:
             f"{folder} was not written by stratbench; name a folder that does not exist yet"
         )
     before = read_regular_file(mark, MAX_JSON_BYTES).decode(errors="replace") if ours else ""
-    write_atomic(mark, about)
+    write_atomic(mark, content)
     return before

@@ -1,4 +1,4 @@
-"""Runs commands on a result set: check, decide, compare, export, and plan of a bundle."""
+"""Runs the commands `check`, `decide`, `compare`, `export` and `plan` on result sets."""
 
 from __future__ import annotations
 
@@ -29,26 +29,29 @@ from stratbench.workload.data.own_data import is_own_data_set
 from stratbench.workload.tasks import TASKS
 
 
-def read_set_or_fail(text: str) -> ResultSet:
-    """Read the result set that the text `text` names, or raise CommandError.
+def read_set_or_fail(source: str) -> ResultSet:
+    """Return the result set that a source names: a bundle, a folder or `paper:v1`.
 
     Raises:
-        CommandError: If the set cannot be read.
+        CommandError: The set cannot be read.
     """
     try:
-        return read_set(text)
+        return read_set(source)
     except SetError as error:
         raise CommandError(str(error)) from None
 
 
-def check_set_source(text: str) -> int:
-    """Check a set, and print its content and the audit's findings.
+def check_set_source(source: str) -> int:
+    """Check a result set, print its content and the audit's findings, and return the exit code.
+
+    Args:
+        source: A bundle, a folder or `paper:v1`.
 
     Returns:
-        1 if the audit calls values unusable, 2 if the set is invalid, and otherwise 0.
+        1 if the audit calls values unusable, 2 if the set is invalid, else 0.
     """
     try:
-        result_set = read_set(text)
+        result_set = read_set(source)
     except SetError as error:
         print(f"stratbench check: {error}")
         return INVALID
@@ -56,17 +59,17 @@ def check_set_source(text: str) -> int:
     return choose_exit_code(result_set)
 
 
-def decide_from_set(text: str, pairs: Sequence[str], out: Path | None) -> int:
-    """Decide from a set's records, print the decisions, and write them to a folder.
+def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) -> int:
+    """Decide from a result set, print and write the decisions, and return the exit code.
 
     Args:
-        text: Source of the set.
-        pairs: Constraints, as KEY=VALUE.
-        out: Folder to write, if any.
+        source: A bundle, a folder or `paper:v1`.
+        config_pairs: Values of the config, as KEY=VALUE.
+        out: Folder to write to; by default STUDY.decision.
     """
-    result_set = read_set_or_fail(text)
+    result_set = read_set_or_fail(source)
     folder = out or Path(f"{result_set.study}.decision")
-    config = apply_config_pairs(result_set.config or {}, pairs)
+    config = apply_config_pairs(result_set.config or {}, config_pairs)
     try:
         blocks = {
             key: check_config_block(key, config.get(key, {})) for key in ("decide", "cluster")
@@ -82,28 +85,33 @@ def decide_from_set(text: str, pairs: Sequence[str], out: Path | None) -> int:
         tables = (result_set.cells, result_set.findings)
         made = make_decisions(*tables, constraints, list(evidence.values()))
         answers = write_decisions(made, tables[1], constraints, *written, evidence)
-    except ValueError as error:  # a ConfigError is a ValueError
+    # This includes ConfigError, which is a ValueError.
+    except ValueError as error:
         raise CommandError(str(error)) from None
     print(replace_control_characters(answers))
     print(f"Written: {', '.join(map(str, written))}")
     return 0
 
 
-def compare_set_sources(sources: Sequence[str], pairs: Sequence[str], out: Path | None) -> int:
-    """Compare sets, and return 1 if one of them is slower by more than `compare.fail_above`.
+def compare_set_sources(
+    named_sources: Sequence[str], config_pairs: Sequence[str], out: Path | None
+) -> int:
+    """Compare result sets with the first one, write the page, and return the exit code.
+
+    The exit code is 1 if a set is slower by more than `compare.fail_above`.
 
     Args:
-        sources: The sets, as NAME=SET.
-        pairs: Config values, as KEY=VALUE.
-        out: Folder to write, if any.
+        named_sources: The sets, each as NAME=SET.
+        config_pairs: Values of the config, as KEY=VALUE.
+        out: Folder to write to; by default `compare`.
     """
     from stratbench.extensions.sets.comparing.compare import compare_sets
 
-    config = apply_config_pairs({}, pairs)
-    named = dict(source.partition("=")[::2] for source in sources)
-    if "" in named.values() or len(named) < len(sources):
+    config = apply_config_pairs({}, config_pairs)
+    named = dict(named_source.partition("=")[::2] for named_source in named_sources)
+    if "" in named.values() or len(named) < len(named_sources):
         raise CommandError(
-            "each set needs a name of its own, as NAME=SET: old=old.stratbench.zip new=results/demo"
+            "each set needs its own name; write NAME=SET, such as old=old.stratbench.zip new=results/demo"
         )
     try:
         keys = ("compare", "decide", "cluster")
@@ -121,15 +129,15 @@ def compare_set_sources(sources: Sequence[str], pairs: Sequence[str], out: Path 
         raise CommandError(str(error)) from None
 
 
-def export_set_source(text: str, formats: Sequence[str], out: Path | None) -> int:
-    """Export a set to the formats of other tools.
+def export_set_source(source: str, formats: Sequence[str], out: Path | None) -> int:
+    """Write a result set in formats of other tools, and return the exit code.
 
     Args:
-        text: Source of the set.
+        source: A bundle or a folder.
         formats: Names of the formats.
-        out: Folder to write, if any.
+        out: Folder to write to; by default STUDY.export.
     """
-    result_set = read_set_or_fail(text)
+    result_set = read_set_or_fail(source)
     try:
         folders = export_set(result_set, formats, out or Path(f"{result_set.study}.export"))
     except SetError as error:
@@ -138,35 +146,35 @@ def export_set_source(text: str, formats: Sequence[str], out: Path | None) -> in
     return 0
 
 
-def plan_from_bundle(text: str, pairs: Sequence[str], out: Path | None) -> int:
-    """Plan the study of a bundle from its config and its records.
+def plan_from_bundle(source: str, config_pairs: Sequence[str], out: Path | None) -> int:
+    """Plan the study of a bundle from its config and records, and return the exit code.
 
     Args:
-        text: Source of the set.
-        pairs: Config values, as KEY=VALUE.
-        out: Folder to write, if any.
+        source: The bundle.
+        config_pairs: Values of the config, as KEY=VALUE.
+        out: Folder to write to; by default STUDY.plan.
     """
     from stratbench.extensions.plan.__main__ import main as make_plan
 
-    result_set = read_set_or_fail(text)
+    result_set = read_set_or_fail(source)
     if result_set.config is None:
         raise CommandError(
-            f"{text} has no config to plan; name a bundle, or run `stratbench plan` in the study's folder"
+            f"{source} has no config to plan; name a bundle, or run `stratbench plan` in the study's folder"
         )
-    config = apply_config_pairs(result_set.config, pairs)
-    check_no_foreign_code(text, config)
+    config = apply_config_pairs(result_set.config, config_pairs)
+    check_no_foreign_code(source, config)
     folder = out or Path(f"{result_set.study}.plan")
     claim_folder(folder)
     with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
-        extract_bundle(Path(text).expanduser(), Path(results, result_set.study))
+        extract_bundle(Path(source).expanduser(), Path(results, result_set.study))
         config |= {"results": results, "code": [], "data": {}}
         return make_plan(["--config", json.dumps(config), "--out", str(folder)])
 
 
 def get_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
-    """Return the experiments in a set's unchecked config.
+    """Return the experiments of a study by name, from a config that was not validated.
 
-    The result is an empty dict if the config has none.
+    If the config has no valid experiments, the result is empty.
     """
     try:
         experiments = config["studies"][study]["experiments"]
@@ -175,9 +183,9 @@ def get_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str
         return {}
 
 
-def check_no_foreign_code(text: str, config: Mapping[str, Any]) -> None:
-    """Raise CommandError if a plan would run code or read data that the bundle names."""
-    # Values of other types are skipped here, because the validation of the config rejects them later.
+def check_no_foreign_code(source: str, config: Mapping[str, Any]) -> None:
+    """Raise CommandError if a plan of the bundle would run code or read data that its author chose."""
+    # A value of a wrong type is ignored here: the validation of the config rejects it afterwards.
     models, datasets, studies = (
         value if isinstance(value := config.get(key), dict) else {}
         for key in ("models", "datasets", "studies")
@@ -194,6 +202,6 @@ def check_no_foreign_code(text: str, config: Mapping[str, Any]) -> None:
                 own.append(f"the task {block['task']}")
     if own:
         raise CommandError(
-            f"{text} names code or data of its own ({own[0]}), which is never run from a bundle; run "
+            f"{source} uses code or data of its author ({own[0]}), and code from a bundle is never run; run "
             "`stratbench plan` in the folder of its config.yaml"
         )

@@ -1,4 +1,4 @@
-"""Keys of config.yaml on result sets: which sets to compare, and what to export and bundle."""
+"""Keys of config.yaml on result sets: which sets to compare, and how to export and bundle a study."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from stratbench.cell.settings import Keys, setting
 from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.messages import ConfigError, format_wrong_value_message
 
-#: Prefix of the name of a version of the paper's tables, and the versions.
+#: The set `paper:v1` is the tables of version v1 of the paper. PAPER is the prefix, VERSIONS the versions.
 PAPER, VERSIONS = "paper:", ("v1", "v2")
-#: File names of a comparison's pages. No set may have such a name, because each set has a folder next to
-#: them.
+#: File names of a comparison's pages. No set may have such a name, because the comparison writes a folder
+#: with the name of each set next to the pages.
 PAGES = INDEX, EXPLORE = "index.html", "explore.html"
 _EXAMPLE = "--config 'sets={old: old.stratbench.zip, new: results/demo}'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sets(Keys):
-    """Keys of the top level of config.yaml: sets to compare, and formats to export."""
+    """Top-level keys of config.yaml on result sets: which sets to compare, and in which formats to export."""
 
     # fmt: off
     sets: dict[str, str] = setting({}, propertyNames={"$ref": "#/$defs/name"},
@@ -40,13 +40,10 @@ class Sets(Keys):
     def iter_contradictions(
         cls, block: Mapping[str, Any], config: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield messages on faults of the sets and of their prices.
+        """Yield a message on each set that cannot be compared, and on prices that do not match the sets."""
 
-        Faulty sets cannot be compared, and faulty prices do not match the sets.
-        """
-
-        def make_wrong_value_message(*of: Any) -> str:
-            return format_wrong_value_message(*of).removeprefix("config: ")
+        def make_wrong_value_message(*arguments: Any) -> str:
+            return format_wrong_value_message(*arguments).removeprefix("config: ")
 
         sets, prices = block["sets"], config["compare"]["prices"]
         if len(sets) == 1:
@@ -81,7 +78,7 @@ class Sets(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Keys):
-    """Conditions under which `stratbench compare` fails, and prices for its decision."""
+    """Keys of `stratbench compare`: when it fails, and the price of a GPU-hour in each set."""
 
     # fmt: off
     fail_above: float | None = setting(None, minimum=0, maximum=1,
@@ -95,7 +92,7 @@ class Compare(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle(Keys):
-    """Treatment of the names of hosts and users by `stratbench bundle`."""
+    """Keys of `stratbench bundle`: whether the names of hosts and users are replaced."""
 
     # fmt: off
     hosts: Literal["named", "replaced"] = setting("named",
@@ -105,10 +102,10 @@ class Bundle(Keys):
 
 
 def list_existing_sets(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the config's sets by name, after a check that each file or folder exists.
+    """Return the source of each set in the config, by name of the set.
 
     Raises:
-        ConfigError: If there are no sets, or if one does not exist.
+        ConfigError: The config has no sets, or the file or folder of a set does not exist.
     """
     sets = dict(config["sets"])
     if not sets:

@@ -1,6 +1,6 @@
-"""Removes secrets from a bundle, and on request the names of hosts, users and their folders.
+"""Removes secrets from a bundle and, on request, the names of hosts, users and their folders.
 
-A name is replaced by the same word everywhere (node1, node2, ...), so that one can see which cells share a
+A host is replaced by the same word everywhere (node1, node2, ...), so that one can see which cells share a
 host.
 """
 
@@ -23,11 +23,11 @@ _GPU = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{1
 _HOME = re.compile(r"/(?:home|Users)/([^/\s:;,'\"]+)")
 _ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
 _WORD = re.compile(r"[\w-]*")
-#: Environment variables of SLURM that contain names of nodes.
+#: Environment variables of SLURM whose values have names of nodes.
 _NODES = {"SLURM_JOB_NODELIST", "SLURMD_NODENAME"}
-#: Environment variables of SLURM that name a site's cluster or partition, with their replacements.
+#: Environment variables of SLURM whose values name the cluster or the partition, with their replacements.
 _SITE = {"SLURM_CLUSTER_NAME": "cluster", "SLURM_JOB_PARTITION": "partition"}
-#: Sections of a worker's environment variables, each with the function that keeps the allowed ones.
+#: Fields of a worker's provenance with environment variables, each with a function that selects allowed ones.
 _LISTED = {
     "environment": environment.select_training_variables,
     "slurm": environment.select_slurm_variables,
@@ -35,10 +35,12 @@ _LISTED = {
 
 
 def remove_secrets(value: Any, is_record: bool = False) -> Any:
-    """Return a record, config or plan without texts that may be secrets.
+    """Return a record, config or plan in which texts that may be secrets are replaced.
 
-    In a record, only the allowed environment variables of a worker remain. In a config, `slurm` or
-    `environment` may be the name of an experiment, so that all their keys remain.
+    Args:
+        value: The content of a JSON file.
+        is_record: Whether this is a record, in which only allowed environment variables of workers remain. A
+            config may have an experiment with the name `slurm` or `environment`, whose keys all remain.
     """
     return _remove_secrets(value, is_record, ())
 
@@ -46,9 +48,13 @@ def remove_secrets(value: Any, is_record: bool = False) -> Any:
 def _remove_secrets(
     value: Any, is_record: bool, path: tuple[str, ...], is_secret: bool = False
 ) -> Any:
-    """Return `value` without secrets; `path` has the keys above it.
+    """Return a value in which texts that may be secrets are replaced.
 
-    With `is_secret`, the name of a key above says that all texts below are secrets.
+    Args:
+        value: A value within a JSON file.
+        is_record: Whether the file is a record.
+        path: Keys above the value.
+        is_secret: Whether a key above has the name of a secret, so that all texts below are secrets.
     """
     if isinstance(value, list):
         return [_remove_secrets(inner, is_record, path, is_secret) for inner in value]
@@ -75,9 +81,10 @@ def _remove_secrets(
 
 
 def _has_user_keys(path: tuple[str, ...]) -> bool:
-    """Return whether users chose the keys below a path, such as model names.
+    """Return whether the keys of a dict in a config or plan are names that users chose, as for `models`.
 
-    The path has the keys above, in a config or a plan.
+    Args:
+        path: Keys above the dict.
     """
     if len(path) == 3:
         return path[0] == "studies" and path[2] in ("experiments", "variants")
@@ -85,7 +92,7 @@ def _has_user_keys(path: tuple[str, ...]) -> bool:
 
 
 class Replacements:
-    """Replaces the names of hosts, GPUs and users' folders by the same words throughout a bundle."""
+    """Replacements of hosts, GPUs and users in the texts of a bundle; a name has the same one everywhere."""
 
     def __init__(self, hosts: Iterable[str], gpus: Iterable[str], users: Iterable[str]) -> None:
         short = sorted(
@@ -95,7 +102,7 @@ class Replacements:
         self._gpus = {gpu: f"GPU-{n}" for n, gpu in enumerate(sorted(set(gpus)), 1)}
         self._addresses: dict[str, str] = {}
         names = "|".join(re.escape(host) for host in sorted(short, key=len, reverse=True))
-        # The pattern includes a host's domain.
+        # The pattern matches a host name with or without its domain.
         self._host = re.compile(rf"(?<![A-Za-z0-9])(?:{names})(?:\.[\w-]+)*(?![A-Za-z0-9])", re.I)
         own = {str(Path.home())} - {"/", "."}
         folders = "|".join(re.escape(folder) for folder in own)
@@ -104,7 +111,7 @@ class Replacements:
         self._user = re.compile(rf"(?<=/)(?:{people})(?=/|$)") if people else None
 
     def replace_names(self, text: str) -> str:
-        """Return `text` with every name of a host, GPU and user replaced."""
+        """Return a text in which the names of hosts and users, and the ids of GPUs, are replaced."""
         if self._own_home:
             text = self._own_home.sub("~", text)
         text = _HOME.sub("~", text)
@@ -114,17 +121,17 @@ class Replacements:
         return self._host.sub(self._get_node_name, text) if self._hosts else text
 
     def _replace_gpus(self, text: str) -> str:
-        """Return `text` with the ids of GPUs replaced."""
-        return _GPU.sub(lambda found: self._gpus.get(found[0], "GPU"), text)
+        """Return a text in which the ids of GPUs are replaced."""
+        return _GPU.sub(lambda match: self._gpus.get(match[0], "GPU"), text)
 
     def _get_node_name(self, match: re.Match[str]) -> str:
-        """Return the substitute of a host name that `match` matched."""
+        """Return the replacement of a matched host name, such as `node1`."""
         return self._hosts[match[0].partition(".")[0].lower()]
 
     def replace_names_in_message(self, text: str) -> str:
-        """Return a message with names and IP addresses replaced.
+        """Return an error message in which names and IP addresses are replaced.
 
-        In a message four numbers with dots are an address, and not a version as elsewhere.
+        Only in messages, four numbers with dots are an IP address; elsewhere they may be a version.
         """
 
         def replace_address(match: re.Match[str]) -> str:
@@ -137,24 +144,24 @@ class Replacements:
         return _ADDRESS.sub(replace_address, self.replace_names(text))
 
     def replace_names_in_value(self, value: Any) -> Any:
-        """Return a JSON value with the names in its texts replaced.
+        """Return a JSON value in whose texts the names are replaced.
 
-        Keys stay as they are, and so do texts that are one word.
+        Keys, and texts of a single word, are not changed.
         """
         return _map_texts(value, self._replace_unless_word)
 
     def _replace_unless_word(self, text: str) -> str:
-        """Return `text` with names replaced, except in a single word.
+        """Return a text in which names are replaced, or the text itself if it is a single word.
 
-        A host's name may be a common word, such as `ok`.
+        A single word such as `ok` may also be the name of a host.
         """
         return self._replace_gpus(text) if _WORD.fullmatch(text) else self.replace_names(text)
 
     def replace_names_in_record(self, record: Record) -> Record:
-        """Return a record with every name replaced, except in the fields that identify the cell.
+        """Return a record in which all names are replaced, except in the fields that identify the cell.
 
         Raises:
-            ValueError: If a host is called like a kind of device, such as `cuda`.
+            ValueError: A host has the name of a kind of device, such as `cuda`.
         """
         replaced = self.replace_names_in_value(record) | {"cell": record["cell"]}
         if isinstance(record["reason"], str):
@@ -164,8 +171,8 @@ class Replacements:
                 continue
             if provenance.get("device") != new["provenance"].get("device"):
                 raise ValueError(
-                    f"a host has the name of the device {provenance.get('device')}, so that names of hosts "
-                    "cannot be replaced"
+                    f"names of hosts cannot be replaced, because the device {provenance.get('device')} has "
+                    "the name of a host"
                 )
             if name := get_by_path(provenance, "host.name"):
                 new["provenance"]["host"]["name"] = self.replace_names(name)
@@ -181,11 +188,14 @@ class Replacements:
         return replaced
 
 
-def collect_replacements(
-    records: Iterable[Record], nodes_of_timelines: Iterable[str]
-) -> Replacements:
-    """Return replacements for all names in these records, and for this machine and its user."""
-    hosts, gpus, users = {socket.gethostname(), *nodes_of_timelines}, set(), set()
+def collect_replacements(records: Iterable[Record], timeline_hosts: Iterable[str]) -> Replacements:
+    """Return a replacement for each host, GPU and user in some records, and for this machine and its user.
+
+    Args:
+        records: The records.
+        timeline_hosts: Further names of hosts, from timelines.
+    """
+    hosts, gpus, users = {socket.gethostname(), *timeline_hosts}, set(), set()
     try:
         users.add(getpass.getuser())
     except (OSError, KeyError):
@@ -202,9 +212,9 @@ def collect_replacements(
     return Replacements(hosts, gpus, users)
 
 
-def expand_node_list(listed: str) -> Iterator[str]:
-    """Yield the hosts in a SLURM node list, such as five hosts in `gpu[01-03,7],login`."""
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
+def expand_node_list(node_list: str) -> Iterator[str]:
+    """Yield the name of each host in a node list of SLURM, such as `gpu[01-03,7],login` with five hosts."""
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
         if not (match := re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)):
             yield part
             continue
@@ -216,19 +226,19 @@ def expand_node_list(listed: str) -> Iterator[str]:
                     yield f"{match[1]}{n:0{len(first)}d}{match[3]}"
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with `change` applied to every text in it."""
+def _map_texts(value: Any, convert_text: Callable[[str], str]) -> Any:
+    """Return a JSON value in which each text is converted. Keys are not converted."""
     if isinstance(value, str):
-        return change(value)
+        return convert_text(value)
     if isinstance(value, list):
-        return [_map_texts(inner, change) for inner in value]
+        return [_map_texts(inner, convert_text) for inner in value]
     if isinstance(value, dict):
-        return {key: _map_texts(inner, change) for key, inner in value.items()}
+        return {key: _map_texts(inner, convert_text) for key, inner in value.items()}
     return value
 
 
 def _iter_texts(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value."""
+    """Yield each text in a JSON value, without keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

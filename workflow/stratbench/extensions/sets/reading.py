@@ -41,26 +41,26 @@ class ResultSet:
     #: Source that the user named: a path, or `paper:v1`.
     source: str
     study: str
-    #: Table like cells.csv, with a row per cell, including cells without a record.
+    #: Table like cells.csv. It has a row per cell, also for cells without a record.
     cells: pd.DataFrame
     #: Table like epochs.csv, with a row per epoch.
     epochs: pd.DataFrame
     #: Records of the cells; empty for the paper's tables.
     records: tuple[Record, ...] = ()
-    #: Timelines of the cells, by the audit's key of the cell.
+    #: Timeline of each cell, by the cell's key in the audit.
     timelines: dict[Key, Timeline] = field(default_factory=dict)
-    #: The resolved config, or None if unknown.
+    #: Config of the study with all defaults, or None if unknown.
     config: dict[str, Any] | None = None
-    #: The content of plan.json, or None without a plan.
+    #: Content of plan.json, or None without a plan.
     plan: dict[str, Any] | None = None
-    #: The manifest of the bundle, or None if the set is no bundle.
+    #: Manifest of the bundle, or None if the set is no bundle.
     manifest: dict[str, Any] | None = None
-    #: Accuracy that any working training reaches, by data set; only published tables need it.
+    #: Accuracy that the simplest models reach, as a share by data set; only for the paper's tables.
     accuracy_floors: dict[str, float] = field(default_factory=dict)
 
     @functools.cached_property
     def findings(self) -> pd.DataFrame:
-        """Findings of the audit, as a table like audit.csv."""
+        """Findings of the audit on this set, as a table like audit.csv."""
         audited = audit_cells(
             self.cells, self.records, self.accuracy_floors, timelines=self.timelines
         )
@@ -69,20 +69,20 @@ class ResultSet:
 
     @property
     def is_published(self) -> bool:
-        """Whether this is a published table, without records."""
+        """Whether this set is the paper's tables, which have no records."""
         return self.source.startswith(PAPER)
 
     @property
     def has_replaced_hosts(self) -> bool:
-        """Whether host names were replaced in the bundle of this set.
+        """Whether the names of hosts are replaced in this set.
 
-        Replaced names do not show whether two sets share a host.
+        Replaced names do not show whether two sets have a host in common.
         """
         return bool(self.manifest) and self.manifest["hosts"] == "replaced"
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Origin of the set as texts by label."""
+        """Texts on the origin of the set, such as its study and its source, by label."""
         origin = {"source": self.source, "study": self.study}
         if self.manifest:
             product = self.manifest["product"]
@@ -95,43 +95,45 @@ class ResultSet:
         return origin
 
 
-def read_set(text: str, name: str | None = None, expected: Expectations | None = None) -> ResultSet:
+def read_set(
+    source: str, name: str | None = None, expected: Expectations | None = None
+) -> ResultSet:
     """Read a result set from a bundle, a folder `results/<study>`, or the paper's tables.
 
     Args:
-        text: Path of a bundle or folder, or `paper:v1`.
+        source: Path of a bundle or folder, or `paper:v1`.
         name: Name of the set, or None for the name of its study.
-        expected: Expectations from the study's config, if available.
+        expected: What the records must have according to the study's config, if this is known.
 
     Raises:
-        SetError: If the source is none of these or cannot be read.
+        SetError: The source is none of these, or cannot be read.
     """
-    if text.startswith(PAPER):
-        version = text.removeprefix(PAPER)
+    if source.startswith(PAPER):
+        version = source.removeprefix(PAPER)
         if version not in VERSIONS:
-            known = ", ".join(PAPER + v for v in VERSIONS)
-            raise SetError(f"{quote_untrusted(text)} is no version of the paper; known: {known}")
+            known = " or ".join(PAPER + v for v in VERSIONS)
+            raise SetError(f"{quote_untrusted(source)} is no version of the paper; use {known}")
         cells = published.make_cells_of_version(version)
         epochs = pd.DataFrame(columns=list(EPOCH_COLUMNS))
         study = f"paper-{version}"
         return ResultSet(
             name or study,
-            text,
+            source,
             study,
             cells,
             epochs,
             accuracy_floors=published.read_accuracy_floors(),
         )
-    path = Path(text).expanduser()
+    path = Path(source).expanduser()
     if path.is_dir():
-        return _read_folder(path, text, name, None, expected)
+        return _read_folder(path, source, name, None, expected)
     if not path.exists():
         raise SetError(
-            f"{text} does not exist; a set is a bundle, a folder results/<study>, or {PAPER}{VERSIONS[0]}"
+            f"{source} does not exist; name a bundle, a folder results/<study>, or {PAPER}{VERSIONS[0]}"
         )
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as folder:
         manifest = extract_bundle(path, Path(folder))
-        return _read_folder(Path(folder), text, name, manifest, expected)
+        return _read_folder(Path(folder), source, name, manifest, expected)
 
 
 def _read_folder(
@@ -141,10 +143,19 @@ def _read_folder(
     manifest: dict[str, Any] | None,
     expected: Expectations | None,
 ) -> ResultSet:
-    """Read the set in a folder of results. If the folder comes from a bundle, every record must be valid."""
+    """Read a result set from the folder of a study's results, or from that of an extracted bundle.
+
+    Args:
+        folder: The folder.
+        source: Source of the set that the user named.
+        name: Name of the set, or None for the name of its study.
+        manifest: Manifest of the bundle, or None for a folder of results. Every record of a bundle must be
+            valid.
+        expected: What the records must have according to the study's config, if this is known.
+    """
 
     def make_set_error(error: Exception | str) -> SetError:
-        # Paths in the folder that a bundle was extracted to are shown as paths in the bundle.
+        # A message on a bundle shows the path in the bundle, and not that in the temporary folder.
         return SetError(
             f"{source}: {str(error).replace(f'{folder}/', '')}" if manifest else str(error)
         )
@@ -154,7 +165,7 @@ def _read_folder(
         raise SetError(
             f"{source} has no record and no list of cells; name a folder results/<study>"
         )
-    # The tables and the audit both need the records, which may be thousands of files.
+    # The tables and the audit both read the records, which may be thousands of files, so each is read once.
     read = functools.cache(record.read_measured_record)
     with tempfile.TemporaryDirectory(prefix="stratbench-set-") as work:
         out, epochs_out = Path(work, "cells.csv"), Path(work, "epochs.csv")
@@ -178,7 +189,7 @@ def _read_folder(
     study = cells[0].study
     if manifest and study != manifest["study"]:
         raise make_set_error(
-            f"its records are of study {study}, but its manifest names {manifest['study']}"
+            f"the records are of study {study}, but the manifest names study {manifest['study']}"
         )
     config, plan = (
         _read_json_object(folder / file, make_set_error) for file in ("config.json", "plan.json")
@@ -190,7 +201,13 @@ def _read_folder(
 
 
 def _find_cells(folder: Path, manifest: dict[str, Any] | None, make_error: Any) -> list[Cell]:
-    """Return the cells that cells.json lists, followed by other cells with a record."""
+    """Return the cells of a set: those that cells.json lists, then other cells with a record.
+
+    Args:
+        folder: Folder of the set.
+        manifest: Manifest of the bundle, or None for a folder of results.
+        make_error: Returns the SetError with a given text.
+    """
     listed = folder / "cells.json"
     has_list = listed.exists()
     cells = list(_read_cell_list(listed, make_error)) if has_list else []
@@ -204,7 +221,7 @@ def _find_cells(folder: Path, manifest: dict[str, Any] | None, make_error: Any) 
         if path.parent.relative_to(folder / "cells").as_posix() in known:
             continue
         if has_list and not manifest:
-            continue  # the study's config no longer has this cell
+            continue  # The study's config no longer has this cell, because cells.json does not list it.
         try:
             content = read_json(path)
             cell = _parse_cell(content["cell"])
@@ -220,7 +237,7 @@ def _read_cell_list(path: Path, make_error: Any) -> Iterator[Cell]:
     try:
         listed = read_json(path)
         if not isinstance(listed, list):
-            raise ValueError("it is no list")
+            raise ValueError("the content is no list")
         for coordinates in listed:
             yield _parse_cell(coordinates)
     except (OSError, ValueError, TypeError) as e:
@@ -228,17 +245,22 @@ def _read_cell_list(path: Path, make_error: Any) -> Iterator[Cell]:
 
 
 def _parse_cell(coordinates: Any) -> Cell:
-    """Make a cell from untrusted coordinates.
+    """Make a cell from a JSON value of a bundle, which may be anything.
 
     Raises:
-        ValueError: If the values are not coordinates of a cell.
+        ValueError: The value has no valid coordinates of a cell.
     """
     if not isinstance(coordinates, dict) or coordinates.keys() != Cell.__dataclass_fields__.keys():
-        raise ValueError("a cell needs exactly seven coordinates")
+        raise ValueError(
+            f"a cell has exactly the seven coordinates {', '.join(Cell.__dataclass_fields__)}"
+        )
     cell = Cell(**coordinates)
     for part in (cell.study, cell.experiment, cell.strategy, cell.model, cell.dataset):
         if not isinstance(part, str) or not NAME.fullmatch(part):
-            raise ValueError(f"{quote_untrusted(part)} cannot be a name in a study")
+            raise ValueError(
+                f"{quote_untrusted(part)} cannot be the name of a study, experiment, strategy, model or "
+                "data set"
+            )
     if (
         not all(type(n) is int and 0 <= n < 10**6 for n in (cell.gpus, cell.repeat))
         or not cell.gpus
@@ -250,10 +272,7 @@ def _parse_cell(coordinates: Any) -> Cell:
 
 
 def _read_json_object(path: Path, make_error: Any) -> dict[str, Any] | None:
-    """Read the JSON object in a file.
-
-    The result is None if the file does not exist.
-    """
+    """Return the JSON object in a file, or None if the file does not exist."""
     if not path.exists():
         return None
     try:
@@ -266,13 +285,10 @@ def _read_json_object(path: Path, make_error: Any) -> dict[str, Any] | None:
 
 
 def _check_timeline(path: Path, make_error: Any) -> None:
-    """Raise an error if a file is not a timeline.
-
-    A timeline is a table with the column `kind`.
-    """
+    """Raise an error if a file is no timeline, which is a CSV file with the column `kind`."""
     try:
         text = read_regular_file(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:
         raise make_error(f"{path} cannot be read as text: {e}") from e
     if "kind" not in text.partition("\n")[0].split(",") or "\0" in text:
-        raise make_error(f"{path} is not a timeline: it lacks the column kind")
+        raise make_error(f"{path} is not a timeline: it has no column `kind`")

@@ -21,7 +21,7 @@ SET = "a bundle, a folder results/STUDY, or paper:v2"
 
 
 def add_subcommands(add: SubcommandAdder) -> None:
-    """Add the subcommands on result sets, and the argument SET of other subcommands."""
+    """Add the commands `compare`, `export` and `bundle`, and the argument SET of other commands."""
     add_set_argument(add.find_subcommand("decide"), decide_set, SET, "decision")
     add_set_argument(add.find_subcommand("plan"), plan_set, "a bundle")
     check = add.find_subcommand("check")
@@ -37,151 +37,166 @@ def add_subcommands(add: SubcommandAdder) -> None:
         nargs="+",
         default=["parquet"],
         metavar="FORMAT",
-        help="formats to write; default: parquet",
+        help="formats to write: parquet, mlflow, tensorboard or wandb; default: parquet",
     )
     add_set_argument(export, export_set, SET, "export")
     bundle = add("bundle", run_bundle, "write the results of a study as one file")
     bundle.add_argument(
         "--replace-hosts",
         action="store_true",
-        help="replace names of hosts and users in the bundle",
+        help="replace the names of hosts in the bundle, and remove those of users",
     )
 
 
 def add_set_argument(
     command: argparse.ArgumentParser,
-    of_set: Callable[[argparse.Namespace], int],
-    sets: str,
-    written: str | None = None,
+    run_for_set: Callable[[argparse.Namespace], int],
+    allowed_sets: str,
+    folder_suffix: str | None = None,
 ) -> None:
-    """Add the argument SET to a subcommand. If `written` is set, add the option --out too.
+    """Add the argument SET to a command and, if the command writes a folder, the option --out.
 
     Args:
-        command: The subcommand's parser.
-        of_set: Runs the subcommand on a set.
-        sets: Text on the sets that it takes.
-        written: Ending of the default folder that it writes, if any.
+        command: The command's parser.
+        run_for_set: Runs the command for a set.
+        allowed_sets: Text on the sets that the command accepts.
+        folder_suffix: Ending of STUDY.<folder_suffix>, the default output folder; None if there is none.
     """
     command.add_argument(
-        "set", nargs="?", help=f"result set: {sets}; default: the study of this folder"
+        "set",
+        nargs="?",
+        help=f"result set to use: {allowed_sets}; default: the study in the current folder",
     )
-    if written:
+    if folder_suffix:
         command.add_argument(
-            "--out", type=Path, help=f"folder to write for a set; default: STUDY.{written}"
+            "--out",
+            type=Path,
+            help=f"folder to write to if you name a result set; default: STUDY.{folder_suffix}",
         )
-    of_study = command.get_default("run")
-    command.set_defaults(run=partial(run_on_set, of_set, of_study, bool(written)))
+    run_for_study = command.get_default("run")
+    command.set_defaults(run=partial(run_on_set, run_for_set, run_for_study, bool(folder_suffix)))
 
 
 def add_compare(add: SubcommandAdder) -> None:
-    """Add the subcommand `compare`, for named sets or those of the config."""
+    """Add the command `compare`, which compares the named sets or those in config.yaml."""
     compare = add("compare", run_compare, "compare two or more result sets, side by side")
     compare.add_argument(
         "set",
         nargs="*",
         metavar="NAME=SET",
-        help=f"{SET}; default: `sets` of this folder's config",
+        help=f"name and source of each result set; SET is {SET}; default: the key `sets` of config.yaml",
     )
     compare.add_argument(
-        "--out", type=Path, help="folder to write for named sets; default: compare"
+        "--out", type=Path, help="folder to write to if you name result sets; default: compare"
     )
     compare.add_argument(
         "--fail-above",
         type=float,
         metavar="SHARE",
-        help="exit with code 1 if a strategy is slower by more than SHARE and noise, or has no usable times: "
-        "0.05 is 5 %%",
+        help="exit with code 1 if a strategy is slower than in the first set by more than this share (0.05 "
+        "is 5 %%) and by more than noise, or if it has no usable times",
     )
 
 
 def run_on_set(
-    of_set: Callable[[argparse.Namespace], int],
-    of_study: Run,
+    run_for_set: Callable[[argparse.Namespace], int],
+    run_for_study: Run,
     out_is_for_sets: bool,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     others: list[str],
 ) -> int:
-    """Run `of_set` if the user named a set, else `of_study`."""
-    if given.set:
-        if others:  # a value of one of Snakemake's options would be taken for a set
+    """Run a command for the result set that the user named, or else for the study in this folder.
+
+    Args:
+        run_for_set: Runs the command for a set.
+        run_for_study: Runs the command for the study.
+        out_is_for_sets: Whether the option --out is allowed only with a set.
+        args: Parsed arguments.
+        others: Other arguments, which are options of Snakemake.
+    """
+    if args.set:
+        # Without "=", the value of an option of Snakemake would be the name of a set.
+        if others:
             raise CommandError(
-                f"{' '.join(others)}: is no option for a set; write the value of an option of Snakemake "
-                "with =, as in --jobs=4"
+                f"{' '.join(others)}: is no option for a result set; write the value of an option of "
+                "Snakemake with =, as in --jobs=4"
             )
-        return of_set(given)
-    if out_is_for_sets and given.out is not None:
+        return run_for_set(args)
+    if out_is_for_sets and args.out is not None:
         raise CommandError(
             "--out is only for a result set; to write a study's results elsewhere, set `results` in its "
             "config"
         )
-    return of_study(given, others)
+    return run_for_study(args, others)
 
 
-def decide_set(given: argparse.Namespace) -> int:
-    """Run `stratbench decide SET`."""
+def decide_set(args: argparse.Namespace) -> int:
+    """Run `stratbench decide SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
-    return from_set.decide_from_set(given.set, list_config_pairs(given), given.out)
+    return from_set.decide_from_set(args.set, list_config_pairs(args), args.out)
 
 
-def plan_set(given: argparse.Namespace) -> int:
-    """Run `stratbench plan BUNDLE`."""
+def plan_set(args: argparse.Namespace) -> int:
+    """Run `stratbench plan BUNDLE`, and return the exit code."""
     check_packages_installed("torch")
     from stratbench.extensions.plan.subcommands import check_single_model_options
     from stratbench.extensions.sets import from_set
 
-    if given.model is not None:
-        check_no_unknown_arguments([given.set])
-    check_single_model_options(given)
-    return from_set.plan_from_bundle(given.set, list_config_pairs(given), given.out)
+    if args.model is not None:
+        check_no_unknown_arguments([args.set])
+    check_single_model_options(args)
+    return from_set.plan_from_bundle(args.set, list_config_pairs(args), args.out)
 
 
-def check_set(given: argparse.Namespace) -> int:
-    """Run `stratbench check SET`."""
+def check_set(args: argparse.Namespace) -> int:
+    """Run `stratbench check SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
-    check_no_unknown_arguments(list_config_pairs(given))
-    return from_set.check_set_source(given.set)
+    check_no_unknown_arguments(list_config_pairs(args))
+    return from_set.check_set_source(args.set)
 
 
-def run_compare(given: argparse.Namespace, others: list[str]) -> int:
-    """Run `stratbench compare` on named sets, or else the rule `compare`."""
-    # The number has no exponent, because YAML reads 1e-05 as text.
-    limit = [] if given.fail_above is None else [f"compare={{fail_above: {given.fail_above:.9f}}}"]
+def run_compare(args: argparse.Namespace, others: list[str]) -> int:
+    """Run `stratbench compare` on named sets, or else the rule `compare`. Return the exit code."""
+    # The share has no exponent, because YAML reads 1e-05 as text.
+    limit = [] if args.fail_above is None else [f"compare={{fail_above: {args.fail_above:.9f}}}"]
 
-    def compare_named(given: argparse.Namespace) -> int:
+    def compare_named(args: argparse.Namespace) -> int:
         from stratbench.extensions.sets import from_set
 
-        return from_set.compare_set_sources(
-            given.set, [*list_config_pairs(given), *limit], given.out
-        )
+        return from_set.compare_set_sources(args.set, [*list_config_pairs(args), *limit], args.out)
 
-    return run_on_set(compare_named, partial(print_rule_answer, config=limit), True, given, others)
+    return run_on_set(compare_named, partial(print_rule_answer, config=limit), True, args, others)
 
 
-def check_formats(given: argparse.Namespace) -> list[str]:
-    """Return the formats of `--to`. Raises CommandError for an unknown format."""
+def check_formats(args: argparse.Namespace) -> list[str]:
+    """Return the formats that the option --to names.
+
+    Raises:
+        CommandError: A format is unknown.
+    """
     from stratbench.extensions.sets.export import EXPORTS
 
-    if unknown := [name for name in given.to if name not in EXPORTS]:
-        raise CommandError(f"--to {unknown[0]}: is not one of {', '.join(EXPORTS)}")
-    return given.to
+    if unknown := [name for name in args.to if name not in EXPORTS]:
+        raise CommandError(f"--to {unknown[0]}: is no format; use {', '.join(EXPORTS)}")
+    return args.to
 
 
-def export_set(given: argparse.Namespace) -> int:
-    """Run `stratbench export SET`."""
+def export_set(args: argparse.Namespace) -> int:
+    """Run `stratbench export SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
-    check_no_unknown_arguments(list_config_pairs(given))
-    return from_set.export_set_source(given.set, check_formats(given), given.out)
+    check_no_unknown_arguments(list_config_pairs(args))
+    return from_set.export_set_source(args.set, check_formats(args), args.out)
 
 
-def run_export(given: argparse.Namespace, others: list[str]) -> int:
-    """Run `stratbench export`, which runs the rule `export`."""
-    return print_rule_answer(given, others, [f"export=[{', '.join(check_formats(given))}]"])
+def run_export(args: argparse.Namespace, others: list[str]) -> int:
+    """Run `stratbench export`, which runs the rule `export`. Return the exit code."""
+    return print_rule_answer(args, others, [f"export=[{', '.join(check_formats(args))}]"])
 
 
-def run_bundle(given: argparse.Namespace, others: list[str]) -> int:
-    """Run `stratbench bundle`, which runs the rule `bundle`."""
-    hosts = ["bundle={hosts: replaced}"] if given.replace_hosts else []
-    return print_rule_answer(given, others, hosts)
+def run_bundle(args: argparse.Namespace, others: list[str]) -> int:
+    """Run `stratbench bundle`, which runs the rule `bundle`. Return the exit code."""
+    hosts = ["bundle={hosts: replaced}"] if args.replace_hosts else []
+    return print_rule_answer(args, others, hosts)

@@ -1,4 +1,4 @@
-"""Extension `tune`: searches combinations of strategies and settings for the fastest one."""
+"""The extension `tune`: finds the fastest combination of a strategy, options and settings."""
 
 from __future__ import annotations
 

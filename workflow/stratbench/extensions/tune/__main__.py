@@ -1,6 +1,6 @@
-"""Filters the combinations of an experiment, and writes a study of the combinations to measure.
+"""Filters the combinations of an experiment, and writes a study of those that are to be measured.
 
-python -m stratbench.extensions.tune --config JSON as `snakemake tune` calls it
+`snakemake tune` calls this as python -m stratbench.extensions.tune --config JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code."""
+    """Filter the combinations, print the result and, after measurements, the answer. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.extensions.tune", description=__doc__
     )
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         combinations = list_combinations(question["values"], question["gpus"], whole["tune"])
         if not combinations:
             raise ConfigError(
-                "config: tune: `include` and `exclude` leave no strategy; add one to `include`, or "
-                "remove one from `exclude`"
+                "config: tune: no strategy is left after `include` and `exclude`; add a strategy to "
+                "`include`, or remove one from `exclude`"
             )
         where = (question["experiment"], question["gpus"], question["model"])
         failed = read_out_of_memory_combinations(
@@ -103,10 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choose_tuning_task(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment, its values, the model and the number of workers to tune for.
+    """Return what to tune: the experiment, its values, the model and the number of workers.
 
     Raises:
-        ConfigError: The study has no such experiment, or the experiment no such network.
+        ConfigError: The study has no such experiment, or the experiment has no such model.
     """
     tune, experiments = config["tune"], config["studies"][config["study"]]["experiments"]
     for key in ("include", "exclude", "baseline"):
@@ -129,7 +129,10 @@ def choose_tuning_task(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
-    """Return lines that count dropped combinations and list those to measure, fastest first."""
+    """Return lines with the number of combinations per outcome, and the combinations to measure.
+
+    The combination with the shortest planned time comes first.
+    """
     fates = Counter(s.outcome for s in sieved)
     texts = [f"{fates[UNSUPPORTED]} unsupported", f"{fates[TOO_LARGE]} do not fit"]
     texts.append(f"{fates[TOO_SLOW]} too slow to be among the fastest")
@@ -148,7 +151,8 @@ def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
     if any(s.amounts is not None for s in sieved):
         lines += [
             "",
-            "A combination is dropped if its planned time exceeds a faster one's by more than:",
+            "A combination is dropped if its planned time, divided by that of a faster one, exceeds this "
+            "factor for the property in which the two differ:",
         ]
         lines += describe_margins(fit_public_margins())
     reasons = Counter(s.reason for s in sieved if s.outcome == UNSUPPORTED)
@@ -157,7 +161,7 @@ def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
 
 
 def write_combinations_csv(sieved: Sequence[Sieved], path: Path) -> None:
-    """Write the outcome and the planned values of each combination as CSV."""
+    """Write tune.csv: the outcome and the planned values of each combination."""
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
@@ -187,24 +191,24 @@ def write_tuning_config(
     experiment: str,
     gpus: int,
     model: str,
-    chosen: Sequence[Combination],
+    combinations: Sequence[Combination],
     path: Path,
     budget_gpu_hours: float | None,
 ) -> None:
-    """Write a config file that holds only the study of the chosen combinations.
+    """Write a config file with the study that measures the remaining combinations.
 
-    Snakemake reads it by --configfile, in addition to config.yaml.
+    Snakemake reads this file in addition to config.yaml.
 
     Args:
-        config: The raw config.
+        config: The config as read from YAML.
         experiment: Name of the experiment to tune.
         gpus: Number of workers.
         model: Name of the model.
-        chosen: The combinations to measure.
+        combinations: The combinations to measure.
         path: File to write.
         budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
-    made = add_tuning_study(config, experiment, gpus, model, chosen)
+    made = add_tuning_study(config, experiment, gpus, model, combinations)
     name = make_tuning_study_name(config["study"])
     alone = {"study": name, "studies": {name: made["studies"][name]}}
     if budget_gpu_hours is not None:

@@ -1,4 +1,4 @@
-"""Computes the answer of `tune` from its study's verdict."""
+"""Computes the answer of `tune` from the verdict of the study that measures the remaining combinations."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from stratbench.statistics.intervals import IntervalEstimate, compute_paired_rat
 
 @dataclass(frozen=True)
 class MeasuredCombination:
-    """A combination that was measured, with its step times and its memory.
+    """A measured combination, with its step times and its memory.
 
     Attributes:
         step_s_by_block: Seconds per step in each block; None for a block without this combination.
-        memory_bytes: Peak memory of a worker; None if no segment of a block ended.
-        verdict_words: The combination's status in the verdict, as text.
+        memory_bytes: Largest peak memory of a worker; None if no segment ended well.
+        verdict_words: State of the combination in the verdict in words, such as `not told apart`.
     """
 
     combination: Combination
@@ -41,22 +41,22 @@ class MeasuredCombination:
 
     @property
     def step_s(self) -> float | None:
-        """Geometric mean of the seconds per step over blocks, or None without blocks."""
+        """Seconds per step as a geometric mean over the blocks, or None without blocks."""
         known = [math.log(s) for s in self.step_s_by_block if s]
         return math.exp(fmean(known)) if known else None
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one choice on the time of a step, all else equal.
+    """Effect of one choice (a strategy, an option or a setting) on the time per step.
 
     Attributes:
-        choice: Strategy, option or setting that has the effect.
-        compared_with: Strategy that `choice` replaces; empty for the experiment's setting or the
-            option's default.
-        ratio: Time with the choice divided by the time without it.
-        num_pairs: Number of pairs of combinations that differ in this choice alone.
-        num_blocks: Number of blocks that all these pairs have.
+        choice: The strategy, option or setting, as text.
+        compared_with: Strategy that the chosen strategy is compared with. It is empty for an option or
+            setting, which is compared with its default.
+        ratio: Time per step with the choice, divided by the time without it.
+        num_pairs: Number of pairs of combinations that differ only in this choice.
+        num_blocks: Number of blocks in which all these pairs were measured.
     """
 
     choice: str
@@ -68,26 +68,28 @@ class Effect:
 
 @dataclass(frozen=True)
 class TuneAnswer:
-    """Results of the blocks that a `tune` has measured so far."""
+    """Results of the blocks that `tune` has measured so far."""
 
+    #: Content of verdict.json.
     verdict: Mapping[str, Any]
+    #: Entry of the only comparison in verdict.json.
     comparison: Mapping[str, Any]
     baseline: str
     measured_combinations: tuple[MeasuredCombination, ...]
     device_memory_bytes: float | None
 
     def get_measured_combination(self, name: str | None) -> MeasuredCombination | None:
-        """Return the measured combination of a name, or None if there is none."""
+        """Return the measured combination with this name, or None if there is none."""
         return next((m for m in self.measured_combinations if m.name == name), None)
 
     @property
     def winning_combination(self) -> MeasuredCombination | None:
-        """Combination that leads the verdict, or None before the first interim analysis."""
+        """Fastest combination according to the verdict, or None before its first interim analysis."""
         return self.get_measured_combination(self.comparison["leader"])
 
     @property
     def pareto_front(self) -> list[MeasuredCombination]:
-        """Pareto front: combinations that no other beats in both time and memory, fastest first."""
+        """Combinations than which no other has both less time and less memory, fastest first."""
         fastest: list[MeasuredCombination] = []
         least = math.inf
         for m in sorted(
@@ -102,16 +104,16 @@ class TuneAnswer:
 def read_answer(
     results: Path, study: str, sieved: Sequence[Sieved], baseline: str
 ) -> TuneAnswer | None:
-    """Return the results of the study that measures the combinations left by the filters.
+    """Return the results of the study that measures the remaining combinations.
 
     Args:
         results: The folder of results.
-        study: Name of that study.
+        study: Name of this study.
         sieved: Outcome of the filters for each combination.
-        baseline: Name of the combination that the winner is compared with.
+        baseline: Strategy that the user trains with today.
 
     Returns:
-        The results, or None if the study has no verdict.
+        The results, or None if the study has no verdict yet.
     """
     path = results / study / "verdict" / "verdict.json"
     if not path.exists():
@@ -140,7 +142,11 @@ def read_answer(
 
 
 def read_peak_memory_bytes(study: Path) -> dict[str, int]:
-    """Return the peak memory (bytes) of each strategy: the maximum over its segments and workers."""
+    """Return the largest peak memory in bytes of each strategy, over its segments and workers.
+
+    Args:
+        study: The folder results/<study>.
+    """
     peaks: dict[str, int] = {}
     for path in sorted((study / "blocks").glob("*/*/*gpu/block*/segments/*/record.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -151,21 +157,21 @@ def read_peak_memory_bytes(study: Path) -> dict[str, int]:
 
 
 def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: str) -> list[Effect]:
-    """Return the effect of each choice on the time of a step.
+    """Return the effect of each choice on the time per step.
 
-    An effect is a mean over pairs of combinations that differ only in the choice.
+    An effect is a mean over the pairs of combinations that differ only in this choice.
 
     Args:
         measured: Measured combinations.
         baseline: Strategy that other strategies are compared with.
     """
     pairs: dict[tuple[str, str], list[np.ndarray]] = {}
-    for more in measured:
-        for less in measured:
-            choice = _find_single_difference(more.combination, less.combination, baseline)
-            both = np.array([more.step_s_by_block, less.step_s_by_block], dtype=float)
-            if choice is not None and np.isfinite(both).all(0).any():
-                pairs.setdefault(choice, []).append(both)
+    for chosen in measured:
+        for default in measured:
+            choice = _find_single_difference(chosen.combination, default.combination, baseline)
+            times_s = np.array([chosen.step_s_by_block, default.step_s_by_block], dtype=float)
+            if choice is not None and np.isfinite(times_s).all(0).any():
+                pairs.setdefault(choice, []).append(times_s)
     columns = {choice: _average_common_blocks(each) for choice, each in pairs.items()}
     ratios = compute_paired_ratios(list(columns.values()), [False] * len(columns))
     return [
@@ -175,34 +181,49 @@ def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: s
 
 
 def _average_common_blocks(pairs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return two choices' mean step times per block, shape [2, blocks].
+    """Return the geometric mean over pairs of both step times in each block, shape [2, blocks].
 
-    The means are geometric, over the blocks that all pairs have.
+    Only blocks with all pairs count. If there are none, only the pair with the most blocks counts.
+
+    Args:
+        pairs: Step times with and without a choice per block, shape [2, blocks], for each pair.
     """
     logs = np.log(np.stack(pairs))
-    whole = np.isfinite(logs).all((0, 1))
-    if not whole.any():  # no block has all pairs: use the pair with the most blocks
+    has_all_pairs = np.isfinite(logs).all((0, 1))
+    if not has_all_pairs.any():
         logs = max(logs, key=lambda pair: np.isfinite(pair).all(0).sum())[None]
-        whole = np.isfinite(logs).all((0, 1))
-    return np.exp(logs[..., whole].mean(0))
+        has_all_pairs = np.isfinite(logs).all((0, 1))
+    return np.exp(logs[..., has_all_pairs].mean(0))
 
 
 def _find_single_difference(
-    more: Combination, less: Combination, baseline: str
+    chosen: Combination, default: Combination, baseline: str
 ) -> tuple[str, str] | None:
-    """Return the single choice in which `more` differs from `less`, and its alternative.
+    """Return the only choice in which two combinations differ, and the strategy that it is compared with.
 
-    Return None if they differ in several choices, or in none.
+    Args:
+        chosen: Combination with the choice.
+        default: Combination with the default instead.
+        baseline: Strategy that other strategies are compared with.
+
+    Returns:
+        The choice as text, and the baseline if the choice is a strategy, else an empty text. None if the
+        combinations differ in several choices, or in none.
     """
-    if more.strategy != less.strategy:
-        alone = not more.options and not less.options and less.strategy == baseline
-        return (more.strategy, baseline) if alone and more.settings == less.settings else None
-    if more.settings == less.settings and more.options and not less.options:
-        return f"{more.strategy} {_join_values(more.options)}", ""
-    own = {k: v for k, v in more.settings.items() if less.settings.get(k) != v}
-    if more.options == less.options and len(own) == 1 and {**less.settings, **own} == more.settings:
+    is_same_settings = chosen.settings == default.settings
+    if chosen.strategy != default.strategy:
+        is_plain = not chosen.options and not default.options and default.strategy == baseline
+        return (chosen.strategy, baseline) if is_plain and is_same_settings else None
+    if is_same_settings and chosen.options and not default.options:
+        return f"{chosen.strategy} {_join_values(chosen.options)}", ""
+    own = {k: v for k, v in chosen.settings.items() if default.settings.get(k) != v}
+    if (
+        chosen.options == default.options
+        and len(own) == 1
+        and {**default.settings, **own} == chosen.settings
+    ):
         (key,) = own
-        return (_join_values(own), "") if key not in less.settings else None
+        return (_join_values(own), "") if key not in default.settings else None
     return None
 
 
@@ -211,7 +232,7 @@ def _join_values(values: Mapping[str, Any]) -> str:
 
 
 def describe_answer(answer: TuneAnswer) -> Iterator[str]:
-    """Yield the lines of the answer, at most a screen."""
+    """Yield the lines that print the answer on a terminal."""
     winner = answer.winning_combination
     if winner is None:
         yield f"No result yet: {answer.comparison['text']}"
@@ -222,29 +243,27 @@ def describe_answer(answer: TuneAnswer) -> Iterator[str]:
     yield f"  {describe_further_gain(answer)}"
     effects = estimate_choice_effects(answer.measured_combinations, answer.baseline)
     if effects:
-        yield "Effect of each choice on the time of a step, as a ratio with all else equal:"
+        yield "Effect of each choice: time per step with the choice, divided by the time without it:"
         yield from (f"  {describe_effect(effect)}" for effect in effects)
 
 
 def compare_with_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> str:
-    """Return a sentence that compares the winner's time with the baseline's."""
+    """Return a sentence with the ratio of the baseline's time to that of the fastest combination."""
     name = answer.baseline
     if winner.name == name:
         return f"The fastest combination is the baseline, {name}."
     ratio = next((r for r in answer.comparison["ratios"] if r["strategy"] == name), None)
     if ratio is None or ratio["ratio"] is None:
         reason = ratio["reason"] if ratio else "it was not measured"
-        return (
-            f"The baseline, {name}, has no measured time to compare with: {reason or 'no block'}."
-        )
+        return f"The time of the baseline, {name}, was not measured: {reason or 'no block has it'}."
     interval = "" if ratio["low"] is None else f" (95 %: {ratio['low']:.3f} to {ratio['high']:.3f})"
     against = ratio["against"]
-    of = "" if against == winner.name else f" of {against}, which was fastest at that time"
-    return f"The baseline, {name}, takes {ratio['ratio']:.3f} times the time{of}{interval}."
+    faster = "it" if against == winner.name else f"{against}, the fastest at that time"
+    return f"The baseline, {name}, takes {ratio['ratio']:.3f} times as long as {faster}{interval}."
 
 
 def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
-    """Return a sentence on the winner's memory per worker and the memory left free."""
+    """Return a sentence on the memory per worker of the fastest combination, and the free memory."""
     peak, room = winner.memory_bytes, answer.device_memory_bytes
     if peak is None:
         return "The memory of the fastest combination was not measured."
@@ -256,23 +275,25 @@ def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
 
 
 def describe_further_gain(answer: TuneAnswer) -> str:
-    """Return a sentence on the largest possible further gain and the cost to find it."""
+    """Return a sentence on the largest gain that further blocks may find, and on their cost."""
     comparison, verdict = answer.comparison, answer.verdict
     rivals = [r["strategy"] for r in comparison["ratios"] if r["state"] in ("open", "equal")]
     if not rivals:
-        return "Every other combination is slower: further blocks gain nothing."
+        return (
+            "Every other combination is slower, so that further blocks would find nothing faster."
+        )
     gain = comparison["at_most"]
-    text = f"{format_count(len(rivals), 'combination')} may be as fast as the fastest"
+    text = f"{format_count(len(rivals), 'other combination')} may be as fast as the fastest one"
     blocks = comparison["blocks"]
     each = comparison["block_gpu_hours"] / max(blocks, 1)
     share = (len(rivals) + 1.5) / (len(comparison["strategies"]) + 0.5)
-    cost = f"another block of them takes about {share * each:.2g} {verdict['hours']}"
+    cost = f"another block of these takes about {share * each:.2g} {verdict['hours']}"
     may = "" if gain is None else f", or up to {100 * gain:.1f} % faster"
     return f"{text}{may}; {cost}. {format_count(blocks, 'block')} were measured."
 
 
 def describe_effect(effect: Effect) -> str:
-    """Return an effect as text: the choice, its alternative, the ratio and the evidence."""
+    """Return an effect as text: the choice, the time ratio, and the number of pairs and blocks."""
     over = f" over {effect.compared_with}" if effect.compared_with else ""
     return (
         f"{effect.choice}{over}: "
@@ -281,7 +302,7 @@ def describe_effect(effect: Effect) -> str:
 
 
 def describe_effect_evidence(effect: Effect) -> str:
-    """Return the number of pairs and blocks on which an effect rests."""
+    """Return a text with the numbers of pairs and of blocks from which an effect was estimated."""
     sure = "" if effect.ratio.low is not None else "one block gives no interval; "
     return f" ({sure}{format_count(effect.num_pairs, 'pair')}, {format_count(effect.num_blocks, 'block')})"
 

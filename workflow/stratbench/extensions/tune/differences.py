@@ -1,8 +1,8 @@
-"""Measures errors of the plan's time ratios in public sweeps, by kind of difference.
+"""Measures how wrong the plan's time ratios of two configurations can be, by kind of their difference.
 
-A sweep is one model on one kind and number of GPUs, measured in several configurations. The sweeps are in
-workflow/reference/public_sweeps.csv. Each row names its source and has the time that the plan predicts for
-it. benchmarks/prediction/public_sweeps.py makes that file and checks each source against the others.
+A public sweep is a published measurement of one model on some GPUs, in several configurations. The sweeps are
+in workflow/reference/public_sweeps.csv. Each row names its source, and has the time that the plan predicts.
+benchmarks/prediction/public_sweeps.py makes this file.
 """
 
 from __future__ import annotations
@@ -18,51 +18,61 @@ from stratbench.cell.installation import REFERENCE
 from stratbench.cell.text.words import format_count
 
 PUBLIC_SWEEPS = REFERENCE / "public_sweeps.csv"
-#: Kinds of differences between configurations. Their amounts are, in order: samples that a GPU computes at
-#: once, share of forward that is computed again, ZeRO stage, workers that divide the network's layers,
-#: pipeline stages, and 0 or 1 for compile and offload.
+#: Kinds of differences between two configurations. A configuration has an amount of each kind, in this order:
+#: samples per micro-batch, share of the forward pass that is computed again, ZeRO stage (0 to 3), degree of
+#: tensor parallelism, pipeline stages, and 0 or 1 for torch.compile and for offload to host memory.
 KINDS = ("micro-batch", "checkpointing", "sharding", "tensor", "pipeline", "compile", "offload")
-#: Share of forward that selective checkpointing computes again, approximately.
+#: Approximate share of the forward pass that selective activation checkpointing computes again.
 SELECTIVE_SHARE = 0.4
-#: Allowed share of sweeps in which the plan errs by more than a margin.
+#: Probability that the plan's error in a new sweep is larger than the margin.
 TAIL = 0.05
-#: With fewer sweeps or sources than this, a kind of difference drops no combination.
+#: Fewest sweeps, and fewest sources of these sweeps, from which a margin is computed.
 MIN_SWEEPS, MIN_SOURCES = 3, 2
-#: Measured times whose ratio is below this count as equal.
+#: Two measured times count as equal if their ratio is smaller than this.
 ALIKE = 1.03
-#: Minimum margin, since few sweeps do not show rare errors. With 1.3, 94 % of simulated studies
-#: (benchmarks/statistics/tune.py) ended within 3 % of the fastest, for a sixth less of the cost.
+#: Smallest margin, because few sweeps do not show rare errors. With 1.3, fewer simulated studies end near the
+#: fastest combination (benchmarks/statistics/tune.py).
 MIN_MARGIN = 1.5
 
-#: Amount of each kind of difference that a configuration has, such as 2 for `tensor`.
+#: Amount that a configuration has of each kind of difference, such as 2 for `tensor`.
 Amounts = Mapping[str, float]
 
 
 class Margin(NamedTuple):
-    """Largest planned time ratio at which the slower configuration may still be faster, with evidence."""
+    """Largest planned ratio of two times at which the measured order may still be the reverse.
+
+    `sweeps` and `sources` are the numbers of sweeps and of sources from which the ratio was computed.
+    """
 
     ratio: float
     sweeps: int
     sources: int
 
 
-#: Keys are a kind of difference, and whether the slower configuration has the larger amount of it.
+#: Margins by kind of difference, and by whether the configuration with the longer planned time has the larger
+#: amount of this kind.
 Margins = Mapping[tuple[str, bool], Margin]
 
 
 class Beaten(NamedTuple):
-    """Reason to drop a configuration: its planned time over that of `faster` is above the margin."""
+    """Reason to drop a configuration: its planned time is too long relative to that of a faster one."""
 
+    #: Name of the faster configuration.
     faster: str
+    #: Planned time of the dropped configuration, divided by that of the faster one.
     ratio: float
+    #: Largest ratio at which the configuration would not be dropped.
     margin: float
 
 
 def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Margin]:
-    """Return the margins for which the sweeps give enough evidence.
+    """Return the margin of each kind of difference that is in enough sweeps.
 
-    Only pairs of configurations that differ in one kind count. A margin is the maximum planned ratio of a
-    pair whose slower configuration was measured faster.
+    The margin follows from pairs of configurations that differ in one kind only, and whose measured order is
+    the reverse of the planned order. It is the upper prediction bound of their planned ratios, over sweeps.
+
+    Args:
+        rows: Rows of the table of public sweeps.
     """
     worst: dict[tuple[str, bool], dict[str, float]] = {}
     sources: dict[tuple[str, bool], set[str]] = {}
@@ -89,16 +99,16 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
 
 
 def compute_upper_prediction_bound(values: list[float]) -> float:
-    """Return the value that a new value exceeds with probability TAIL.
+    """Return the bound that a new value exceeds with probability TAIL.
 
-    With few values it is the largest.
+    With few values, the bound is the largest value.
     """
     rank = math.ceil((1 - TAIL) * (len(values) + 1))
     return sorted(values)[min(rank, len(values)) - 1]
 
 
 def group_by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
-    """Return rows of public sweeps grouped by their sweep."""
+    """Return the rows of each public sweep, by name of the sweep."""
     sweeps: dict[str, list[Mapping[str, str]]] = {}
     for row in rows:
         sweeps.setdefault(row["sweep"], []).append(row)
@@ -106,9 +116,9 @@ def group_by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[
 
 
 def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
-    """Return the largest planned time ratio at which `slower` may still be faster in truth.
+    """Return the largest planned time ratio of two configurations at which the slower one is kept.
 
-    If they differ in several kinds, the margins multiply.
+    If they differ in several kinds, it is the product of the margins of these kinds.
 
     Args:
         slower: Amounts of the configuration with the longer planned time.
@@ -116,7 +126,7 @@ def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float
         margins: Margins by kind of difference.
 
     Returns:
-        The ratio, or None without evidence for one of the kinds.
+        The ratio, or None if a kind has no margin.
     """
     keys = [(kind, slower[kind] > faster[kind]) for kind in KINDS if slower[kind] != faster[kind]]
     if not keys or any(key not in margins for key in keys):
@@ -127,11 +137,11 @@ def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float
 def find_beaten_configurations(
     times: Mapping[str, float], amounts: Mapping[str, Amounts], margins: Margins
 ) -> dict[str, Beaten]:
-    """Return the configurations that another one beats by more than the margin between them.
+    """Return each configuration whose planned time is too long relative to another, with the reason.
 
     Args:
         times: Planned time of each configuration, by name.
-        amounts: Amounts of each kind of difference, by name.
+        amounts: Amounts of each configuration, by name.
         margins: Margins by kind of difference.
     """
     by_name: dict[str, Beaten] = {}
@@ -152,20 +162,17 @@ def read_public_sweeps() -> list[dict[str, str]]:
 
 @cache
 def fit_public_margins() -> dict[tuple[str, bool], Margin]:
-    """Return the margins that follow from all public sweeps."""
+    """Return the margins from all public sweeps, by kind of difference."""
     return fit_margins(read_public_sweeps())
 
 
 def describe_margins(margins: Margins) -> Iterator[str]:
-    """Yield a line per kind with its planned ratio and the evidence for it.
-
-    Combinations up to this planned ratio are retained.
-    """
+    """Yield a line per kind of difference, with its margins and the numbers of sweeps and sources."""
     for kind in KINDS:
         lines = [
-            f"factor {m.ratio:.2f} if it has {words} of it ({format_count(m.sweeps, 'public sweep')} of "
-            f"{format_count(m.sources, 'source')})"
-            for more, words in ((True, "more"), (False, "less"))
+            f"factor {m.ratio:.2f} if the slower one has the {words} value "
+            f"({format_count(m.sweeps, 'public sweep')} of {format_count(m.sources, 'source')})"
+            for more, words in ((True, "larger"), (False, "smaller"))
             if (m := margins.get((kind, more))) is not None
         ]
-        yield f"  {kind}: {', '.join(lines) or 'without evidence, so that it drops no combination'}"
+        yield f"  {kind}: {', '.join(lines) or 'too few public sweeps, so that it drops no combination'}"

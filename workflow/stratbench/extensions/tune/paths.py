@@ -1,4 +1,4 @@
-"""Defines where the study of the combinations to measure is stored."""
+"""Defines the path of the config that `tune` writes, with the study of the combinations to measure."""
 
-#: Path of that study's config, relative to results/<study>.
+#: Path of the config that `tune` writes, relative to results/<study>.
 TUNED = ("tune", "config.yaml")

@@ -1,7 +1,7 @@
-"""Three filters drop combinations: unsupported ones, those that cannot fit, and too slow ones.
+"""Drops combinations by three filters: unsupported ones, those that do not fit in memory, and too slow ones.
 
-A combination that ran out of memory in a block counts as not fitting, even if the plan predicts that it
-fits. Combinations that only it beat are then measured. The budget is applied last.
+A combination that ran out of memory in a block does not fit, even if the plan predicts that it does. It then
+drops no slower combinations. The budget is applied last.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from stratbench.strategies.base import Traits
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 
-#: A combination whose planned memory exceeds this multiple of the device's memory is not tried. Between 1
-#: and this factor the plan is unsure, so that a short run decides.
+#: Largest planned memory of a combination to measure, as a multiple of the device's memory. The plan may
+#: predict too much memory, so that combinations between 1 and this factor are measured, too.
 MEMORY_FACTOR = 1.5
-#: Outcomes of the filters. Combinations with the last two are in the study that is measured.
+#: Outcomes of the filters. Only combinations with the outcome MEASURED or OUT_OF_MEMORY are in the study that
+#: `tune` runs.
 UNSUPPORTED, TOO_LARGE, TOO_SLOW, LATER = (
     "unsupported",
     "does not fit",
@@ -59,13 +60,13 @@ class Sieved:
     """Outcome of the filters for one combination, with the reason and the planned values.
 
     Attributes:
-        outcome: Outcome, one of the constants above.
+        outcome: One of the constants UNSUPPORTED to OUT_OF_MEMORY.
         time_s: Planned time of a whole training; None if unknown.
         memory_bytes: Planned memory of a worker; None if unknown.
-        amounts: Amount of each kind of difference, if public sweeps cover the cell's device.
+        amounts: Amount of each kind of difference; None on CPUs, which no public sweep covers.
         segment_gpu_s: Planned GPU-seconds of one segment of a block.
         training_gpu_s: Planned GPU-seconds of a whole training.
-        device_memory_bytes: Memory available to a worker.
+        device_memory_bytes: Memory that a worker has; None if unknown.
     """
 
     combination: Combination
@@ -88,19 +89,18 @@ def filter_combinations(
     baseline: str,
     out_of_memory: Set[tuple[str, str]] = frozenset(),
 ) -> list[Sieved]:
-    """Filter the combinations, and return the outcome of each in the given order.
+    """Return the outcome of the filters for each combination, in the given order.
 
-    The baseline is measured if it fits.
+    The time filter never drops the baseline.
 
     Args:
-        config: The raw config of the study, as read from YAML.
+        config: The config as read from YAML.
         experiment: Name of the experiment whose data, batch and settings apply.
         gpus: Number of workers.
         model: Name of the model.
         combinations: The combinations to filter.
-        baseline: Name of the combination to compare with.
-        out_of_memory: Combinations that ran out of memory in a block, as pairs of name and digest of
-            settings.
+        baseline: Strategy that the user trains with today.
+        out_of_memory: Combinations that ran out of memory in a block, as name and hash of the settings.
     """
     by_name = {
         c.name: Sieved(c, UNSUPPORTED, _unsupported_reason(config, experiment, gpus, model, c))
@@ -130,14 +130,14 @@ def drop_slow_combinations(
     keep_within: float | None,
     margins: Margins,
 ) -> None:
-    """Drop combinations whose planned time is too long, in place, except for the baseline.
+    """Set the outcome of combinations whose planned times are too long to TOO_SLOW, in place.
 
     Args:
-        by_name: The combinations, by name.
-        baseline: Name of the combination that stays for any planned time.
-        keep_within: Maximum ratio of a planned time to the fastest one. None: the ratio follows from
-            the differences between two combinations.
-        margins: Margins of planned ratios, by kind of difference.
+        by_name: Outcome of each combination, by its name.
+        baseline: Name of the combination that is never dropped.
+        keep_within: Largest ratio of a planned time to the shortest one. None: the largest ratio follows
+            from the difference between two combinations.
+        margins: Margins by kind of difference.
     """
     left = (each for each in by_name.items() if each[1].outcome == MEASURED)
     times = {name: s.time_s for name, s in left if s.time_s is not None}
@@ -158,13 +158,13 @@ def drop_slow_combinations(
 def postpone_combinations_beyond_budget(
     by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None
 ) -> None:
-    """Postpone the combinations with the longest planned times, in place.
+    """Set the outcome of combinations that the budget does not cover to LATER, in place.
 
-    Combinations are postponed only if the budget is too small. The baseline, the planned fastest and those
-    without a planned time are measured whatever the budget.
+    They are those with the longest planned times. The baseline, the combination with the shortest planned
+    time and those without a planned time are measured with any budget.
 
     Args:
-        by_name: The combinations, by name.
+        by_name: Outcome of each combination, by its name.
         baseline: Name of the baseline.
         budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
@@ -189,16 +189,18 @@ def postpone_combinations_beyond_budget(
 
 
 def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, str]]:
-    """Return the combinations that ran out of memory in a block of a study.
+    """Return the combinations that ran out of memory in a block, as name and hash of the settings.
 
-    Each is a pair of a name and a digest of settings.
+    Args:
+        results: The folder of results.
+        study: Name of the study that measures the combinations.
     """
     names = set()
     for path in list_block_files(results, study):
         try:
             block = read_block(path)
         except BlockError:
-            continue  # an unreadable block is measured again
+            continue  # A block that cannot be read is measured again.
         names |= {
             (s.strategy, block.settings_hashes[s.strategy])
             for s in block.segments
@@ -210,14 +212,15 @@ def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, 
 def find_beaten_combinations(
     times: Mapping[str, float], by_name: Mapping[str, Sieved], margins: Margins
 ) -> dict[str, Beaten]:
-    """Return a reason to drop each combination that another one beats by the margin.
+    """Return each combination whose planned time is too long relative to another, with the reason.
 
-    Combinations are compared if options whose kind of difference is unknown are equal.
+    Two combinations are compared only if they have the same values of all options without a kind of
+    difference.
 
     Args:
-        times: Planned times in seconds, by name.
-        by_name: The combinations, by name.
-        margins: Margins of planned ratios, by kind of difference.
+        times: Planned times in seconds, by name of the combination.
+        by_name: Outcome of each combination, by its name.
+        margins: Margins by kind of difference.
     """
     groups: dict[str, dict[str, Amounts]] = {}
     for name in times:
@@ -235,16 +238,13 @@ def find_beaten_combinations(
 
 
 def _format_options_of_unknown_kind(c: Combination) -> str:
-    """Return the options whose kind of difference is unknown, as JSON text."""
+    """Return a combination's options that have no kind of difference, as JSON text."""
     kinds = {f.name: f.metadata.get("kind") for f in fields(get_strategy_class(c.strategy).Options)}
     return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
 
 
 def measure_difference_amounts(s: Subject) -> dict[str, float]:
-    """Return a cell's amounts of the properties in which configurations differ, by kind.
-
-    An example is its number of stages.
-    """
+    """Return the amount that a cell has of each kind of difference, such as its number of pipeline stages."""
     settings, mesh, options = s.settings, s.mesh, s.settings.options
     traits = get_traits(settings.strategy, options, s.cell.gpus)
     parts = settings.gradient_accumulation_steps * s.strategy.num_batch_parts * mesh.tensor
@@ -260,9 +260,10 @@ def measure_difference_amounts(s: Subject) -> dict[str, float]:
 
 
 def _find_zero_stage(s: Subject, traits: Traits) -> int:
-    """Return the ZeRO stage (0 to 3) that corresponds to the sharding among replicas."""
+    """Return the ZeRO stage (0 to 3) with the same sharding of states as the cell's strategy."""
     options = s.settings.options
-    if s.mesh.workers_per_replica > 1:  # the network itself is divided as well
+    # Strategies that also divide the network among workers have an option for their data parallelism.
+    if s.mesh.workers_per_replica > 1:
         return 3 if options.get("data_parallel") == "fsdp" else 0
     if not traits.shards_states:
         return int(traits.optimizer_parts != 1)
@@ -270,7 +271,7 @@ def _find_zero_stage(s: Subject, traits: Traits) -> int:
 
 
 def _get_recomputed_share(checkpointing: bool | str) -> float:
-    """Return the share of the forward pass that checkpointing computes again."""
+    """Return the share of the forward pass that a value of `activation_checkpointing` computes again."""
     if isinstance(checkpointing, bool):
         return float(checkpointing)
     every = checkpointing.removeprefix("every-")
@@ -282,22 +283,22 @@ def add_tuning_study(
     experiment: str,
     gpus: int,
     model: str,
-    chosen: Iterable[Combination],
+    combinations: Iterable[Combination],
 ) -> dict[str, Any]:
-    """Return the config with an additional study of the chosen combinations, and select it.
+    """Return the config with an additional, selected study that trains the given combinations.
 
     Args:
-        config: The raw config.
+        config: The config as read from YAML.
         experiment: Name of the experiment to tune.
         gpus: Number of workers.
         model: Name of the model.
-        chosen: The combinations.
+        combinations: Combinations that the study trains.
     """
-    name, chosen = config["study"], list(chosen)
+    name, combinations = config["study"], list(combinations)
     study = config["studies"][name]
     block = dict(study["experiments"][experiment])
-    block |= {"strategies": [c.name for c in chosen], "gpus": [gpus], "models": [model]}
-    variants = {c.name: c.variant for c in chosen if c.variant is not None}
+    block |= {"strategies": [c.name for c in combinations], "gpus": [gpus], "models": [model]}
+    variants = {c.name: c.variant for c in combinations if c.variant is not None}
     tuned = {key: value for key, value in study.items() if key not in ("experiments", "variants")}
     tuned |= {"variants": variants, "experiments": {experiment: block}}
     return {
@@ -308,14 +309,14 @@ def add_tuning_study(
 
 
 def make_tuning_study_name(study: str) -> str:
-    """Return the name of the study that measures the combinations left by the filters."""
+    """Return the name of the study that measures the remaining combinations of `study`."""
     return f"{study}-tune"
 
 
 def _unsupported_reason(
     config: Mapping[str, Any], experiment: str, gpus: int, model: str, combination: Combination
 ) -> str:
-    """Return the reason why the config does not support the combination, or an empty text."""
+    """Return the reason why the config refuses a combination, or an empty text if it is supported."""
     try:
         load_config(add_tuning_study(config, experiment, gpus, model, [combination]))
     except ConfigError as error:
@@ -329,13 +330,13 @@ def _filter_by_plan(combination: Combination, planned: Planned, memory_margin: f
     fit = planned.fit
     if fit is None:
         return Sieved(combination, MEASURED, f"not planned: {planned.reason}")
-    # The whole memory of the device is compared, because the plan's room excludes a reserve.
+    # The plan reserves a part of the device's memory. Here the whole memory counts.
     memory_bytes = fit.room_bytes * (1 + memory_margin)
     fate, reason = MEASURED, fit.memory_verdict
     if fit.needed_bytes > MEMORY_FACTOR * memory_bytes:
         fate = TOO_LARGE
         reason = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
-    # No combination on CPUs is dropped by its time, because public sweeps cover GPUs only.
+    # Public sweeps cover GPUs only, so that combinations on CPUs are not compared by their planned times.
     amounts = (
         measure_difference_amounts(planned.subject) if planned.subject.request.is_on_cuda else None
     )
@@ -348,7 +349,12 @@ def _filter_by_plan(combination: Combination, planned: Planned, memory_margin: f
 
 
 def _plan_gpu_seconds(planned: Planned, usual_s: float) -> tuple[float, float]:
-    """Return the planned GPU-seconds of one segment of a block, and of a full training."""
+    """Return the planned GPU-seconds of one segment of a block, and of a whole training.
+
+    Args:
+        planned: Plan of the cell.
+        usual_s: Planned seconds of a whole training.
+    """
     gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.is_on_cuda else "cpu"
     step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
     steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])

@@ -1,4 +1,4 @@
-"""Lists the search space of `tune`, from the declarations of strategies and settings."""
+"""Lists the combinations that `tune` tries, from the declarations of strategies and settings."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from stratbench.cell.settings import OF_A_VARIANT
 from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.needs import iter_missing_requirements
 
-#: Values to try of settings that a variant may change. Those of `gradient_accumulation_steps` follow from
-#: the batch.
+#: Values to try of each setting. The values of `gradient_accumulation_steps` depend on the batch, and those
+#: of `compile` on the config.
 VALUES = {"activation_checkpointing": (False, "selective", True)}
-#: Maximum number of micro-batches into which `tune` divides a batch.
+#: Largest number of micro-batches into which `tune` divides a worker's batch.
 MAX_PARTS = 8
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A strategy with the options and settings in which it differs from the experiment."""
+    """A strategy with options and settings to try."""
 
     strategy: str
+    #: Options of the strategy whose values differ from the defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: Settings whose values differ from those of the experiment.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """Name for paths and tables, such as `fsdp_never_accumulate2`.
+        """Name of the combination as a variant, such as `ddp_accumulate-2`.
 
-        Without differences it is the strategy's name.
+        Without options and settings, it is the name of the strategy.
         """
         parts = [self.strategy]
         parts += [
@@ -41,14 +43,14 @@ class Combination:
 
     @property
     def variant(self) -> dict[str, Any] | None:
-        """Entry of the combination in `variants` of config.yaml, or None for a plain strategy."""
+        """Entry of the combination in `variants` of config.yaml; None without options and settings."""
         if not self.options and not self.settings:
             return None
         settings = {"settings": dict(self.settings)} if self.settings else {}
         return {"strategy": self.strategy, **self.options, **settings}
 
 
-#: Shorter words for settings and options in names of combinations.
+#: Words for some settings and options in the names of combinations, shorter than their keys.
 _SHORT_KEYS = {
     "activation_checkpointing": "checkpointing",
     "gradient_accumulation_steps": "accumulate",
@@ -64,7 +66,7 @@ def _format_name_part(key: str, value: Any) -> str:
 def list_combinations(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> list[Combination]:
-    """Return all combinations to try for an experiment, strategy by strategy.
+    """Return all combinations to try for an experiment, ordered by strategy.
 
     Args:
         experiment: The values of an experiment of config.yaml.
@@ -83,8 +85,12 @@ def list_combinations(
 def list_strategies(gpus: int, tune: Mapping[str, Any]) -> list[str]:
     """Return the names of the strategies to try on `gpus` workers.
 
-    The strategies are those that `include` names, or all whose updates equal DDP's. Those that `exclude`
-    names, or whose packages are missing, are left out.
+    They are those that `include` names, or by default all strategies whose updates equal those of DDP. A
+    strategy is left out if `exclude` names it, or if a package that it needs is missing.
+
+    Args:
+        gpus: Number of workers.
+        tune: The block `tune` of config.yaml, with its defaults.
     """
     wanted = tune["include"] or [name for name in REGISTRY if _has_ddp_updates(name, gpus)]
     return [
@@ -95,30 +101,40 @@ def list_strategies(gpus: int, tune: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _has_ddp_updates(name: str, gpus: int) -> bool:
-    strategy = get_strategy_class(name)
+def _has_ddp_updates(strategy_name: str, gpus: int) -> bool:
+    strategy = get_strategy_class(strategy_name)
     if strategy.kind == "own" or (strategy.max_workers or gpus) < gpus:
         return False
     try:
-        return get_traits(name, get_option_defaults(name), gpus).equals_ddp
-    except ValueError:  # the strategy cannot divide this number of workers
+        defaults = get_option_defaults(strategy_name)
+        return get_traits(strategy_name, defaults, gpus).equals_ddp
+    # The strategy does not support this number of workers.
+    except ValueError:
         return False
 
 
-def _iter_options(name: str, gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield option sets to try: the defaults, then each alternative value of one option."""
+def _iter_options(strategy_name: str, gpus: int) -> Iterator[dict[str, Any]]:
+    """Yield the options to try as dicts: no changed option, then each other value of one option."""
     yield {}
-    for option in fields(get_strategy_class(name).Options):
+    for option in fields(get_strategy_class(strategy_name).Options):
         for value in option.metadata.get("tried", ()):
             if type(value) is int and option.name.endswith("_workers") and value >= gpus:
-                continue  # this value is the same as the default, `all`
+                continue  # With so few workers, this value has the same effect as the default `all`.
             yield {option.name: value}
 
 
 def _iter_settings(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield alternative settings to try: micro-batches, checkpointing and compilation."""
+    """Yield the settings to try as dicts of those that differ from the experiment's.
+
+    The settings are the number of micro-batches, activation checkpointing and torch.compile.
+
+    Args:
+        experiment: The values of an experiment of config.yaml.
+        gpus: Number of workers.
+        tune: The block `tune` of config.yaml, with its defaults.
+    """
     batch = experiment.get("per_worker_batch") or experiment["global_batch"] // gpus
     values: dict[str, tuple[Any, ...]] = dict(VALUES)
     values["gradient_accumulation_steps"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)

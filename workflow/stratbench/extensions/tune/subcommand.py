@@ -1,4 +1,4 @@
-"""`stratbench tune` finds the fastest configuration of a model: the plan filters, blocks measure."""
+"""Adds `stratbench tune`, which filters the configurations of a model by a plan, and measures the rest."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
         add: Adds a subcommand with a name, a function and a help text, and returns the subcommand's parser.
     """
     tune = add(
-        "tune", run_tune, "find the fastest configuration of a network, for your own trainer"
+        "tune", run_tune, "find the fastest configuration of one model, for your own trainer"
     )
     tune.add_argument(
         "--profile",
         default="local",
-        help="Snakemake profile: local (default), slurm, or a profile's folder",
+        help="Snakemake profile: local (default), slurm, or the folder of a profile of your own",
     )
     tune.add_argument(
         "--sieve-only",
         action="store_true",
-        help="print which combinations are worth measuring, without measuring them",
+        help="print the combinations that are worth measuring, and do not measure them",
     )
 
 
 def run_tune(args: argparse.Namespace, others: list[str]) -> int:
-    """Filter the combinations by their plan, then measure the remaining ones by a verdict.
+    """Filter the combinations by their plan, then measure the remaining ones in blocks of a verdict.
 
     Returns:
         The exit code.
@@ -70,7 +70,7 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
         code = subprocess.run(verdict_command, check=False).returncode
         if code:
             break
-        # If a combination ran out of memory in a block, one that was dropped for it may be measured now.
+        # The filters run again: if a combination ran out of memory in a block, others are kept in its place.
         code = subprocess.run(filter_command, check=False).returncode
         if tuned.read_bytes() == measured:
             break
@@ -78,10 +78,10 @@ def run_tune(args: argparse.Namespace, others: list[str]) -> int:
 
 
 def get_tuned_config_path(study: str | None) -> Path:
-    """Return the path of the config that the rule `tune` wrote for a study.
+    """Return the path of the config that the rule `tune` writes for a study.
 
     Args:
-        study: Name of the study; None for the one that config.yaml names.
+        study: Name of the study; None for the study that config.yaml selects.
     """
     import yaml
 

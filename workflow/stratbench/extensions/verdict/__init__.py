@@ -19,7 +19,11 @@ EXTENSION = Extension(
 
 
 def add_subcommands(add: Any) -> None:
-    """Add the command `stratbench verdict`. `add` is a `SubcommandAdder`."""
+    """Add the command `stratbench verdict` to the command line.
+
+    Args:
+        add: A `SubcommandAdder`, which adds a subcommand.
+    """
     from stratbench.command.subcommands import add_training_subcommand
 
     text = "find the fastest strategy by short blocks instead of whole trainings"

@@ -2,9 +2,10 @@
 
 python -m stratbench.extensions.verdict.block --block JSON --settings JSON --data DIR --out DIR --logs DIR
 
-Each segment is a fresh set of processes. Out of memory, a time limit and divergence are results: the strategy
-drops out of the rest of the block. Exit code 0: all segments ran, and block.json is complete. Exit code 1: a
-segment failed, its log folder has the evidence, and the whole block has to be repeated.
+Each segment has processes of its own. If a segment runs out of memory, reaches its time limit or diverges,
+this is its result, and the strategy runs no further segments. Exit code 0: all segments ran, and block.json
+is complete. Exit code 1: a segment failed for another reason. Its log folder has the evidence, and the whole
+block has to be repeated.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from stratbench.train.launch import (
 from stratbench.train.locks import lock_cell
 from stratbench.train.running.runner import create_runner
 
-#: Additional steps after the timed ones, for strategies with servers: no worker may run out of batches
-#: before the servers have received the last timed push.
+#: Number of steps after the timed ones, for strategies with parameter servers. Without these steps, a worker
+#: could run out of batches before the servers have received the last timed push.
 TAIL_STEPS = 3
 
 
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def train_under_locks(locks: ExitStack) -> None:
         locks.enter_context(lock_cell(args.logs))
-        # Workers of a launcher that was killed may still run: their locks are free once they have ended.
+        # Workers of an earlier, killed launcher may still run. Each holds its lock until it ends.
         for log in args.logs.glob("*/workers.lock"):
             with lock_cell(log.parent):
                 pass
@@ -82,7 +83,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 class BlockRun:
-    """A running block, with the settings and devices that its segments have shown so far."""
+    """A running block: its plan, and what its segments have determined so far, such as their length."""
 
     def __init__(
         self, args: argparse.Namespace, plan: BlockPlan, settings: Mapping[str, Settings]
@@ -104,14 +105,14 @@ class BlockRun:
         shutil.rmtree(args.out / "segments", ignore_errors=True)
         for old in (*args.logs.glob(f"*/{record.FAILURE_FILE}"), args.logs / record.FAILURE_FILE):
             old.unlink(missing_ok=True)
-        # Data and devices are the same for all strategies.
+        # All strategies have the same data and devices, so the settings of any strategy name these.
         any_settings = self._settings[plan.order[0]]
         for name in plan.order:
             s = self._settings[name]
             check_installed(name, get_strategy_class(s.strategy), s.options)
         check_code_and_data(args.data, any_settings)
         with gpu_locks.reserve_cell_gpus(any_settings, args.nodes) as self._use_cuda:
-            # The clock starts here, because the wait for devices does not count.
+            # The block's duration does not include the wait for its devices.
             started, begun_s = (
                 datetime.now(UTC),
                 time.monotonic(),
@@ -120,7 +121,7 @@ class BlockRun:
                 raise gpu_locks.DeviceError(reason)
             with self._share_fork_server():
                 done = run_segments_in_order(plan, self._run_segment, self._choose_segment_length)
-        # All segments have run, and a signal must not discard them any more.
+        # From here on, a stop signal is ignored: it would discard the results of all segments.
         agent.handle_stop_signals(lambda _: None)
         wall_s = time.monotonic() - begun_s
         result = {
@@ -157,7 +158,7 @@ class BlockRun:
 
     @contextmanager
     def _share_fork_server(self) -> Iterator[None]:
-        """Start a fork server for all segments, while the context is open.
+        """Context in which all segments fork their processes from one server.
 
         The server imports PyTorch once for all segments.
         """
@@ -168,7 +169,8 @@ class BlockRun:
             before = os.environ.get(FOLDER_VARIABLE)
             os.environ[FOLDER_VARIABLE] = str(path.parent)
             try:
-                with run_fork_server(may_share=True):  # returns when PyTorch is imported
+                # This waits until the fork server has imported PyTorch.
+                with run_fork_server(may_share=True):
                     pass
                 yield
             finally:
@@ -177,7 +179,7 @@ class BlockRun:
                     os.environ[FOLDER_VARIABLE] = before
 
     def _choose_segment_length(self, segment: Segment) -> None:
-        """Choose the steps per segment from the burn-in segment, unless the plan has set them."""
+        """Choose the number of steps per segment from the burn-in segment, unless the plan has set it."""
         if self._steps is None:
             noise = block_rules.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
             self._steps = block_rules.choose_segment_steps(
@@ -187,7 +189,11 @@ class BlockRun:
             self._discard = block_rules.count_discarded_steps(self._steps)
 
     def _run_segment(self, pass_name: str, strategy: str) -> Segment:
-        """Run one segment, write its record, and return its result. Raises Failure if it failed."""
+        """Run one segment, write its record, and return its result.
+
+        Raises:
+            Failure: The segment ended with an error, or lost a worker.
+        """
         args, plan = self._args, self._plan
         cell, slot = plan.cell(strategy), self._slot
         name = f"{slot:02d}-{strategy}"
@@ -238,7 +244,7 @@ class BlockRun:
     def _compute_settings_with_discarded_and_timed_steps(
         self, strategy: str
     ) -> tuple[Settings, int, int]:
-        """Return a segment's settings, its number of discarded steps and its number of timed steps."""
+        """Return a segment's settings, and its numbers of discarded and of timed steps."""
         timed = self._steps or block_rules.MIN_STEPS
         discarded = (
             block_rules.count_discarded_steps(timed) if self._discard is None else self._discard
@@ -254,7 +260,7 @@ class BlockRun:
         )
 
     def _record_hosts_and_gpus(self, job: Job) -> list[str]:
-        """Record the hosts and GPUs of a segment's workers, and return the sorted host names."""
+        """Add the hosts and GPUs of a segment to those of the block, and return its sorted host names."""
         workers = job.folder.read_worker_results(job.world_size).values()
         provenances = [w["provenance"] for w in workers if "provenance" in w]
         hosts = sorted({p["host"]["name"] for p in provenances})
@@ -267,24 +273,26 @@ class BlockRun:
 
 
 def run_segments_in_order(
-    plan: BlockPlan, run: Callable[[str, str], Segment], after_burn_in: Callable[[Segment], None]
+    plan: BlockPlan,
+    run_segment: Callable[[str, str], Segment],
+    after_burn_in: Callable[[Segment], None],
 ) -> list[Segment]:
     """Run a block's segments, and return them in the order in which they ran.
 
-    A burn-in segment comes first; the first strategy that completes it decides its length. Then every
-    strategy runs in the plan's order and in reverse order, and a third time if its two segments disagree. A
-    strategy whose segment fails runs no further segments.
+    A burn-in segment comes first. If it fails, the next strategy runs it. Then each strategy runs a segment
+    in the plan's order, and another one in the reverse order. A strategy runs a third segment if its two
+    segments disagree. A strategy whose segment fails runs no further segments.
 
     Args:
-        plan: The block.
-        run: Runs a segment, given the name of the pass and the strategy.
-        after_burn_in: Called with the burn-in segment.
+        plan: Plan of the block.
+        run_segment: Runs a segment, given the name of the pass and the strategy.
+        after_burn_in: Called with the completed burn-in segment.
     """
     done: list[Segment] = []
     dropped: set[str] = set()
 
     def run_one_segment(pass_name: str, strategy: str) -> Segment:
-        done.append(segment := run(pass_name, strategy))
+        done.append(segment := run_segment(pass_name, strategy))
         if segment.status != "ok":
             dropped.add(strategy)
         return segment
@@ -305,10 +313,9 @@ def run_segments_in_order(
 
 
 def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
-    """Return the difference between the two segments of each strategy.
+    """Return the absolute log time ratio of each strategy's two segments, by strategy.
 
-    The difference is the absolute log ratio of the segments' times. The result has only strategies whose two
-    segments both ended well.
+    The result has only strategies whose two segments both ended well.
     """
     times: dict[str, list[float]] = {}
     for s in segments:
@@ -318,9 +325,11 @@ def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
 
 
 def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> float:
-    """Return the difference of two segments above which this block runs a third one.
+    """Return the log time ratio of two segments above which a strategy runs a third one in this block.
 
-    The difference is the absolute log ratio of the segments' times.
+    Args:
+        plan: Plan of the block, which may have set the limit.
+        differences: Absolute log time ratio of each strategy's two segments.
     """
     if plan.disagreement_limit is not None:
         return plan.disagreement_limit
@@ -328,10 +337,10 @@ def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> flo
 
 
 def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
-    """Return the entry `steps` of a segment's record: the time of each timed step.
+    """Return the entry `steps` of a segment's record, which has the time of each timed step.
 
-    The steps are those of the slowest process. The runner of the cell defines a step: with parameter servers
-    it is one global batch of pushes.
+    The times are those of the slowest process. With parameter servers, a step is as many pushes as one global
+    batch has.
 
     Args:
         job: The segment's job.
@@ -352,4 +361,4 @@ if __name__ == "__main__":
     code = main()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    os._exit(code)  # threads of libraries must not delay the exit, as in a cell's launcher
+    os._exit(code)  # Threads of libraries must not delay the exit.

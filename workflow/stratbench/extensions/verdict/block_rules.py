@@ -1,6 +1,6 @@
-"""Rules on segments, the short trainings of a block: their length and their cost.
+"""Rules on the length and the cost of segments, the short trainings of a block.
 
-A block is one job in one allocation, in which every strategy of a model and worker count trains two
+A block is one job in one allocation. In a block, every strategy of a model and worker count trains two
 segments. The jobs, the plan and the verdict all use these rules.
 """
 
@@ -10,36 +10,37 @@ import math
 import statistics
 from collections.abc import Sequence
 
-#: Repeats of the full matrix that a verdict replaces, and the most full runs for one leader's score.
+#: Repeats of each cell in the full matrix that a verdict replaces; also the most full runs of one leader.
 MATRIX_REPEATS = 3
 #: Fewest and most timed steps of a segment.
 MIN_STEPS, MAX_STEPS = 50, 300
-#: Steps discarded after the warm-up: a least number, since fp16's loss scaler restarts and skips steps, and
-#: a least share of the segment.
+#: Steps that are discarded before the timed ones: a fewest number, and a share of the timed steps. The loss
+#: scaler of fp16 skips some of a segment's first steps.
 MIN_DISCARDED, SHARE_DISCARDED = 15, 0.2
-#: Two segments of a strategy disagree if their log times differ by more than MIN_DISAGREEMENT and by more
-#: than DISAGREEMENT times the study's median difference.
+#: Two segments of a strategy disagree if their log times differ by more than both limits: MIN_DISAGREEMENT,
+#: and DISAGREEMENT times the study's median difference.
 MIN_DISAGREEMENT, DISAGREEMENT = 0.03, 5.9
-#: Largest difference of a full run's log time from the log of its number of steps times the step time.
+#: Largest allowed |log(measured / predicted time)| of a full run. Its predicted time is its number of steps
+#: times the step time in the blocks.
 MAX_OFF = 0.03
-#: Assumed noise of step times before any measurement, per device: relative standard deviation of a step,
-#: correlation of successive steps, and relative standard deviation between two starts of a process.
+#: Assumed noise of step times before any measurement, by kind of device: relative standard deviation of a
+#: step, correlation of successive steps, and relative standard deviation between two starts of a process.
 STEP_NOISE = {"cuda": (0.05, 0.3, 0.008), "cpu": (0.3, 0.3, 0.05)}
-#: Assumed seconds to start a segment's processes from a fork server, until they are measured.
+#: Assumed seconds to start a segment's processes from a fork server, by kind of device.
 SEGMENT_START_S = {"cuda": 6.0, "cpu": 0.7}
-#: Effort of a verdict, from simulations: segments per strategy, and strategies per full cell that is trained
-#: for its score.
+#: Expected effort of a verdict, from simulations: segments per strategy, and the number of strategies for
+#: which one full run is requested.
 SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 
 
 def choose_segment_steps(
     start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
 ) -> int:
-    """Return how many steps per segment are most informative per second of run time.
+    """Return the number of timed steps per segment that gives the smallest error per second of run time.
 
-    A segment is long where a start is expensive, and short where starts differ more than steps do. The
-    formula is sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), Kalibera and Jones 2013.
-    The result is between MIN_STEPS and MAX_STEPS.
+    A segment is long if a start takes long, and short if starts differ more than steps do. The formula is
+    sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), by Kalibera and Jones (2013). The
+    result is between MIN_STEPS and MAX_STEPS.
 
     Args:
         start_s: Seconds to start the processes.
@@ -56,26 +57,29 @@ def choose_segment_steps(
 
 
 def count_discarded_steps(steps: int) -> int:
-    """Return how many steps after the warm-up are discarded before `steps` timed ones."""
+    """Return the number of steps after the warm-up that are discarded before `steps` timed steps."""
     return max(MIN_DISCARDED, math.ceil(SHARE_DISCARDED * steps))
 
 
 def compute_disagreement_limit(differences: Sequence[float]) -> float:
-    """Return the difference between two segments above which a strategy runs a third segment.
+    """Return the log time ratio of two segments above which a strategy runs a third segment.
 
     Args:
-        differences: Absolute differences between the logarithms of a strategy's two segments.
+        differences: Absolute log time ratio of the two segments of each strategy and block.
     """
     typical = statistics.median(differences) if differences else 0.0
     return max(MIN_DISAGREEMENT, DISAGREEMENT * typical)
 
 
-def compute_block_value(logs: Sequence[float]) -> float:
-    """Return a strategy's log step time in a block: the median over its segments' `logs`.
+def compute_block_value(segment_logs: Sequence[float]) -> float:
+    """Return a strategy's log step time in a block: the median over its segments.
 
-    With two segments this is their mean. With a third one, run if the two disagree, it is the middle one.
+    The median of two segments is their mean.
+
+    Args:
+        segment_logs: Logarithm of the mean step time of each segment.
     """
-    return statistics.median(logs)
+    return statistics.median(segment_logs)
 
 
 def estimate_segment_seconds(start_s: float, step_s: float, steps: int) -> float:
@@ -90,15 +94,14 @@ def estimate_segment_seconds(start_s: float, step_s: float, steps: int) -> float
 
 
 def estimate_block_and_full_cell_costs(
-    segments: Sequence[float], full_cells: Sequence[float]
+    segment_costs: Sequence[float], full_run_costs: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the expected costs of a verdict by blocks and by full cells.
-
-    The verdict is on one comparison.
+    """Return the expected cost of a comparison's blocks, and that of its full runs.
 
     Args:
-        segments: Cost of a segment of each strategy, in any unit.
-        full_cells: Cost of a full cell of each strategy, in the same unit.
+        segment_costs: Cost of a segment of each strategy, in any unit.
+        full_run_costs: Cost of a full run of each strategy, in the same unit.
     """
-    trained = max(1.0, len(full_cells) / STRATEGIES_PER_FULL_CELL)
-    return SEGMENTS_PER_STRATEGY * sum(segments), trained * sum(full_cells) / len(full_cells)
+    full_runs = max(1.0, len(full_run_costs) / STRATEGIES_PER_FULL_CELL)
+    mean_cost = sum(full_run_costs) / len(full_run_costs)
+    return SEGMENTS_PER_STRATEGY * sum(segment_costs), full_runs * mean_cost

@@ -26,27 +26,29 @@ BLOCK_FILE = "block.json"
 SCHEMA_VERSION = 1
 #: Version of verdict.json.
 VERDICT_VERSION = 4
-#: The passes of a block: a burn-in that does not count, each strategy in order, each in reverse order, and a
-#: third segment of strategies whose two segments disagree.
+#: Passes of a block, in order: a burn-in segment that does not count, a segment of each strategy, another one
+#: of each strategy in reverse order, and third segments of strategies whose two segments disagree.
 PASSES = BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"
 #: Settings in which a segment may differ from the full run: length, seed and profiler.
 _LENGTH = ("steps", "epochs", "seed", "profile")
 
 
 class BlockError(ValueError):
-    """A file is not a valid block.json; the message names the file and the fault."""
+    """A file is no valid block.json. The message names the file and the fault."""
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Plan of a block: the segments to run, in order.
+    """Plan of a block: the strategies to run, and the length of their segments.
 
-    `order` has the strategies of the first pass; the second pass has the reverse order.
-
-    `steps` and `discard` are a segment's numbers of timed steps and of steps before them. They are None if
-    the burn-in decides them. A strategy runs a third segment if its first two differ by more than
-    `disagreement` (natural logarithm of the ratio). If `disagreement` is None, the block's own differences
-    set the limit.
+    Attributes:
+        block: Number of the block in its comparison, from 1.
+        order: Strategies in the order of the first pass; the second pass has the reverse order.
+        seed: Seed of all segments.
+        steps: Timed steps per segment; None if the burn-in segment determines their number.
+        discarded_steps: Steps before the timed ones; None if the burn-in segment determines their number.
+        disagreement_limit: Log time ratio of a strategy's two segments above which it runs a third one; None
+            if the segments of this block determine the limit.
     """
 
     study: str
@@ -63,7 +65,7 @@ class BlockPlan:
 
     @classmethod
     def from_round_entry(cls, study: str, entry: Mapping[str, Any]) -> BlockPlan:
-        """Make the plan of a block from its entry in round.json."""
+        """Make the plan of a block from the block's entry in round.json."""
         settings = entry["settings"]
         return cls(
             study=study,
@@ -91,21 +93,21 @@ class BlockPlan:
 
     @property
     def path(self) -> str:
-        """The block's path below `blocks/` and `logs/blocks/` of its study."""
+        """Path of the block below `blocks/` and `logs/blocks/` of its study."""
         return BLOCK_PATTERN.format(**vars(self))
 
     def folder(self, results: str | Path) -> Path:
-        """Return the folder of the block's results below the results folder."""
+        """Return the folder of the block's results, below the folder of all results."""
         return Path(results) / self.study / "blocks" / self.path
 
     def log_dir(self, results: str | Path) -> Path:
-        """Return the folder of the block's segment logs and the evidence of a failure."""
+        """Return the folder with the logs of the block's segments, below the folder of all results."""
         return Path(results) / self.study / "logs" / "blocks" / self.path
 
     def cell(self, strategy: str) -> Cell:
-        """Return a strategy's cell as its segments' records name it.
+        """Return the cell that the records of a strategy's segments name.
 
-        The repeat is the block's number.
+        Its repeat is the number of the block.
         """
         return Cell(
             self.study, self.experiment, strategy, self.model, self.dataset, self.gpus, self.block
@@ -113,24 +115,24 @@ class BlockPlan:
 
 
 def make_segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Settings:
-    """Return the settings of a cell's segment, from those of its full run.
+    """Return the settings of a segment, from those of a full run of the same cell.
 
     Args:
-        settings: Settings of the full cell.
-        plan: The block.
+        settings: Settings of the full run.
+        plan: Plan of the block.
         steps: Number of steps, including the discarded ones.
     """
     return replace(settings, steps=steps, epochs=None, seed=plan.seed, profile=False)
 
 
 def remove_length_and_seed(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those in which segments and full runs differ: length, seed, profiler."""
+    """Return the settings of a cell without those that may differ between a segment and a full run."""
     values = settings.as_dict() if isinstance(settings, Settings) else settings
     return {key: value for key, value in values.items() if key not in _LENGTH}
 
 
 def hash_trained_settings(settings: Settings | Mapping[str, Any]) -> str:
-    """Return a short hash of the settings common to a segment and its full run."""
+    """Return a short hash of a cell's settings, which is equal for a segment and a full run."""
     text = json.dumps(remove_length_and_seed(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -148,7 +150,7 @@ class ComparisonKey:
 
     @classmethod
     def from_cell(cls, cell: Mapping[str, Any] | Cell) -> ComparisonKey:
-        """Return the key of the comparison that a cell belongs to."""
+        """Return the key of a cell's comparison."""
         values = vars(cell) if isinstance(cell, Cell) else cell
         return cls(values["experiment"], values["model"], values["gpus"])
 
@@ -160,8 +162,15 @@ class ComparisonKey:
 class Segment:
     """Result of a segment, one short training in a block.
 
-    `mean_step_s` and `step_cv` (the standard deviation of a step's time over its mean) are None unless the
-    segment ended well. `start_s` is the part of `wall_s` outside the training steps.
+    Attributes:
+        slot: Position of the segment in its block, from 0.
+        pass_name: Pass of the block, one of PASSES.
+        status: Status of the segment's record, such as `ok` or `oom`.
+        mean_step_s: Mean seconds of a timed step; None unless the status is `ok`.
+        step_cv: Standard deviation of the timed steps, divided by their mean; None unless the status is `ok`.
+        record: Path of the segment's record, relative to the folder of the block.
+        start_s: Seconds of the segment outside its training steps, such as the start of its processes.
+        wall_s: Seconds of the whole segment.
     """
 
     slot: int
@@ -175,7 +184,7 @@ class Segment:
     wall_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the segment as its entry in block.json."""
+        """Return the entry of the segment in block.json."""
         return {"pass" if key == "pass_name" else key: value for key, value in vars(self).items()}
 
     @classmethod
@@ -203,14 +212,14 @@ class PairedBlock:
     gpu_names: tuple[str, ...] = ()
 
     def list_segments(self, strategy: str) -> list[Segment]:
-        """Return a strategy's segments without the burn-in, in the order first, mirror, third."""
+        """Return the segments of a strategy without the burn-in, in the order of PASSES."""
         counting = [s for s in self.segments if s.strategy == strategy and s.pass_name != BURN_IN]
         return sorted(counting, key=lambda s: PASSES.index(s.pass_name))
 
     def list_log_step_times(self, strategy: str) -> list[float]:
-        """Return the log mean step time of each segment of a strategy.
+        """Return the logarithm of the mean step time of each segment of a strategy.
 
-        The list is empty unless all of them ended well.
+        The list is empty if a segment failed.
         """
         segments = self.list_segments(strategy)
         if len(segments) < 2 or any(s.status != "ok" for s in segments):
@@ -218,15 +227,12 @@ class PairedBlock:
         return [math.log(s.mean_step_s) for s in segments]
 
     def compute_log_step_time(self, strategy: str) -> float:
-        """Return the logarithm of a strategy's seconds per step in this block.
-
-        Return NaN if one of its segments failed.
-        """
+        """Return the logarithm of a strategy's seconds per step in this block, or NaN if a segment failed."""
         logs = self.list_log_step_times(strategy)
         return compute_block_value(logs) if logs else math.nan
 
     def find_failure_status(self, strategy: str) -> str | None:
-        """Return the status of a strategy's first failed segment, or None if all ended well."""
+        """Return the status of a strategy's first failed segment, or None if no segment failed."""
         bad = (s.status for s in self.segments if s.strategy == strategy and s.status != "ok")
         return next(bad, None)
 
@@ -237,19 +243,21 @@ def list_block_files(results: str | Path, study: str) -> list[Path]:
 
 
 def read_block(path: str | Path) -> PairedBlock:
-    """Read the result of a complete block. Raises BlockError if `path` is not a valid block.json."""
+    """Read the result of a complete block from its block.json.
+
+    Raises:
+        BlockError: The file is no valid block.json.
+    """
     try:
         result = read_json(path)
     except (OSError, ValueError) as e:
-        raise BlockError(f"{path} cannot be read as the result of a block: {e}") from e
+        raise BlockError(f"{path} cannot be read: {e}") from e
     if not isinstance(result, dict) or result.get("schema_version") != SCHEMA_VERSION:
-        raise BlockError(
-            f"{path} is not the result of a block with schema version {SCHEMA_VERSION}"
-        )
+        raise BlockError(f"{path} is not a block.json of schema version {SCHEMA_VERSION}")
     if result.get("software_gpu"):
         raise BlockError(f"{path} was {software_gpu.WHY}")
     if faults := list(_iter_faults(result)):
-        raise BlockError(f"{path} is not a valid result of a block: {'; '.join(faults[:3])}")
+        raise BlockError(f"{path} has invalid values: {'; '.join(faults[:3])}")
     return PairedBlock(
         comparison_key=ComparisonKey.from_cell(result),
         block_number=result["block"],
@@ -304,18 +312,18 @@ _FIELDS: dict[str, Any] = {
 
 
 def add_digest(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of verdict.json with a digest (SHA-256) of all its other values.
+    """Return the content of verdict.json with the additional key `digest`, a SHA-256 of all other values.
 
-    The digest shows an accidental change by an editor or a merge. It does not prevent forgery, because anyone
+    The digest shows an accidental change, such as by an editor. It does not prevent forgery, because anyone
     can compute it again.
     """
     return {**verdict, "digest": compute_digest(verdict)}
 
 
 def compute_digest(verdict: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a verdict's content without its digest, for any order of keys."""
+    """Return the SHA-256 of the content of verdict.json, without its digest."""
     content = {key: value for key, value in verdict.items() if key != "digest"}
-    # JSON turns tuples into lists, so that the digest is the same after reading the file.
+    # JSON has only lists, so a tuple has the same digest as the list that is read from the file.
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -323,8 +331,8 @@ def compute_digest(verdict: Mapping[str, Any]) -> str:
 def find_tampering_reason(verdict: Mapping[str, Any], path: str | Path) -> str | None:
     """Return the reason not to trust the verdict.json at `path`, or None.
 
-    A reason is that it was changed or no longer fits its blocks. Step times are computed again from the
-    blocks next to the file, if these exist.
+    A verdict is not trusted if it was changed, or if its step times differ from those in its blocks. The
+    blocks are checked if they are next to the file.
     """
     if verdict.get("digest") != compute_digest(verdict):
         return "its content was changed after it was written"

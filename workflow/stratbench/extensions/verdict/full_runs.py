@@ -1,4 +1,4 @@
-"""The audit's rule that full runs and the verdict's blocks must give the same step time."""
+"""Rule of the audit: full runs and the blocks of a verdict must give the same step time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, has
 
 @rule("full-run-against-steps", "warning", "time")
 def find_full_runs_unlike_blocks(evidence: AuditData) -> Iterator[Case]:
-    """A full run should take as long as its number of steps times the step time in the verdict's blocks. A
-    difference of more than 3 % means that one does not predict the other: the device slows down over minutes,
-    the input is too slow, other jobs use the node, or the segments are too short.
+    """The time of a full run should be its number of steps times the step time in the verdict's blocks. A
+    difference of more than 3 % has one of these causes: the device slows down over minutes, the input is too
+    slow, other jobs use the node, or the segments are too short.
     """
     by_place: dict[ComparisonKey, list[PairedBlock]] = {}
     for block in () if evidence.study_dir is None else read_blocks(evidence.study_dir):
@@ -50,23 +50,23 @@ def count_trained_steps(record: Record) -> int:
     return steps or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
 
 
-def list_log_step_times(timed: list[PairedBlock], record: Record) -> list[float]:
-    """Return the log step times of a record's strategy in blocks with the same settings."""
-    if not timed:
+def list_log_step_times(blocks_of_comparison: list[PairedBlock], record: Record) -> list[float]:
+    """Return the log step time of a record's strategy in each block with the record's settings."""
+    if not blocks_of_comparison:
         return []
     strategy, trained = record["cell"]["strategy"], hash_trained_settings(record["settings"])
     logs = [
         block.compute_log_step_time(strategy)
-        for block in timed
+        for block in blocks_of_comparison
         if block.settings_hashes.get(strategy) == trained
     ]
     return [log for log in logs if math.isfinite(log)]
 
 
 def read_blocks(study_dir: Path) -> list[PairedBlock]:
-    """Read the complete blocks below results/<study>. Unreadable blocks are left out.
+    """Read the complete blocks below the folder results/<study>.
 
-    The verdict reports unreadable blocks.
+    Unreadable blocks are left out, because the verdict reports them.
     """
     complete = []
     for path in blocks.list_block_files(study_dir.parent, study_dir.name):

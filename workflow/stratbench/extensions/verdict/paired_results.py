@@ -18,9 +18,9 @@ from stratbench.cell.files import read_json
 from stratbench.extensions.verdict.blocks import VERDICT_VERSION, find_tampering_reason
 from stratbench.strategies.base import Traits
 
-#: Wording in the decision for each state that excludes a strategy.
+#: Words of the decision for each state in verdict.json that excludes a strategy.
 EXCLUDING = EXCLUDED | {"score": "worse score"}
-#: Wording in the decision for times that were measured in paired blocks.
+#: Words of the decision for times that were measured in paired blocks.
 PAIRED_BLOCKS = "measured in paired blocks"
 
 
@@ -28,15 +28,18 @@ PAIRED_BLOCKS = "measured in paired blocks"
 class PairedResult:
     """The result of a verdict's blocks for one strategy on one number of workers."""
 
-    times_s: pd.Series  # seconds of the whole training as each block predicts them, by block
+    #: Seconds of a whole training as each block predicts them, by name of the block.
+    times_s: pd.Series
     hosts: frozenset[str]
     on_cpu: bool
     uses_servers: bool
     traits: Traits
-    exclusion: tuple[str, str] | None  # if excluded: kind and reason
-    # If the strategy was dropped as slower: the leader at that time, and the reason.
+    #: Kind and reason of the exclusion; None if the strategy is not excluded.
+    exclusion: tuple[str, str] | None
+    #: Faster leader and reason, if the strategy was dropped as slower; else None.
     slower_than: tuple[str, str] | None
-    claim: tuple[str, str] | None  # if it leads its comparison: the conclusion, and the confidence
+    #: Conclusion and confidence, if the strategy leads its comparison; else None.
+    claim: tuple[str, str] | None
 
 
 def read_verdict(path: str) -> dict[str, Any] | None:
@@ -59,7 +62,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
 
 
 def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResult]:
-    """Return the results of a verdict for each strategy, model and number of workers."""
+    """Return the result of a verdict for each strategy, model and number of workers."""
     by_group = {}
     for comparison in verdict["comparisons"]:
         if comparison["unusable"]:
@@ -92,16 +95,16 @@ def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResu
 
 
 def make_traits(values: Mapping[str, Any]) -> Traits:
-    """Make a strategy's traits from verdict.json, without those unknown to this version."""
+    """Make a strategy's traits from those in verdict.json.
+
+    Traits that this version of stratbench does not have are left out.
+    """
     known = {field.name for field in fields(Traits)}
     return Traits(**{name: value for name, value in values.items() if name in known})
 
 
 class BlocksEvidence(Evidence):
-    """Evidence of a verdict's paired blocks, whose times replace those of records.
-
-    The records replaced have the same strategy, model and number of workers.
-    """
+    """Evidence of a verdict's blocks: their times replace those of records of the same cell."""
 
     def __init__(self, paired: Mapping[Group, PairedResult]):
         self.paired = paired
@@ -121,14 +124,11 @@ class BlocksEvidence(Evidence):
         candidate.hosts, candidate.is_on_cpu = result.hosts, result.on_cpu
         candidate.traits, candidate.has_servers = result.traits, result.uses_servers
         candidate.verdict_claim = result.claim
-        # The number of blocks depends on what earlier blocks showed.
+        # The number of blocks was not fixed beforehand: it depends on the times in earlier blocks.
         candidate.has_planned_repeats = False
 
     def exclude_candidates(self, question: Question, candidates: Sequence[Candidate]) -> None:
-        """Exclude strategies that a verdict's blocks show to be slower than a remaining candidate.
-
-        Both must have equal numbers of workers.
-        """
+        """Exclude candidates that blocks show to be slower than another candidate on as many workers."""
         experiment, model = question
         left = {(c.strategy, c.gpus) for c in candidates if not c.exclusion_kind}
         for c in candidates:
@@ -146,9 +146,9 @@ class BlocksEvidence(Evidence):
 
 
 def read_blocks(path: str, constraints: Constraints) -> Evidence:
-    """Read the paired blocks of the verdict.json at `path` as evidence.
+    """Read the times of a verdict's blocks from verdict.json, as evidence for a decision.
 
-    The evidence is empty without such a file.
+    The evidence is empty if the file is missing or not trusted.
     """
     verdict = read_verdict(path)
     return Evidence() if verdict is None else BlocksEvidence(collect_paired_results(verdict))

@@ -9,7 +9,7 @@ from stratbench.extensions.verdict.verdict_cost import iter_cost_sentences
 
 
 def answer_verdict_cost_question(plan: Plan) -> Iterator[tuple[str, list[str]]]:
-    """Yield the question of a verdict's cost, with the sentences that answer the question."""
+    """Yield the question of what a verdict costs, with the sentences that answer it."""
     question = "What would a verdict by short paired blocks cost (`snakemake verdict`)?"
     yield question, list(iter_cost_sentences(plan))
 

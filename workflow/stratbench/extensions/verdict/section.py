@@ -16,7 +16,7 @@ from stratbench.analysis.report.shown import build_data_uri
 
 
 def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
-    """Return the values that the template of the section needs."""
+    """Return the values that the template of the report's section on the verdict needs."""
     marks = assign_marks(
         cells,
         {
@@ -49,7 +49,7 @@ def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dic
 def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Return a comparison's row in the table of conclusions.
 
-    The row includes the rows of the strategies other than the leader.
+    Its key `rivals` has a row for each strategy other than the leader.
     """
     matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
     spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]
@@ -73,7 +73,7 @@ def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_nearest_interval(comparison: Mapping[str, Any]) -> str:
-    """Format the alternative with the lowest bound: its name, time ratio and bound."""
+    """Return the name, time ratio and bound of the rival with the lowest bound, as text."""
     known = [
         r
         for r in comparison["ratios"]
@@ -81,13 +81,13 @@ def format_nearest_interval(comparison: Mapping[str, Any]) -> str:
     ]
     if not known:
         return ""
-    # Alternatives that are still in the comparison come before dropped ones.
+    # A dropped rival counts only if no rival is left in the comparison.
     nearest = min(known, key=lambda ratio: (bool(ratio["reason"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
 
 
 def make_rival_row(ratio: Mapping[str, Any]) -> dict[str, str]:
-    """Return an alternative's row: its state, time ratio, and the reason why it was dropped."""
+    """Return the row of a rival: its state, its time ratio, and the reason if it was dropped."""
     return {
         "strategy": ratio["strategy"],
         "state": ratio["words"],
@@ -97,7 +97,7 @@ def make_rival_row(ratio: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-#: Components of the noise: key in verdict.json, name, and description in the report.
+#: Components of the noise, each with its key in verdict.json, its name and its description in the report.
 COMPONENTS = (
     (
         "allocation",
@@ -140,7 +140,7 @@ def iter_noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 def draw_interval_figures(
     verdict: Mapping[str, Any], marks: Mapping[str, Mark]
 ) -> Iterator[dict[str, Any]]:
-    """Draw one figure per comparison: each strategy's time relative to the leader's, and its bound."""
+    """Draw a figure per comparison: the time ratio of each strategy to the leader, and its lower bound."""
     for comparison in verdict["comparisons"]:
         known = [r for r in comparison["ratios"] if r["ratio"] is not None]
         if len(known) < 2 or comparison["leader"] is None:

@@ -1,4 +1,4 @@
-"""Estimates a verdict's cost relative to the full matrix, and which cells are too costly."""
+"""Estimates the cost of a verdict relative to training all cells, and finds too costly comparisons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stratbench.extensions.verdict.block_rules import (
     estimate_segment_seconds,
 )
 
-#: Largest share of the full matrix's cost that a verdict should take.
+#: Largest cost of a verdict that is worth it, as a share of the cost of the full matrix.
 AIM = 0.10
 
 
@@ -25,7 +25,8 @@ AIM = 0.10
 class VerdictCost:
     """Costs of a verdict and of the full matrix, in worker-seconds.
 
-    `start_share` is the share of a segment that the start of its processes takes.
+    The full matrix is a training of each cell with MATRIX_REPEATS repeats. `start_share` is the share of a
+    segment that the start of its processes takes.
     """
 
     blocks_s: float
@@ -35,7 +36,7 @@ class VerdictCost:
 
     @property
     def verdict_s(self) -> float:
-        """Cost of the verdict: its blocks, and full runs for scores, in worker-seconds."""
+        """Cost of the verdict in worker-seconds: its blocks and its full runs."""
         return self.blocks_s + self.full_runs_s
 
     @property
@@ -44,15 +45,18 @@ class VerdictCost:
         return self.verdict_s / self.matrix_s
 
 
-def estimate_verdict_cost(comparison: list[Planned], slow: bool) -> VerdictCost:
+def estimate_verdict_cost(comparison: list[Planned], use_longest_times: bool) -> VerdictCost:
     """Return the cost of a verdict on one comparison.
 
-    With `slow`, it is at the upper end of the predicted times, else at the lower end.
+    Args:
+        comparison: Planned cells of the comparison.
+        use_longest_times: Whether to use the upper ends of the predicted times, and not the lower ends.
     """
     gpus = comparison[0].cell.gpus
     segments, cells, starts = [], [], []
     for c in comparison:
-        train_s, total_s = ([*span][slow] for span in (c.fit.train_span, c.fit.total_span))
+        spans = (c.fit.train_span, c.fit.total_span)
+        train_s, total_s = ([*span][use_longest_times] for span in spans)
         device = "cpu" if c.fit.device == "CPU" else "cuda"
         step_s, start_s = train_s / c.subject.steps, SEGMENT_START_S[device]
         steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])
@@ -66,7 +70,7 @@ def estimate_verdict_cost(comparison: list[Planned], slow: bool) -> VerdictCost:
 def estimate_verdict_costs(
     plan: Plan,
 ) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
-    """Return the lowest and the highest cost of each comparison with predicted times."""
+    """Return the lowest and the highest cost of each comparison, by experiment, model and worker count."""
     known = [
         c
         for c in plan.cells
@@ -76,8 +80,8 @@ def estimate_verdict_costs(
     comparisons = group_cells_by(known, "experiment", "model", "gpus")
     return {
         key: (
-            estimate_verdict_cost(comparison, slow=False),
-            estimate_verdict_cost(comparison, slow=True),
+            estimate_verdict_cost(comparison, use_longest_times=False),
+            estimate_verdict_cost(comparison, use_longest_times=True),
         )
         for key, comparison in comparisons.items()
         if len(comparison) > 1
@@ -85,7 +89,7 @@ def estimate_verdict_costs(
 
 
 def iter_cost_sentences(plan: Plan) -> Iterator[str]:
-    """Yield sentences on what `snakemake verdict` costs relative to the full matrix."""
+    """Yield sentences on the cost of a verdict relative to the full matrix."""
     by_comparison = estimate_verdict_costs(plan)
     if not by_comparison:
         yield "Unknown: no model and number of workers has two strategies with predicted times."
@@ -110,14 +114,14 @@ def iter_cost_sentences(plan: Plan) -> Iterator[str]:
         experiment, model, gpus = max(short, key=lambda key: short[key].share_of_matrix)
         worst = short[experiment, model, gpus]
         yield (
-            f"A tenth is out of reach for {len(short)} of {len(by_comparison)} models and worker counts: "
-            f"their cells are too short. {experiment}, {model} on {gpus} would cost at least "
-            f"{worst.share_of_matrix:.0%}, since {worst.start_share:.0%} of a segment is the start of its "
-            "processes. Train these cells in full instead, or for longer."
+            f"For {len(short)} of {len(by_comparison)} models and worker counts, a verdict costs more than a "
+            f"tenth of the full matrix, because their cells are too short. {experiment}, {model} on {gpus} "
+            f"would cost at least {worst.share_of_matrix:.0%}, since {worst.start_share:.0%} of a segment is "
+            "the start of its processes. Train these cells in full instead, or for longer."
         )
     if len(dear) > len(short):
         yield (
-            f"{len(dear) - len(short)} of {len(by_comparison)} models and worker counts cost more than a "
-            "tenth because few strategies compete: the full run for scores is a large part of so small a "
-            "matrix."
+            f"For {len(dear) - len(short)} of {len(by_comparison)} models and worker counts, a verdict costs "
+            "more than a tenth of the full matrix, because few strategies are compared. The full run for "
+            "scores is a large part of so small a matrix."
         )

@@ -1,7 +1,7 @@
-"""One round of a verdict as the Snakemake rules need it: its blocks, full runs and resources.
+"""Tells the Snakemake rules what one round of a verdict runs: its blocks, full runs and resources.
 
-The workflow runs a command at its start that prints the next round. The jobs of the round read that output
-from a file.
+At its start, the workflow runs a command that prints the next round as JSON. The jobs of the round read this
+JSON from a file.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ from stratbench.study.resources import (
     combine_requests,
 )
 
-#: Longest time that the processes of a segment may take to start and to end, in seconds.
+#: Seconds that the processes of a segment may take to start and to end.
 SEGMENT_ALLOWANCE_S = 180
 
 
 class Round:
-    """One round. Properties are computed on first use, since most runs of the workflow use none."""
+    """One round of a verdict.
+
+    Its properties are computed on first use, because most runs of the workflow need none of them.
+    """
 
     def __init__(
         self,
@@ -65,10 +68,10 @@ class Round:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """Content of round.json: from the file within a job, else from the command.
+        """Content of round.json. A job reads the file; other processes run the command.
 
         Raises:
-            ConfigError: If a job cannot read the file, or the command fails.
+            ConfigError: A job cannot read the file, or the command fails.
         """
         if not self._is_job:
             return self._compute_next_round()
@@ -81,7 +84,7 @@ class Round:
 
     @property
     def outlook(self) -> str:
-        """A sentence on the cost of the round, and how many rounds may follow."""
+        """Sentence on the cost of the round and the number of rounds that may follow."""
         return self.content["outlook"]
 
     def write_round_file(self) -> None:
@@ -99,21 +102,21 @@ class Round:
 
     @cached_property
     def full_runs(self) -> list[Cell]:
-        """Cells that the round trains completely, instead of in blocks."""
+        """Cells that the round trains in full, and not in blocks."""
         cells = [Cell(**coordinates) for coordinates in self.content["full_runs"]]
         return [cell for cell in cells if cell.path not in self._jobs.skip_reasons]
 
     def list_files(self) -> list[str]:
-        """Return the paths of all files that the round makes: results of blocks, and records."""
+        """Return the paths of all files that the round writes: block.json files, and records of full runs."""
         results = self._jobs.results
         made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
 
     def get_block_plan(self, wildcards: Mapping[str, str]) -> BlockPlan:
-        """Return the plan of the block that a job's wildcards name.
+        """Return the plan of the block that the wildcards of a Snakemake job name.
 
         Raises:
-            ConfigError: If the block is not in this round.
+            ConfigError: The block is not in this round.
         """
         path = BLOCK_PATTERN.format(**wildcards)
         if path not in self.blocks:
@@ -123,15 +126,12 @@ class Round:
         return self.blocks[path]
 
     def get_cell_settings(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """Return the settings of a block's cells, by strategy."""
+        """Return the settings of the cell of each strategy in a block, by strategy."""
         settings = {name: self._jobs.resolve_settings(plan.cell(name)) for name in plan.order}
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def get_settings_in_common(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """Return by strategy the settings that a block shares with full runs.
-
-        Common settings are all except length, seed and profile.
-        """
+        """Return the settings of each strategy that are equal in segments and in full runs, by strategy."""
         return {
             name: remove_length_and_seed(self._jobs.resolve_settings(plan.cell(name)))
             for name in plan.order
@@ -146,16 +146,18 @@ class Round:
         return compute_segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
     def _count_segment_steps(self, cell: Cell, steps: int | None) -> int:
-        """Return the number of all steps of a segment with `steps` timed steps.
+        """Return the number of steps of a segment, discarded and timed ones together.
 
-        Discarded steps are included.
+        Args:
+            cell: Cell of the segment.
+            steps: Number of timed steps; None for the largest number.
         """
         timed, settings = steps or MAX_STEPS, self._jobs.resolve_settings(cell)
         strategy = make_strategy(settings.strategy, settings.options)
         return sum(strategy.choose_segment_steps(count_discarded_steps(timed), timed))
 
     def make_block_request(self, plan: BlockPlan) -> JobRequest:
-        """Return the resources that a block requests from the scheduler: the maximum over its strategies."""
+        """Return the resources that a block's job requests: the largest of any strategy in the block."""
         cells = [plan.cell(name) for name in plan.order]
         minutes = compute_block_limit_minutes(
             self.compute_segment_time_limit_s(plan), len(cells), self.config["cluster"]
@@ -163,34 +165,38 @@ class Round:
         return combine_requests(map(self._jobs.build_job_request, cells), minutes)
 
     def is_followed_by_round(self) -> bool:
-        """Return whether this round, once complete, is followed by another round.
+        """Return whether another round follows, if all files of this round exist.
 
         Raises:
-            ConfigError: If the next round would be the same, because the files of this one are not used.
+            ConfigError: The next round would be the same, because the files of this round are not used.
         """
         following = self._compute_next_round()
         if following["done"]:
             return False
         if all(following[key] == self.content[key] for key in ("comparisons", "full_runs")):
             raise ConfigError(
-                "all files of the verdict's round exist, but the next round would be the same again; run "
-                "`snakemake verdict`, which prints which of the files it does not use, and why"
+                "all files of this round of the verdict exist, but the next round would be the same again; "
+                "run `snakemake verdict`, which prints the files that it does not use, and the reasons"
             )
         return True
 
     def _compute_next_round(self) -> dict[str, Any]:
-        """Run the command that prints the next round. Raises ConfigError with its message if it fails."""
+        """Return the next round, from the output of the command that prints it.
+
+        Raises:
+            ConfigError: The command failed; the message is the command's.
+        """
         command, text = [*self._command, "--config", "-"], json.dumps(self.config)
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise ConfigError(
-                f"the command that plans the verdict's next round failed:\n{done.stderr.strip()}"
+                f"the command that plans the next round of the verdict failed:\n{done.stderr.strip()}"
             )
         return json.loads(done.stdout)
 
     @cached_property
     def has_current_verdict(self) -> bool:
-        """Whether verdict.json exists and matches the present settings of its strategies."""
+        """Whether verdict.json exists, and its strategies still have the same settings in the config."""
         try:
             comparisons = read_json(self.file.with_name("verdict.json"))["comparisons"]
             trained = {
@@ -224,8 +230,7 @@ def compute_segment_limit_s(
 ) -> float | None:
     """Return a segment's time limit: SEGMENT_ALLOWANCE_S plus its share of the cell's limit.
 
-    A segment that reaches this limit belongs to a cell that would reach its own limit. Return None if the
-    cell has no limit.
+    The share is the segment's share of the steps of the cell. Return None if the cell has no limit.
 
     Args:
         time_limit_s: Limit of the cell, if any.
@@ -241,13 +246,12 @@ def compute_segment_limit_s(
 def compute_block_limit_minutes(
     limit_s: float | None, strategies: int, cluster: Mapping[str, Any]
 ) -> int:
-    """Return the time limit that a block requests from the scheduler, in minutes.
+    """Return the time limit that a block's job requests from the scheduler, in minutes.
 
-    Each strategy may take a third of `limit_s` per segment, or all of `limit_s` in one segment. The burn-in
-    may also take `limit_s`.
+    The block has time for one segment of each strategy, and for the burn-in segment, at their limit.
 
     Args:
-        limit_s: Limit of the block's segments, if any.
+        limit_s: Time limit of a segment in seconds, or None without limit.
         strategies: Number of strategies.
         cluster: The `cluster` block of the config.
     """

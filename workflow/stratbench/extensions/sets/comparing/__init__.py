@@ -1,1 +1,1 @@
-"""Compares result sets: matches their cells, and writes ratios, figures and a page."""
+"""Compares result sets: matches their cells, and writes time ratios, figures and a page."""

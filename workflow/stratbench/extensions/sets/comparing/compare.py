@@ -1,4 +1,4 @@
-"""Compares result sets with the first: writes the page, tables and figures, and detects slow-downs."""
+"""Compares result sets with the first one: writes a page, tables and figures, and finds slow-downs."""
 
 from __future__ import annotations
 
@@ -20,54 +20,56 @@ from stratbench.extensions.sets.folders import claim_folder
 from stratbench.extensions.sets.keys import EXPLORE, INDEX, PAGES
 from stratbench.extensions.sets.reading import ResultSet, read_set
 
-#: Longest name of a comparison's folder; a longer name is cut and gets a hash.
+#: Largest length of the name of a comparison's folder. A longer name is cut and gets a hash at its end.
 _MAX_FOLDER_NAME = 100
 
 
 def compare_sets(
-    named: Mapping[str, str],
+    sources_by_name: Mapping[str, str],
     out_root: Path,
-    allowed: float | None = None,
+    allowed_slowdown: float | None = None,
     prices: Mapping[str, float] | None = None,
-    limits: Constraints | None = None,
+    constraints: Constraints | None = None,
 ) -> int:
-    """Compare result sets with the first of them, and write the page.
+    """Compare result sets with the first of them, write the page, and return the exit code.
 
-    The function returns 1 if a set fails. The page is <out_root>/<names>/index.html; tables, figures and a
-    page of all cells are next to it. A set fails if a strategy is slower by more than `allowed` and by more
-    than noise, or no longer finishes.
+    The page is <out_root>/<names>/index.html. Tables, figures and a page of all cells are next to it. The
+    exit code is 1 if a strategy in a set no longer finishes, or is slower by more than the allowed share and
+    by more than noise.
 
     Args:
-        named: Sources of the sets, by name.
-        out_root: Folder to write below.
-        allowed: Allowed slow-down as a fraction, or None if slow-downs are not watched.
+        sources_by_name: Source of each set, by its name.
+        out_root: Folder in which to write a folder with the comparison.
+        allowed_slowdown: Share by which a strategy may be slower; None if slow-downs do not fail.
         prices: Price per GPU-hour of each set, by name.
-        limits: Constraints of the decision over all sets.
+        constraints: Constraints of the decision over all sets.
     """
-    if len(named) < 2:
+    if len(sources_by_name) < 2:
         raise SetError("a single set cannot be compared; name two or more sets")
-    for name in named:
+    for name in sources_by_name:
         if not NAME.fullmatch(name) or name.lower() in PAGES:
             raise SetError(
                 f"{quote_untrusted(name)} cannot be the name of a set; use letters, digits, '.', '_' and "
-                f"'-', but not {' or '.join(PAGES)}"
+                f"'-', and no name of a page ({' or '.join(PAGES)})"
             )
-    prices, limits = prices or {}, limits or Constraints()
-    sets = [read_set_with_message(source, name) for name, source in named.items()]
-    folder = out_root / make_folder_name(named)
-    claim_comparison_folder(folder, named)
+    prices, constraints = prices or {}, constraints or Constraints()
+    sets = [read_set_with_message(source, name) for name, source in sources_by_name.items()]
+    folder = out_root / make_folder_name(sources_by_name)
+    claim_comparison_folder(folder, sources_by_name)
     compared = [compare_result_sets(sets[0], other) for other in sets[1:]]
-    decisions = decide_over_sets(sets, prices, limits)
-    watched = None if allowed is None else regression.watch_regressions(compared, allowed)
+    decisions = decide_over_sets(sets, prices, constraints)
+    watched = None
+    if allowed_slowdown is not None:
+        watched = regression.watch_regressions(compared, allowed_slowdown)
     sections = []
     for one in compared:
         tables.write_comparison_tables(one, folder)
-        drawn = figures.draw_ratio_figures(one, folder, limits.equivalence_margin)
+        drawn = figures.draw_ratio_figures(one, folder, constraints.equivalence_margin)
         sections.append(page.make_pair_section(one, drawn))
-    by_cost = bool(prices) or limits.price_per_gpu_hour is not None
-    constraints = list(iter_constraint_sentences(limits, prices))
+    by_cost = bool(prices) or constraints.price_per_gpu_hour is not None
+    sentences = list(iter_constraint_sentences(constraints, prices))
     values = page.make_page_values(
-        sets, sections, watched, allowed, decisions, constraints, limits, by_cost
+        sets, sections, watched, allowed_slowdown, decisions, sentences, constraints, by_cost
     )
     write_atomic(folder / INDEX, page.render_comparison_page(values))
     write_explore_page(sets, folder / EXPLORE)
@@ -80,34 +82,37 @@ def compare_sets(
                     f"  {mean.strategy}: {tables.format_ratio(mean.time_ratio)} times the training time"
                 )
     if decisions:
-        print(replace_control_characters(describe_decisions(decisions, [], limits, constraints)))
+        answers = describe_decisions(decisions, [], constraints, sentences)
+        print(replace_control_characters(answers))
     if watched is not None:
-        print(replace_control_characters(wrap_lines(regression.describe_watch(watched, allowed))))
+        lines = regression.describe_watch(watched, allowed_slowdown)
+        print(replace_control_characters(wrap_lines(lines)))
     print(folder / INDEX)
     return 1 if watched and regression.has_failures(watched) else 0
 
 
-def claim_comparison_folder(folder: Path, named: Mapping[str, str]) -> None:
-    """Claim the output folder of a comparison.
+def claim_comparison_folder(folder: Path, sources_by_name: Mapping[str, str]) -> None:
+    """Create or reuse the output folder of a comparison.
 
-    A note is printed if the folder had a comparison of other sets.
+    If the folder has the comparison of other sets, print a note that this is replaced.
     """
-    about = ", ".join(f"{name}={source}" for name, source in named.items())
-    before = claim_folder(folder, about)
-    if before not in ("", about):
-        text = f"{folder} had the comparison of {before}, which is now replaced"
+    sets = ", ".join(f"{name}={source}" for name, source in sources_by_name.items())
+    previous_sets = claim_folder(folder, sets)
+    if previous_sets not in ("", sets):
+        text = f"{folder} had the comparison of {previous_sets}, which is now replaced"
         print(replace_control_characters(text), file=sys.stderr)
 
 
 def make_folder_name(names: Iterable[str]) -> str:
-    """Return a folder name for a comparison of sets, unique to the sets' names."""
-    name = "+".join(names)  # no name has a plus in it
+    """Return the name of the folder for a comparison. Sets with other names have another folder."""
+    # The name of a set has no "+", so that the joined names are unique.
+    name = "+".join(names)
     if len(name) <= _MAX_FOLDER_NAME:
         return name
     return f"{name[:_MAX_FOLDER_NAME]}+{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def read_set_with_message(source: str, name: str) -> ResultSet:
-    """Print a line on a set, and read it. Thousands of records take a while to read."""
+    """Print that a set is being read, which may take long, and return the set."""
     print(f"reading {name}: {source}", file=sys.stderr, flush=True)
     return read_set(source, name)

@@ -1,4 +1,4 @@
-"""Compares two result sets: a ratio per cell, a mean per strategy, and different conditions."""
+"""Compares two result sets: time ratios of cells, mean ratios of strategies, and different conditions."""
 
 from __future__ import annotations
 
@@ -48,56 +48,56 @@ MEMORY_METHOD = ("memory.method", "provenance.device")
 
 @dataclass(frozen=True)
 class CellMeasurements:
-    """Measurements of one cell's repeats in one set, without repeats that the audit rejects."""
+    """Measurements of a cell's repeats in one set. Repeats that the audit rejects are left out."""
 
     #: Training times of the repeats in seconds.
     train_times_s: tuple[float, ...]
-    #: Scores of the repeats, in the unit that pages show.
+    #: Scores of the repeats, in the unit of the report, such as percent.
     scores: tuple[float, ...] = ()
     #: Median over repeats of the peak memory in bytes, or None if unknown.
     memory_bytes: float | None = None
-    #: Outcomes of the repeats that failed; empty if all ended well.
+    #: Outcomes of the failed repeats as text; empty if no repeat failed.
     outcome: str = ""
-    #: Whether at least one repeat finished, even if the audit rejects its values.
+    #: Whether at least one repeat finished, even if the audit rejects it.
     all_finished: bool = True
-    #: Rules of the audit that have findings on the times.
+    #: Names of the audit's rules that doubt the training times.
     doubtful_rules: tuple[str, ...] = ()
 
     @property
     def time_outcome(self) -> str:
-        """Text that says whether training times were measured, and otherwise why not."""
+        """Text on the training times: `measured`, or the reason why there are none."""
         return self.outcome or ("measured" if self.train_times_s else "rejected by the audit")
 
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """A cell (all repeats) that two sets have in common, with its measurements in both."""
+    """A cell that is in both sets, with the measurements of its repeats in each set."""
 
     match: Match
     first_measurements: CellMeasurements
     other_measurements: CellMeasurements
     score: Score = field(default_factory=Score)
-    #: Differences in what was trained, which make a ratio meaningless.
+    #: Differences in the trained work, such as the batch size, with which a time ratio has no meaning.
     work_differences: Sequence[Difference] = ()
-    #: Fields on what was trained that only one set states.
+    #: Fields on the trained work that only one of the two sets has.
     unstated_differences: Sequence[Difference] = ()
-    #: Differences in hardware, software and flags, which may explain a ratio.
+    #: Differences in hardware, software and flags, which may explain a time ratio.
     machine_differences: Sequence[Difference] = ()
 
     @property
     def group(self) -> Group:
-        """Coordinates of the cell in the first set."""
+        """Coordinates of the cell in the first set, without its repeats."""
         return self.match.first_group
 
     @property
     def coordinates_text(self) -> str:
-        """Coordinates of the cell as text, such as `ddp on 4, vgg16 (main)`."""
+        """Strategy, number of workers, model and experiment as text, such as `ddp on 4, vgg16 (main)`."""
         g = self.group
         return f"{g.strategy} on {g.gpus}, {g.model} ({g.experiment})"
 
     @property
     def doubtful_rules(self) -> tuple[str, ...]:
-        """Rules of the audit that have findings on the times of either set."""
+        """Names of the audit's rules that doubt the training times in one of the sets."""
         return tuple(
             dict.fromkeys(
                 (*self.first_measurements.doubtful_rules, *self.other_measurements.doubtful_rules)
@@ -106,7 +106,7 @@ class ComparedCell:
 
     @cached_property
     def no_ratio_reason(self) -> str:
-        """The reason why there is no time ratio; empty if there is one."""
+        """Reason why the cell has no time ratio, or an empty text if it has one."""
         if self.work_differences or (
             self.first_measurements.train_times_s and self.other_measurements.train_times_s
         ):
@@ -116,9 +116,9 @@ class ComparedCell:
 
     @cached_property
     def time_ratio(self) -> IntervalEstimate | None:
-        """Training time in the other set, divided by that in the first.
+        """Training time in the other set, divided by that in the first set.
 
-        The ratio is None if the two are not comparable.
+        The ratio is None if the cells are not comparable.
         """
         return (
             None
@@ -130,10 +130,10 @@ class ComparedCell:
 
     @property
     def memory_ratio(self) -> float | None:
-        """Peak memory in the other set, divided by that in the first.
+        """Peak memory in the other set, divided by that in the first set.
 
-        The ratio is None if the two are not comparable. It hardly varies between repeats, so that it has no
-        interval.
+        The ratio is None if the cells are not comparable. It has no interval, because peak memory hardly
+        differs between repeats.
         """
         same_method = not any(d.field_path in MEMORY_METHOD for d in self.machine_differences)
         known = (
@@ -149,9 +149,9 @@ class ComparedCell:
 
     @cached_property
     def score_change(self) -> IntervalEstimate | None:
-        """Score in the other set minus that in the first.
+        """Score in the other set, minus that in the first set.
 
-        The change is None if the two are not comparable, or without scores.
+        The change is None if the cells are not comparable, or if one has no score.
         """
         if (
             self.no_ratio_reason
@@ -166,27 +166,27 @@ class ComparedCell:
 
 @dataclass(frozen=True)
 class StrategyMean:
-    """Geometric mean of a strategy's time ratios: over cells within a model, then over models."""
+    """Geometric mean of a strategy's time ratios: first over the cells of each model, then over models."""
 
     strategy: str
-    #: Number of workers, or None for the mean over all numbers.
+    #: Number of workers of the cells; None if the mean is over all numbers.
     gpus: int | None
-    #: Mean ratio, with an interval over models; for a single model, with an interval over repeats.
+    #: Mean ratio. Its interval is over models or, if there is one model, over repeats.
     time_ratio: IntervalEstimate
     model_count: int
     cell_count: int
-    #: Whether the difference between the sets is larger than the noise of repeats; None if unknown.
+    #: Whether the mean ratio differs from 1 by more than the noise of repeats; None if the noise is unknown.
     is_significant: bool | None
 
     @property
     def workers_text(self) -> str:
-        """The number of workers as a table shows it."""
+        """Number of workers as text, or `all` for the mean over all numbers."""
         return "all" if self.gpus is None else str(self.gpus)
 
 
 @dataclass(frozen=True)
 class RankChange:
-    """Two strategies whose order differs between two sets, on one model and number of workers."""
+    """Two strategies of which one is faster in the first set, and the other one in the other set."""
 
     experiment: str
     model: str
@@ -201,35 +201,33 @@ class RankChange:
 
     @property
     def is_clear(self) -> bool:
-        """Whether both intervals exclude a ratio of 1.
-
-        A change of order that is not clear may be chance.
-        """
+        """Whether the intervals of both ratios exclude 1, so that the change of order is no chance."""
         return self.ratio_in_first.excludes(1) and self.ratio_in_other.excludes(1)
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The comparison of two sets: their common cells, differences, mean ratios and changes of order."""
+    """Comparison of two sets: their common cells, differences, mean ratios and changes of order."""
 
     first_set: ResultSet
     other_set: ResultSet
     common_cells: tuple[ComparedCell, ...]
-    #: Differences of all cells, of the three kinds that a ComparedCell has.
+    #: Differences of all common cells. A ComparedCell has the same three kinds.
     machine_differences: tuple[Difference, ...]
     work_differences: tuple[Difference, ...]
     unstated_differences: tuple[Difference, ...]
     strategy_means: tuple[StrategyMean, ...]
     rank_changes: tuple[RankChange, ...]
-    #: Number of cells (all repeats as one) that only the first or only the other set has.
+    #: Number of finished cells that only the first set has. All repeats count as one cell.
     cells_only_in_first: int
+    #: Number of finished cells that only the other set has.
     cells_only_in_other: int
-    #: Groups of repeats with a time in the first set and without a record in the other.
+    #: Cells with a training time in the first set, but without a record in the other.
     missing_groups: tuple[Group, ...]
 
     @property
     def differences_by_effect(self) -> dict[str, tuple[Difference, ...]]:
-        """Differences by their effect on ratios, the most serious effect first."""
+        """Differences of the common cells by their effect on time ratios, the most serious effect first."""
         return {
             "no ratio": self.work_differences,
             "not known to be equal": self.unstated_differences,
@@ -238,29 +236,34 @@ class Comparison:
 
     @cached_property
     def cells_with_ratio(self) -> list[ComparedCell]:
-        """Common cells of both sets with a time ratio."""
+        """Cells of both sets that have a time ratio."""
         return [cell for cell in self.common_cells if not cell.no_ratio_reason]
 
     @cached_property
     def cells_without_ratio(self) -> list[ComparedCell]:
-        """Common cells of both sets without a time ratio."""
+        """Cells of both sets that have no time ratio."""
         return [cell for cell in self.common_cells if cell.no_ratio_reason]
 
 
 class Measurements:
-    """All measurements of one set, by group of repeats."""
+    """Measurements of the cells of one set. A group is all repeats of a cell."""
 
     def __init__(self, result_set: ResultSet) -> None:
         findings = result_set.findings.to_dict("records")
         self.repeats = Repeats(result_set.cells, findings)
         bad = result_set.cells[~result_set.cells["status"].isin(["ok", *UNMEASURED])]
-        #: Rows of cells that ran and failed, by group.
+        #: Rows of the repeats that failed, by group.
         self.bad = group_rows(bad)
         doubtful = [finding for finding in findings if finding["severity"] == "warning"]
         self.doubts = group_findings(doubtful, list_groups_with_data(result_set))
 
     def measure_group(self, group: Group, score: Score) -> CellMeasurements:
-        """Return the times, scores, memory and outcome of a group of repeats."""
+        """Return the times, scores, memory and outcomes of a group of repeats.
+
+        Args:
+            group: The group.
+            score: Definition of the score, with its unit.
+        """
         times, scores = (
             tuple(self.repeats.values(group, column, concerns).values())
             for column, concerns in (("train_time_s", "time"), ("score_final", "score"))
@@ -324,7 +327,10 @@ def compare_result_sets(first: ResultSet, other: ResultSet) -> Comparison:
 
 
 def describe_differences(differences: list[Difference]) -> str:
-    """Return differences as text, such as `lr 0.01 against 0.5; epochs 10 against not stated`."""
+    """Return differences as text, such as `lr 0.01 against 0.5; epochs 10 against not stated`.
+
+    Each difference has its field, the value in the first set, and that in the other set.
+    """
     return "; ".join(
         f"{shorten_field_path(d.field_path)} {d.first_value} against {d.other_value}"
         for d in differences
@@ -338,7 +344,7 @@ def shorten_field_path(path: str) -> str:
 
 
 def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """Yield each strategy's mean ratio, for all worker counts together and for each count."""
+    """Yield the mean time ratio of each strategy: over all worker counts, then for each worker count."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         by_strategy[cell.group.strategy].append(cell)
@@ -353,8 +359,8 @@ def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
                 (cell.other_measurements.train_times_s, cell.first_measurements.train_times_s)
                 for cell in here
             ]
-            # The level is shared (Bonferroni): a false difference of any strategy has probability ALPHA at
-            # most.
+            # The error rate is divided by the number of strategies (Bonferroni), so that a wrong difference
+            # of any strategy has at most the probability ALPHA.
             shared = compute_mean_slowdown(pairs, ALPHA / 2 / len(by_strategy))
             apart = None if shared.low is None else shared.excludes(0.0)
             if len(by_model) == 1:
@@ -366,7 +372,7 @@ def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
 
 
 def find_rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
-    """Yield pairs of strategies whose order differs between the two sets."""
+    """Yield each pair of strategies whose order by time differs between the two sets."""
     comparisons: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         g = cell.group
@@ -393,17 +399,18 @@ def find_rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
 
 
 def iter_main_results(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences on the main results: copied times, and the smallest and largest mean ratio."""
-    a, b, n = comparison.first_set.name, comparison.other_set.name, len(comparison.cells_with_ratio)
+    """Yield sentences on equal times, and on the smallest and the largest mean time ratio."""
+    first, other = comparison.first_set.name, comparison.other_set.name
+    n = len(comparison.cells_with_ratio)
     same = sum(
         cell.first_measurements.train_times_s == cell.other_measurements.train_times_s
         for cell in comparison.cells_with_ratio
     )
     if same:
-        copied = (
-            f"{same} of {n} times are equal to the last digit, so that they were not measured twice"
+        yield (
+            f"{same} of {n} times in {other} equal those in {first} to the last digit, so that they were not "
+            "measured twice."
         )
-        yield f"{b} contains times of {a}: {copied}."
     means = sorted(
         (m for m in comparison.strategy_means if m.gpus is None), key=lambda m: m.time_ratio.value
     )
@@ -411,21 +418,26 @@ def iter_main_results(comparison: Comparison) -> Iterator[str]:
         return
     apart = [mean for mean in means if mean.is_significant]
     if not apart:
-        ends = dict.fromkeys(f"{mean.time_ratio.value:.2f}" for mean in (means[0], means[-1]))
+        ratios = " to ".join(
+            dict.fromkeys(f"{mean.time_ratio.value:.2f}" for mean in (means[0], means[-1]))
+        )
         known = any(mean.is_significant is not None for mean in means)
-        reason = (
-            "and no ratio differs from 1 by more than the noise of repeats"
+        significance = (
+            "No ratio differs from 1 by more than the noise of repeats."
             if known
-            else "by single repeats, so that the noise is unknown"
+            else "The noise is unknown, because a set has single repeats."
         )
         yield (
-            f"Training in {b} takes {' to '.join(ends)} times as long as in {a}, depending on the "
-            f"strategy, {reason}."
+            f"Training in {other} takes {ratios} times as long as in {first}, depending on the strategy. "
+            f"{significance}"
         )
         return
     similar = len(means) - len(apart)
     means, least, most = apart, apart[0], apart[-1]
-    text = f"Training in {b} takes {least.time_ratio.value:.2f} times as long as in {a} with {least.strategy}"
+    text = (
+        f"Training in {other} takes {least.time_ratio.value:.2f} times as long as in {first} with "
+        f"{least.strategy}"
+    )
     if most is not least:
         text += f", {most.time_ratio.value:.2f} times with {most.strategy}"
         text += (
@@ -437,10 +449,13 @@ def iter_main_results(comparison: Comparison) -> Iterator[str]:
 
 
 def make_headline(comparison: Comparison) -> str:
-    """Return sentences on the main results, and on differences that may explain them."""
-    a, b = comparison.first_set.name, comparison.other_set.name
+    """Return sentences on the time ratios, and on the differences that may explain them."""
+    first, other = comparison.first_set.name, comparison.other_set.name
     if not comparison.common_cells:
-        return f"{a} and {b} have no cell with the same strategy, model, data set and number of workers."
+        return (
+            f"{first} and {other} have no cell with the same strategy, model, data set and number of "
+            "workers."
+        )
     kinds = list(
         dict.fromkeys(
             d.kind for d in comparison.machine_differences if d.kind not in ("hosts", "seeds")
@@ -448,7 +463,7 @@ def make_headline(comparison: Comparison) -> str:
     )
     text = " ".join(iter_main_results(comparison))
     if not kinds:
-        text += f" {a} and {b} do not differ in the hardware, versions and flags that both state."
+        text += f" {first} and {other} do not differ in the hardware, versions and flags that both state."
     elif len(kinds) == 1:
         [kind] = kinds
         paths = [
@@ -456,32 +471,35 @@ def make_headline(comparison: Comparison) -> str:
             for d in comparison.machine_differences
             if d.kind == kind
         ]
-        listed = ", ".join(dict.fromkeys(paths[:4]))
-        text += f" {a} and {b} differ in one condition that their records state: {kind} ({listed})."
+        fields = ", ".join(dict.fromkeys(paths[:4]))
+        text += f" {first} and {other} differ in one condition that both state: {kind} ({fields})."
     else:
         text += (
-            f" {a} and {b} differ in several conditions: {', '.join(kinds)}. "
+            f" {first} and {other} differ in several conditions: {', '.join(kinds)}. "
             "No single one of these explains a ratio."
         )
     if comparison.unstated_differences:
-        listed = ", ".join(
+        fields = ", ".join(
             dict.fromkeys(shorten_field_path(d.field_path) for d in comparison.unstated_differences)
         )
-        text += f" Only one of the two sets states these values: {listed}."
+        text += f" Only one of the two sets states these values: {fields}."
     doubted = [cell for cell in comparison.cells_with_ratio if cell.doubtful_rules]
     if doubted:
         rules = ", ".join(dict.fromkeys(rule for cell in doubted for rule in cell.doubtful_rules))
         text += f" The audit doubts the times of {len(doubted)} of {len(comparison.cells_with_ratio)} ratios"
         text += f" by these rules: {rules}."
-    for name, alone in ((a, comparison.cells_only_in_first), (b, comparison.cells_only_in_other)):
-        if alone:
-            text += f" {format_count(alone, 'cell')} finished only in {name}."
+    for name, cells in (
+        (first, comparison.cells_only_in_first),
+        (other, comparison.cells_only_in_other),
+    ):
+        if cells:
+            text += f" {format_count(cells, 'cell')} finished only in {name}."
     if comparison.cells_without_ratio:
-        names = ", ".join(
+        strategies = ", ".join(
             dict.fromkeys(cell.group.strategy for cell in comparison.cells_without_ratio)
         )
         text += (
             f" {len(comparison.cells_without_ratio)} of {len(comparison.common_cells)} common cells have no "
-            f"ratio; their strategies are {names}."
+            f"ratio; their strategies are {strategies}."
         )
     return text.strip()

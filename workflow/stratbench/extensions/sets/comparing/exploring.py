@@ -1,4 +1,4 @@
-"""Writes the cells of several sets on one interactive page, with the set as a column."""
+"""Writes an interactive page with the cells of several result sets, and the set as a column."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratbench.extensions.sets.reading import ResultSet
 
 
 def write_explore_page(sets: Sequence[ResultSet], path: Path) -> None:
-    """Write the interactive page of all cells of these sets, explore.html."""
+    """Write an interactive page with all cells of some result sets."""
     cells = pd.concat([one.cells.assign(set=one.name) for one in sets], ignore_index=True)
     findings = [
         finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")

@@ -1,4 +1,4 @@
-"""Draws each cell's training time in a set relative to that in the first set."""
+"""Draws the ratio of each cell's training time in a set to that in the first set."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from stratbench.extensions.sets.comparing.comparison import ComparedCell, Compar
 def draw_ratio_figures(
     comparison: Comparison, out_dir: Path, margin: float
 ) -> list[dict[str, Any]]:
-    """Draw one figure per experiment and model with ratios, and return them for the page.
+    """Draw a figure of time ratios per experiment and model, and return what the page shows of each.
 
     Args:
-        comparison: The comparison.
+        comparison: Comparison of two sets.
         out_dir: Folder to write to.
-        margin: Fraction within which times count as equal.
+        margin: Share within which two times count as equal.
     """
     marks = assign_marks(pd.concat([comparison.first_set.cells, comparison.other_set.cells]))
     drawn = []
@@ -53,14 +53,14 @@ def draw_ratio_figures(
 def make_ratio_rows(
     cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin: float
 ) -> RowChart:
-    """Return the figure's rows: one per strategy, with a point per number of workers.
+    """Return the rows of a figure: one per strategy, with a point per number of workers.
 
-    A point is full if the interval excludes 1.
+    A point has its full colour if the interval of its ratio excludes 1.
 
     Args:
-        cells: The cells.
-        marks: Marks by strategy.
-        margin: Fraction within which times are equal.
+        cells: Cells of the figure.
+        marks: Colour and shape of each strategy.
+        margin: Share within which two times count as equal.
     """
     several = len({c.group.gpus for c in cells}) > 1
     rows = []
@@ -84,16 +84,16 @@ def iter_caption_sentences(
     """Yield the sentences of a figure's caption.
 
     Args:
-        comparison: The comparison.
+        comparison: Comparison of two sets.
         cells: Cells of the figure.
-        margin: Fraction within which times are equal.
+        margin: Share within which two times count as equal.
     """
     first, other = comparison.first_set, comparison.other_set
-    yield f"Training time in {other.name} as a multiple of that in {first.name}."
+    yield f"Training time in {other.name}, divided by that in {first.name}."
     if len({c.group.gpus for c in cells}) > 1:
         yield "The number in a mark is the number of workers."
-    yield f"The shaded band is within {100 * margin:g} % of 1."
+    yield f"In the shaded band, the two times differ by at most {100 * margin:g} %."
     if any(c.time_ratio.low is not None for c in cells):
-        yield "Lines are 95 % intervals. Marks in full colour have an interval without 1."
+        yield "Lines are 95 % intervals. A mark has its full colour if the interval excludes 1."
     else:
-        yield "There are no intervals, because one of the sets has a single repeat."
+        yield "There are no intervals, because one of the sets has single repeats."

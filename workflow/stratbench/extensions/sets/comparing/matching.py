@@ -1,4 +1,4 @@
-"""Matches the cells of two sets that train the same, and finds the fields in which they differ."""
+"""Matches each cell of a result set with the same cell of another set, and finds their differences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from stratbench.extensions.audit.across_cells.mixed import (
 )
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Differences in what is trained, which forbid a ratio: the name of each, by the audit rule.
+#: Kinds of differences in the trained work, with which a time ratio has no meaning. Keys are the audit rules
+#: that find such differences; values are their names on the page.
 WORK = {
     "mixed-precision": "precision",
     "mixed-tasks": "task",
@@ -29,7 +30,8 @@ WORK = {
     "mixed-settings": "setting",
     "mixed-batches": "batch",
 }
-#: Differences in where and how is trained, which may explain a ratio: the name of each, by the audit rule.
+#: Kinds of differences in hardware, software and flags, which may explain a time ratio. Keys are the audit
+#: rules that find such differences; values are their names on the page.
 PLACE = {
     "mixed-devices": "hardware",
     "mixed-clocks": "clocks and links of GPUs",
@@ -43,21 +45,21 @@ PLACE = {
     "mixed-hosts": "hosts",
     "mixed-seeds": "seeds",
 }
-#: Settings that say where and how a cell ran, and not what it trained.
+#: Settings that say how a cell ran, and not what it trained.
 OF_PLACE = ("settings.device", "settings.threads", "settings.profile", "settings.warmup_steps")
-#: Prefixes of the paths of record fields that say how a strategy trained.
+#: Record fields that say how a strategy trained. A path also stands for all fields below it.
 OF_STRATEGIES = (
     "memory.model_states", "strategy.wrap_groups", "strategy.traits", "strategy.kind", "score.evaluated_on",
     "batch.samples_per_step", "communication.method", "strategy.details.bucket_bytes",
     "strategy.details.engine",
 )  # fmt: skip
-#: Environment variables that follow from the number of threads.
+#: Record fields of the environment variables that set a number of threads, such as OMP_NUM_THREADS.
 THREADS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
-#: Fields that are counted from the model by rules that may change between versions of torch.
+#: Record fields that are not compared, because versions of torch compute different values for the same model.
 COUNTED = ("compute.forward_flops_per_sample",)
-#: Fields that state the amount of training.
+#: Record fields with the amount of training.
 AMOUNT = ("settings.epochs", "settings.steps")
-#: Columns of published tables, with the path of the same value in records.
+#: Columns of the paper's tables, each with the path of the record field that has the same value.
 PUBLISHED = {
     "epochs": "settings.epochs",
     "precision": "settings.precision",
@@ -67,12 +69,13 @@ PUBLISHED = {
     "device_name": "worker.gpu.name",
 }
 
+#: Distinct values of each record field, by path of the field.
 ValuesByPath = Mapping[str, frozenset[str]]
 
 
 @dataclass(frozen=True)
 class Match:
-    """The same cell in two sets: two groups of repeats that differ at most in their experiment."""
+    """A cell that is in two sets, as two groups of repeats. The experiments may have different names."""
 
     dataset: str
     first_group: Group
@@ -83,6 +86,7 @@ class Match:
 class Difference:
     """A record field with different values in two sets, and the number of cells with this difference."""
 
+    #: Kind of the difference, a value of WORK or PLACE.
     kind: str
     field_path: str
     first_value: str
@@ -91,10 +95,10 @@ class Difference:
 
 
 def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
-    """Match cells that train the same in two result sets, in the first set's order.
+    """Return the cells that are in both sets, in the order of the first set.
 
-    Matched cells have equal strategy, model, data set and number of workers. Cells of the same experiment are
-    matched first. Other cells are matched if each set has only one of its kind.
+    Matched cells have the same strategy, model, data set and number of workers. Cells of experiments with the
+    same name are matched first. Then a cell is matched if each set has only one such cell left.
     """
     mine, theirs = list_groups_with_data(first), list_groups_with_data(other)
     matched = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
@@ -110,7 +114,7 @@ def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
 
 
 def list_groups_with_data(result_set: ResultSet) -> dict[Group, str]:
-    """Return the data set of each group of repeats that has a record."""
+    """Return the data set of each cell that has a record. A group is all repeats of a cell."""
     cells = result_set.cells[~result_set.cells["status"].isin(UNMEASURED)].drop_duplicates(GROUP)
     listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
     return {Group(*key): str(dataset) for *key, dataset in listed}
@@ -118,7 +122,10 @@ def list_groups_with_data(result_set: ResultSet) -> dict[Group, str]:
 
 @lru_cache(maxsize=32)
 def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
-    """Return the distinct recorded values of each group by path, over all repeats and workers."""
+    """Return the recorded values of each cell, over all its repeats and their workers.
+
+    Each group of repeats has the distinct values of each record field, by path of the field.
+    """
     values: dict[Group, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for record in result_set.records:
         group = Group(*(record["cell"][name] for name in Group._fields))
@@ -137,27 +144,30 @@ def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
 
 
 def _format_value(value: Any) -> str:
-    """Format a table's value as in records: 10, not 10.0."""
+    """Return a value of the paper's tables as text, as it is in records: `10`, not `10.0`."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @lru_cache(maxsize=10_000)
-def classify_difference(path: str) -> str | None:
-    """Return the kind of a difference in the field at `path`.
+def classify_difference(field_path: str) -> str | None:
+    """Return the kind of a difference in a record field, a value of WORK or PLACE.
 
-    The kind is a value of WORK or PLACE. The result is None if the field does not matter for a comparison.
+    Return None if the field does not matter for a comparison.
+
+    Args:
+        field_path: Path of the field.
     """
-    if THREADS.fullmatch(path):
+    if THREADS.fullmatch(field_path):
         return PLACE["mixed-cores"]
-    if path in OF_PLACE:
-        return PLACE["mixed-cores"] if path == "settings.threads" else PLACE["mixed-devices"]
-    if path.startswith(("strategy.options.", "strategy.name")):
+    if field_path in OF_PLACE:
+        return PLACE["mixed-cores" if field_path == "settings.threads" else "mixed-devices"]
+    if field_path.startswith(("strategy.options.", "strategy.name")):
         return WORK["mixed-settings"]
-    if path.startswith("task.own"):
+    if field_path.startswith("task.own"):
         return WORK["mixed-tasks"]
-    if path.startswith(OF_STRATEGIES):
+    if field_path.startswith(OF_STRATEGIES):
         return PLACE["strategies"]
-    entry = None if path in COUNTED else find_table_row(path)
+    entry = None if field_path in COUNTED else find_table_row(field_path)
     if entry is None:
         return None
     rule = TABLE[entry].rule_id
@@ -165,12 +175,12 @@ def classify_difference(path: str) -> str | None:
 
 
 def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
-    """Yield the fields in which two matched cells differ.
+    """Yield the record fields in which a cell differs between two sets.
 
-    A value that a set lacks is `not stated`.
+    A value that a set does not have is `not stated`.
 
     Args:
-        match: The matched cells.
+        match: The cell in both sets.
         first: The first set.
         other: The other set.
     """
@@ -185,14 +195,21 @@ def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterat
         texts = [", ".join(sorted(side.get(path, {NOT_STATED}))) for side in (mine, theirs)]
         published = first.is_published or other.is_published
         if published and kind in PLACE.values() and NOT_STATED in texts:
-            continue  # published tables hardly say where was trained, so that a missing value says nothing
+            # The paper states little about its hardware and software: a missing value is no difference.
+            continue
         yield Difference(kind, path, *texts)
 
 
-def select_blocking_differences(differences: list[Difference], published: bool) -> list[Difference]:
-    """Return the differences between two cells that prevent a time ratio.
+def select_blocking_differences(
+    differences: list[Difference], has_published_set: bool
+) -> list[Difference]:
+    """Return the differences of a cell with which a time ratio has no meaning.
 
-    A value that a set lacks is no reason, except for the amount of training in published tables.
+    A value that one set does not have prevents no ratio, except for the amount of training in the paper.
+
+    Args:
+        differences: Differences of the cell between two sets.
+        has_published_set: Whether one of the sets is the paper's tables.
     """
     return [
         d
@@ -200,13 +217,13 @@ def select_blocking_differences(differences: list[Difference], published: bool) 
         if d.kind in WORK.values()
         and (
             NOT_STATED not in (d.first_value, d.other_value)
-            or (published and d.field_path in AMOUNT)
+            or (has_published_set and d.field_path in AMOUNT)
         )
     ]
 
 
 def select_unstated_differences(differences: list[Difference]) -> list[Difference]:
-    """Return the fields on the trained work that only one of two cells states."""
+    """Return the differences of a cell in fields on the trained work that only one set has."""
     return [
         d
         for d in differences
@@ -215,7 +232,10 @@ def select_unstated_differences(differences: list[Difference]) -> list[Differenc
 
 
 def merge_differences(differences: Iterator[Difference]) -> tuple[Difference, ...]:
-    """Merge equal differences of several cells, sorted as in WORK and PLACE."""
+    """Return equal differences of several cells as one, with their number of cells.
+
+    The order is that of the kinds in WORK and PLACE.
+    """
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     for d in differences:
         counts[(d.kind, d.field_path, d.first_value, d.other_value)] += d.cell_count

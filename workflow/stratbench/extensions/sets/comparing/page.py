@@ -1,4 +1,4 @@
-"""Writes the page of a comparison: differences first, then ratios, changes and the decision."""
+"""Makes the page of a comparison: differences between the sets, time ratios, changes and the decision."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from stratbench.extensions.sets.comparing.tables import (
 from stratbench.extensions.sets.reading import ResultSet
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: Smallest relative change of peak memory that the page mentions.
+#: Changes of peak memory up to this share are not on the page.
 MEMORY_CHANGE = 0.02
-#: Largest number of differences of a kind on the page; the table's file has all.
+#: Largest number of differences per kind on the page. The file of the table has all of them.
 MAX_DIFFERENCES = 12
-#: Largest number of pairs of strategies with changed order on the page.
+#: Largest number of changes of order between two strategies on the page.
 MAX_RANK_CHANGES = 12
 
 
 def iter_set_rows(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
-    """Yield each set's row in the page's table of sets."""
+    """Yield the row of each set in the page's table of sets."""
     for one in sets:
         ok = int((one.cells["status"] == "ok").sum())
         yield {
@@ -55,7 +55,12 @@ def iter_set_rows(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
 
 
 def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values of the page's section that compares one set with the first."""
+    """Return the values for the section of the page that compares a set with the first one.
+
+    Args:
+        comparison: Comparison of the two sets.
+        figures: What the page shows of each figure.
+    """
     ranks = sorted(
         comparison.rank_changes,
         key=lambda r: (not r.is_clear, r.ratio_in_other.value / r.ratio_in_first.value),
@@ -87,7 +92,7 @@ def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]])
 
 
 def iter_difference_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the table of differences: one per kind, the most serious first."""
+    """Yield the rows of the page's table of differences: one per kind, the most serious kind first."""
     for effect, listed in comparison.differences_by_effect.items():
         for kind in dict.fromkeys(d.kind for d in listed):
             rows = [d for d in listed if d.kind == kind]
@@ -100,16 +105,13 @@ def iter_difference_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def find_common_unit(cells: Sequence[ComparedCell]) -> str:
-    """Return the unit of score changes if all cells have the same unit.
-
-    The text is empty otherwise.
-    """
+    """Return the unit in which the scores of all cells change, or an empty text if units differ."""
     units = {c.score.format_difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 
 
 def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield a sentence per large change of memory or score."""
+    """Yield a sentence on each large change of a cell's peak memory or score between the sets."""
     for cell in comparison.cells_with_ratio:
         if cell.memory_ratio is not None and abs(cell.memory_ratio - 1) > MEMORY_CHANGE:
             before, after = map(
@@ -117,52 +119,50 @@ def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
                 (cell.first_measurements.memory_bytes, cell.other_measurements.memory_bytes),
             )
             yield (
-                f"{cell.coordinates_text}: peak memory changed by {cell.memory_ratio - 1:+.0%} ({before} to "
-                f"{after})."
+                f"{cell.coordinates_text}: peak memory changed by {cell.memory_ratio - 1:+.0%}, "
+                f"from {before} to {after}."
             )
         change = cell.score_change
         if change is None or abs(change.value) <= cell.score.tolerance:
             continue
-        chance = "" if change.excludes(0) else "; the change may be chance"
-        yield (
-            f"{cell.coordinates_text}: {cell.score.name} changed by {format_score_change(cell)} "
-            f"{find_common_unit([cell])}{chance}."
-        )
+        amount = f"{format_score_change(cell)} {find_common_unit([cell])}"
+        may_be_chance = "" if change.excludes(0) else ", which may be chance"
+        yield f"{cell.coordinates_text}: {cell.score.name} changed by {amount}{may_be_chance}."
 
 
 def make_page_values(
     sets: Sequence[ResultSet],
-    pairs: Sequence[dict[str, Any]],
-    watched: Sequence[WatchedCells] | None,
-    allowed: float | None,
+    sections: Sequence[dict[str, Any]],
+    outcomes: Sequence[WatchedCells] | None,
+    allowed_slowdown: float | None,
     decisions: Sequence[Decision],
-    constraints: Sequence[str],
-    limits: Constraints,
+    constraint_sentences: Sequence[str],
+    constraints: Constraints,
     by_cost: bool = False,
 ) -> dict[str, Any]:
-    """Return all values that the template of the page prints.
+    """Return all values that the template of the page needs.
 
     Args:
-        sets: The sets.
-        pairs: Sections on pairs of sets.
-        watched: Outcomes of the regression watch, or None without.
-        allowed: Allowed slow-down, if configured.
+        sets: The compared sets.
+        sections: Values for the section on each set, from `make_pair_section`.
+        outcomes: Outcomes of the search for slow-downs; None without a search.
+        allowed_slowdown: Share by which a strategy may be slower; None without a limit.
         decisions: Decisions over all sets.
-        constraints: Sentences on constraints.
-        limits: The constraints.
-        by_cost: Whether the ranking is by cost.
+        constraint_sentences: Sentences on the constraints.
+        constraints: Constraints of the decisions.
+        by_cost: Whether strategies are ranked by cost.
     """
-    decided = build_answers_json(decisions, [], limits) | {
-        "constraints": list(constraints),
+    decided = build_answers_json(decisions, [], constraints) | {
+        "constraints": list(constraint_sentences),
         "by_cost": by_cost,
     }
     return {
         "names": [one.name for one in sets],
         "first": sets[0].name,
         "sets": list(iter_set_rows(sets)),
-        "pairs": list(pairs),
-        "watched": watched,
-        "allowed": allowed,
+        "pairs": list(sections),
+        "watched": outcomes,
+        "allowed": allowed_slowdown,
         **build_first_screen(find_base_strategies(sets, decisions), decided),
     }
 
@@ -170,14 +170,18 @@ def make_page_values(
 def find_base_strategies(
     sets: Sequence[ResultSet], decisions: Sequence[Decision]
 ) -> dict[str, str | None]:
-    """Return the base strategy of each name in decisions over sets, such as `ddp (a100)`."""
+    """Return the strategy of each candidate in decisions over sets, such as `ddp` of `ddp (a100)`."""
     known = map_base_strategies(pd.concat([one.cells for one in sets]))
     listed = {row["strategy"] for decision in decisions for row in decision.matrix_rows}
     return {name: known.get(name.partition(" (")[0]) for name in sorted(listed)}
 
 
 def render_comparison_page(values: dict[str, Any]) -> str:
-    """Return the page as HTML, with all values escaped."""
+    """Return the page of a comparison as HTML.
+
+    Args:
+        values: Values that the template needs. They are escaped.
+    """
     texts = (
         describe_differences,
         format_score_change,

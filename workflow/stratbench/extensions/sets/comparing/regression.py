@@ -1,7 +1,7 @@
-"""Finds strategies and cells that became slower than in the first set, beyond noise and a limit.
+"""Finds strategies and cells that are slower than in the first set, by more than noise and an allowed share.
 
-A cell with times in the first set but no usable times in the other also fails: otherwise a slow-down of it
-would go unnoticed.
+A cell that has times in the first set, but no usable times in the other set, counts as a failure. Otherwise
+its slow-down would not be noticed.
 """
 
 from __future__ import annotations
@@ -18,66 +18,72 @@ from stratbench.statistics.unpaired import ALPHA, compute_mean_slowdown
 
 SLOWER, LOST, WITHIN, UNKNOWN = "slower", "no longer finishes", "within", "cannot tell"
 GONE, OTHER_WORK, LESS = "no longer judged", "not judged", "finishes less often"
-#: Outcomes that make a comparison fail.
+#: Outcomes with which `stratbench compare` has exit code 1.
 FAILING = (SLOWER, LOST, GONE)
-#: Largest number of cells that a sentence names.
+#: Largest number of cells that an outcome names.
 MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
 class WatchedCells:
-    """Outcome of the regression watch for one cell, or for several cells of a strategy together."""
+    """Outcome of the search for slow-downs: of one cell, or of several cells of a strategy together."""
 
     set_name: str
-    #: The cells as text.
+    #: Strategy or cells as text.
     subject: str
-    #: Whether these are all cells of a strategy, and not a single one.
+    #: Whether the outcome is of all cells of a strategy together, and not of a single cell.
     is_whole_strategy: bool
     cell_count: int
-    #: Share by which training became slower, with one-sided bounds, or None without a ratio.
+    #: Share by which training is slower than in the first set, with its bounds; None without a time ratio.
     slowdown: IntervalEstimate | None
-    #: SLOWER: the lower bound of the slow-down is above the allowed share. WITHIN: the upper bound is not
-    #: above it. LOST: repeats finished in the first set, and none in the other. GONE: the other set has no
-    #: usable record. OTHER_WORK: the other set trains something else. LESS: all repeats finished in the first
-    #: set, and only some in the other. UNKNOWN: none of these.
+    #: SLOWER: the lower bound of the slow-down is above the allowed share. WITHIN: the upper bound is at most
+    #: the allowed share. LOST: a repeat finished in the first set, and none in the other. GONE: the other set
+    #: has no usable record. OTHER_WORK: the other set trains something else. LESS: all repeats finished in
+    #: the first set, and only some in the other. UNKNOWN: none of these.
     outcome: str
-    #: Rules of the audit that have findings on the compared times.
+    #: Names of the audit's rules that doubt the compared times.
     doubtful_rules: tuple[str, ...] = ()
 
     @property
     def fails(self) -> bool:
-        """Whether this outcome makes the comparison fail."""
+        """Whether `stratbench compare` has exit code 1 because of this outcome."""
         return self.outcome in FAILING
 
     @property
     def is_listed(self) -> bool:
-        """Whether the page lists this outcome. Single cells that are not slower are not listed."""
+        """Whether the page lists this outcome. A single cell is listed only if it fails or changed."""
         return self.is_whole_strategy or self.fails or self.outcome in (OTHER_WORK, LESS)
 
     @property
     def outcome_sentence(self) -> str:
-        """The outcome as text, with the slow-down and its bounds."""
+        """Outcome as text, with the slow-down and its bounds."""
         text = f"{self.set_name}: {self.subject}: {self.outcome}"
         if self.slowdown is None:
             return text
         share, low, high = self.slowdown
         text += f", {share:+.1%}"
         if low is None:
-            return f"{text} (noise is unknown: that takes two repeats in both sets)"
+            return f"{text} (the noise is unknown: to estimate it takes two repeats in both sets)"
         doubts = (
-            f"; the audit doubts its times: {', '.join(self.doubtful_rules)}"
+            f"; the audit doubts these times: {', '.join(self.doubtful_rules)}"
             if self.doubtful_rules
             else ""
         )
         return f"{text} ({low:+.1%} to {high:+.1%}){doubts}"
 
 
-def watch_regressions(comparisons: Sequence[Comparison], allowed: float) -> list[WatchedCells]:
-    """Return the outcome of every strategy and cell compared with the first set.
+def watch_regressions(
+    comparisons: Sequence[Comparison], allowed_slowdown: float
+) -> list[WatchedCells]:
+    """Return the outcomes of all strategies and cells, the worst outcome first.
 
-    The worst outcome comes first. The probability of any false alarm by noise is at most ALPHA. Half of it is
-    shared between the strategies of all sets, half between their cells (Bonferroni). A strategy's mean has
-    less noise, and a single cell shows a slow-down that the mean hides.
+    Strategies and cells are both judged: the mean over a strategy's cells has less noise, but hides the
+    slow-down of a single cell. The probability of any false alarm is at most ALPHA. Half of it is divided
+    among the strategies of all sets, and half among their cells (Bonferroni).
+
+    Args:
+        comparisons: Comparison of each set with the first one.
+        allowed_slowdown: Share by which a strategy or cell may be slower.
     """
     strategies = [
         (c.other_set.name, *entry)
@@ -92,8 +98,8 @@ def watch_regressions(comparisons: Sequence[Comparison], allowed: float) -> list
         and len(cell.other_measurements.train_times_s) > 1
     ]
     watched = [
-        watch_cells(*entry, whole, ALPHA / 2 / len(family), allowed)
-        for family, whole in ((strategies, True), (cells, False))
+        watch_cells(*entry, is_strategy, ALPHA / 2 / len(family), allowed_slowdown)
+        for family, is_strategy in ((strategies, True), (cells, False))
         for entry in family
     ]
     for ended_worse, outcome in ((is_no_longer_finished, LOST), (finishes_less_often, LESS)):
@@ -109,9 +115,9 @@ def watch_regressions(comparisons: Sequence[Comparison], allowed: float) -> list
 
 
 def iter_strategies_without_times(comparison: Comparison) -> Iterator[WatchedCells]:
-    """Yield an outcome per strategy whose cells have times in the first set only.
+    """Yield an outcome for each strategy with cells that have times only in the first set.
 
-    The text of each outcome contains the reason.
+    There is an outcome per strategy and reason.
     """
     places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
     for cell in comparison.common_cells:
@@ -123,7 +129,7 @@ def iter_strategies_without_times(comparison: Comparison) -> Iterator[WatchedCel
             and not is_no_longer_finished(cell)
         ):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
-    # Published tables have no records, so that none can be missing.
+    # The paper has no records, so that a cell that it does not have is not missing.
     for group in () if comparison.other_set.is_published else comparison.missing_groups:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, reason), groups in places.items():
@@ -133,9 +139,9 @@ def iter_strategies_without_times(comparison: Comparison) -> Iterator[WatchedCel
 
 
 def is_no_longer_finished(cell: ComparedCell) -> bool:
-    """Return whether a cell finished in the first set, but never in the other.
+    """Return whether a cell finished in the first set, but in no repeat of the other set.
 
-    Repeats without a record do not count, and neither do cells that train something else.
+    The result is False for cells that train something else in the other set.
     """
     return (
         bool(cell.first_measurements.train_times_s)
@@ -145,10 +151,7 @@ def is_no_longer_finished(cell: ComparedCell) -> bool:
 
 
 def finishes_less_often(cell: ComparedCell) -> bool:
-    """Return whether all repeats finished in the first set, but only some in the other.
-
-    The ratio of such a cell is that of the finished repeats.
-    """
+    """Return whether all repeats of a cell finished in the first set, but only some in the other."""
     worse = cell.other_measurements.outcome and not cell.first_measurements.outcome
     return bool(
         worse
@@ -159,10 +162,10 @@ def finishes_less_often(cell: ComparedCell) -> bool:
 
 
 def make_unfinished_entry(comparison: Comparison, cell: ComparedCell, outcome: str) -> WatchedCells:
-    """Return the entry of a cell whose repeats no longer all finish.
+    """Return the outcome of a cell of which fewer repeats finish than in the first set.
 
     Args:
-        comparison: The comparison.
+        comparison: Comparison of a set with the first one.
         cell: The cell.
         outcome: LOST or LESS.
     """
@@ -171,9 +174,9 @@ def make_unfinished_entry(comparison: Comparison, cell: ComparedCell, outcome: s
 
 
 def group_by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
-    """Yield each strategy with its cells that have two repeats in both sets.
+    """Yield each strategy, with its cells that have two repeats or more in both sets.
 
-    A strategy without such cells comes with all of its cells.
+    A strategy without such cells is yielded with all its cells.
     """
     groups: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
@@ -189,61 +192,67 @@ def group_by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list
 
 
 def watch_cells(
-    set_name: str, what: str, cells: list[ComparedCell], whole: bool, alpha: float, allowed: float
+    set_name: str,
+    subject: str,
+    cells: list[ComparedCell],
+    is_whole_strategy: bool,
+    alpha: float,
+    allowed_slowdown: float,
 ) -> WatchedCells:
-    """Return the outcome for some cells together, from their mean slow-down.
+    """Return the outcome of some cells together, from their mean slow-down.
 
     Args:
-        set_name: Name of the set.
-        what: Text on the cells.
+        set_name: Name of the set that is compared with the first one.
+        subject: Strategy or cell as text.
         cells: The cells.
-        whole: Whether these are all cells of a strategy.
+        is_whole_strategy: Whether these are all cells of a strategy.
         alpha: Probability of a false alarm.
-        allowed: Allowed slow-down.
+        allowed_slowdown: Share by which the cells may be slower.
     """
     slowdown = compute_mean_slowdown(
         [(c.other_measurements.train_times_s, c.first_measurements.train_times_s) for c in cells],
         alpha,
     )
     outcome = UNKNOWN
-    if slowdown.low is not None and slowdown.low > allowed:
+    if slowdown.low is not None and slowdown.low > allowed_slowdown:
         outcome = SLOWER
-    elif slowdown.high is not None and slowdown.high <= allowed:
+    elif slowdown.high is not None and slowdown.high <= allowed_slowdown:
         outcome = WITHIN
     doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubtful_rules))
-    return WatchedCells(set_name, what, whole, len(cells), slowdown, outcome, doubts)
+    return WatchedCells(set_name, subject, is_whole_strategy, len(cells), slowdown, outcome, doubts)
 
 
 def has_failures(watched: Sequence[WatchedCells]) -> bool:
-    """Return whether the comparison fails, because any outcome is in FAILING."""
+    """Return whether `stratbench compare` has exit code 1, because an outcome is in FAILING."""
     return any(w.fails for w in watched)
 
 
-def describe_watch(watched: Sequence[WatchedCells], allowed: float) -> Iterator[str]:
-    """Yield lines for a terminal: a summary, and the outcomes that are worth listing."""
+def describe_watch(watched: Sequence[WatchedCells], allowed_slowdown: float) -> Iterator[str]:
+    """Yield the lines on slow-downs that `stratbench compare` prints: a summary, then each listed outcome."""
     if not watched:
-        yield "Regression watch: no result, because no cell has a time ratio."
+        yield "Regressions: no result, because no cell has a time ratio."
         return
     slower, lost, gone = ([w for w in watched if w.outcome == outcome] for outcome in FAILING)
     strategies = [w for w in watched if w.is_whole_strategy]
     unknown = [w for w in strategies if w.outcome == UNKNOWN]
     if slower:
-        text = f"{len(slower)} slower"
+        summary = f"{len(slower)} slower"
     elif len(unknown) < len(strategies):
-        text = "nothing slower"
+        summary = "nothing slower"
     else:
-        text = "the repeats do not show whether anything is slower"
-    text += f", {len(lost)} no longer finishing" if lost else ""
+        summary = "the repeats do not show whether anything is slower"
+    summary += f", {len(lost)} no longer finishing" if lost else ""
     less = sum(w.outcome == LESS for w in watched)
-    text += f", {less} finishing less often" if less else ""
-    text += (
+    summary += f", {less} finishing less often" if less else ""
+    summary += (
         f", {format_count(sum(w.cell_count for w in gone), 'cell')} no longer judged"
         if gone
         else ""
     )
     if unknown:
-        text += f"; unknown for {format_count(len(unknown), 'strategy')} by too few repeats"
-    yield f"Regression watch ({allowed:.1%} allowed): {text}."
+        strategies_text = format_count(len(unknown), "strategy")
+        summary += f"; unknown for {strategies_text}, because of too few repeats"
+    yield f"Regressions ({allowed_slowdown:.1%} slower is allowed): {summary}."
     for w in watched:
         if w.is_listed:
             yield f"  {w.outcome_sentence}"

@@ -27,23 +27,23 @@ from stratbench.extensions.sets.comparing.comparison import (
 from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.unpaired import compute_geometric_mean
 
-#: First characters by which spreadsheets take a text in a CSV file for a formula.
+#: A spreadsheet reads a text in a CSV file as a formula if it begins with one of these characters.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def format_ratio(estimate: IntervalEstimate) -> str:
-    """Format a ratio for tables, with its interval if there is one."""
+    """Return a ratio as text, with its interval if there is one."""
     return estimate.format_text("{:.3f}".format)
 
 
 def format_score_change(cell: ComparedCell) -> str:
-    """Format a cell's change of score for tables. The text is empty if the change is unknown."""
+    """Return the change of a cell's score as text, or an empty text if the change is unknown."""
     change = cell.score_change
     return "" if change is None else change.format_text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
 def format_mean_time(times: tuple[float, ...]) -> str:
-    """Format the geometric mean of times, with the number of times if there are several."""
+    """Return the geometric mean of some times as text, with their number if there are several."""
     if not times:
         return NO_CELL
     return f"{compute_geometric_mean(times):.4g} s" + (
@@ -52,13 +52,18 @@ def format_mean_time(times: tuple[float, ...]) -> str:
 
 
 def make_interval_columns(name: str, estimate: IntervalEstimate | None) -> dict[str, float | None]:
-    """Return a value and the ends of its interval as three columns."""
+    """Return a value and both ends of its interval, by the names of three columns.
+
+    Args:
+        name: Name of the value's column.
+        estimate: The value and its interval, or None if they are unknown.
+    """
     ends = (name, f"{name}_low", f"{name}_high")
     return dict(zip(ends, estimate or (None, None, None), strict=True))
 
 
 def iter_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield a row of cells.csv for every cell that both sets have."""
+    """Yield a row of the comparison's cells.csv for each cell that is in both sets."""
     for cell in comparison.common_cells:
         yield {
             "experiment": cell.match.first_group.experiment,
@@ -88,9 +93,9 @@ def iter_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
-    """Return the time ratios of one experiment as a table.
+    """Return the table of an experiment's time ratios, with a row per model and strategy.
 
-    The table has a row per model and strategy, and a column per worker count.
+    The table has a column per worker count.
     """
     cells = [c for c in comparison.common_cells if c.group.experiment == experiment]
     counts = sorted({c.group.gpus for c in cells})
@@ -113,7 +118,7 @@ def make_strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
 
 
 def make_difference_table(comparison: Comparison) -> pd.DataFrame:
-    """Return the table of differences: those that prevent a ratio come first."""
+    """Return the table of differences between two sets, those that prevent time ratios first."""
     return pd.DataFrame(
         [
             [
@@ -139,38 +144,39 @@ def make_difference_table(comparison: Comparison) -> pd.DataFrame:
 
 
 def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
-    """Write all tables of a comparison below <out_dir>/<other>."""
+    """Write all tables of a comparison to a folder with the name of the other set, in `out_dir`."""
     folder = out_dir / comparison.other_set.name
-    a, b = comparison.first_set.name, comparison.other_set.name
+    first, other = comparison.first_set.name, comparison.other_set.name
     write_safe_csv(pd.DataFrame(list(iter_cell_rows(comparison))), folder / "cells.csv")
     write_table(
         make_difference_table(comparison),
-        f"Differences between {a} and {b}.",
+        f"Differences between the result sets {first} and {other}.",
         folder / "differences",
     )
     write_table(
         make_strategy_table(comparison.strategy_means),
-        f"Training time in {b} divided by that in {a}: geometric mean over the cells of a model, then over "
-        "models. Brackets: 95 % t interval over models, or over repeats if there is one model.",
+        f"Training time in {other} divided by that in {first}, for each strategy. A ratio is the geometric "
+        "mean over the cells of each model, then over models. Brackets have the 95 % t interval over models, "
+        "or over repeats if there is one model.",
         folder / "strategies",
     )
     for experiment in dict.fromkeys(cell.group.experiment for cell in comparison.common_cells):
         write_table(
             make_ratio_table(comparison, experiment),
-            f"Training time in {b} divided by that in {a}, experiment {experiment}: ratio of geometric "
-            "means. Brackets: unpaired 95 % interval by Welch's t on logarithms; it takes two repeats in "
-            "both sets.",
+            f"Training time in {other} divided by that in {first}, for each cell of the experiment "
+            f"{experiment}. A ratio is that of the geometric means over repeats. Brackets have the 95 % "
+            "interval by Welch's t on logarithms, if both sets have two repeats or more.",
             folder / experiment / "time_ratio",
         )
 
 
 def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
-    """Write a table of texts as <stem>.csv, <stem>.md and <stem>.tex.
+    """Write a table of texts as CSV, Markdown and LaTeX.
 
     Args:
         table: The table.
         title: Title of the table.
-        stem: Path without an ending.
+        stem: Path of the files without .csv, .md and .tex.
     """
     write_safe_csv(table, stem.with_suffix(".csv"))
     shown = table.map(lambda value: html.escape(str(value), quote=False))
@@ -179,9 +185,9 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
 
 
 def write_safe_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a CSV file in which spreadsheets take no text for a formula.
+    """Write a table as a CSV file in which no text is a formula for a spreadsheet.
 
-    A text that looks like a formula gets a leading '.
+    A text that looks like a formula gets a ' at its begin.
     """
 
     def escape_formula(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Decides over several sets which strategy on which cluster is best, for each model and training."""
+"""Decides over several result sets which strategy on which cluster is best, for each trained work."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ from stratbench.cell.coordinates import STATUSES
 from stratbench.extensions.sets.check import SHARED
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Columns of cells.csv that define a job: what is trained, wherever it is trained.
+#: Columns of cells.csv that define the trained work: cells of several sets with equal values train the same.
 JOB = ("model", *SHARED, "slowdown")
 
 
 class JobPart(NamedTuple):
-    """The cells of a job that are in one experiment of one set."""
+    """Cells that train the same, in one experiment of one set."""
 
     set_name: str
-    #: Rows of cells.csv of one experiment and model, and the audit's findings on these.
+    #: Rows of cells.csv.
     rows: pd.DataFrame
+    #: Findings of the audit on these cells.
     findings: list[dict[str, Any]]
 
 
 def decide_over_sets(
     sets: Sequence[ResultSet], prices: Mapping[str, float], constraints: Constraints
 ) -> list[Decision]:
-    """Return a decision per job. Its candidates are strategies on numbers of workers in all sets.
+    """Return a decision for each trained work that is in several sets.
 
-    Cells with equal values in JOB belong to one job. Repeats of two sets are paired by their numbers, which
-    is arbitrary and makes intervals no narrower. Experiments keep their names in the first set.
+    Cells train the same work if they have equal values in the columns JOB. The candidates of a decision are
+    the strategies of all sets, each on a number of workers. Repeats of two sets are paired by their numbers.
+    Such pairs are arbitrary, and make intervals no narrower.
 
     Args:
         sets: The sets.
-        prices: Price per GPU-hour by name of a set; it overrides the constraints' price.
-        constraints: Constraints of the decision.
+        prices: Price per GPU-hour in each set, by name of the set. Other sets have the price of the
+            constraints.
+        constraints: Constraints of the decisions.
     """
     jobs: dict[tuple[str, ...], list[JobPart]] = {}
     for result_set in sets:
@@ -66,13 +69,17 @@ def decide_over_sets(
     return decide_with_pooled_variance(studied, constraints)
 
 
-def get_job_values(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
-    """Return the values of the columns JOB in rows of one experiment and model.
+def get_job_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...] | None:
+    """Return the values of the columns JOB, which rows of one experiment and model have in common.
 
     Return None if the rows have different values.
+
+    Args:
+        rows: Rows of cells.csv.
+        is_weak_scaling: Whether the global batch grows with the number of workers, and so is not compared.
     """
     usable = rows[rows["status"].isin(STATUSES)]
-    columns = [name for name in JOB if not (is_weak and name == "global_batch")]
+    columns = [name for name in JOB if not (is_weak_scaling and name == "global_batch")]
     values = [tuple(usable[name].astype(str).unique()) for name in columns]
     return tuple(v[0] for v in values) if all(len(v) == 1 for v in values) else None
 
@@ -80,13 +87,13 @@ def get_job_values(rows: pd.DataFrame, is_weak: bool) -> tuple[Any, ...] | None:
 def list_candidates(
     parts: Sequence[JobPart], prices: Mapping[str, float], constraints: Constraints
 ) -> Iterator[Candidate]:
-    """Yield all candidates of a job, named after strategy and set such as `ddp (a100)`.
+    """Yield the candidates of a decision, with names of strategy and set such as `ddp (a100)`.
 
-    If several experiments of a set have the job, names have the experiment: `ddp (a100, first)`.
+    If several experiments of a set train the same, a name has the experiment too: `ddp (a100, first)`.
 
     Args:
-        parts: Parts of the job, by set.
-        prices: Prices by name of a set.
+        parts: Cells that train the same, by set and experiment.
+        prices: Price per GPU-hour in each set, by name of the set.
         constraints: Constraints of the decision.
     """
     candidates = []
@@ -99,7 +106,7 @@ def list_candidates(
         whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
         for candidate in mine:
             candidate.strategy = f"{candidate.strategy} ({whose})"
-            # Different hosts of two sets may have the same name.
+            # A host gets the name of its set, because hosts of two sets may have the same name.
             candidate.hosts = frozenset(f"{host} of {name}" for host in candidate.hosts)
         candidates += mine
     exclude_by_score(candidates, constraints)
@@ -107,13 +114,13 @@ def list_candidates(
 
 
 def use_one_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a job's rows, all with the experiment name of the first row."""
+    """Return rows of cells.csv that all have the experiment of the first row."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
 
 def iter_constraint_sentences(
     constraints: Constraints, prices: Mapping[str, float]
 ) -> Iterator[str]:
-    """Yield the constraints of a decision as sentences, with the prices of all sets."""
+    """Yield sentences on the constraints of a decision, and on the prices in all sets."""
     listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
     yield from constraints.iter_sentences(f"ranked by cost at {listed}" if prices else "")

@@ -1,4 +1,4 @@
-"""Converts records to runs of experiment trackers: parameters, metrics, tags and times."""
+"""Converts each record to a run of an experiment tracker, with parameters, metrics, tags and times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.extensions.sets.reading import ResultSet
 
 ParameterValue = str | int | float | bool
-#: Text columns of cells.csv that become tags of a run.
+#: Columns of cells.csv whose texts are tags of a run.
 TAGS = (
     *("status", "reason", "device_kind", "device_name", "host", "cpu_model", "torch", "driver"),
     *("revision", "task", "score_name", "score_unit", "initial_weights_sha256", "data_sha256"),
@@ -25,7 +25,7 @@ TAGS = (
 
 @dataclass(frozen=True)
 class ExportedEpoch:
-    """An epoch of a run: its number from 1, its end in seconds of training time, and its metrics."""
+    """An epoch of a run: its number from 1, the training time at its end in seconds, and its metrics."""
 
     number: int
     end_s: float
@@ -34,30 +34,28 @@ class ExportedEpoch:
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """A run of an experiment tracker, made from one record."""
+    """A run of an experiment tracker with the values of one record."""
 
     cell: Cell
-    #: Coordinates and settings of the cell; an option has the name `options.NAME`.
+    #: Coordinates and settings of the cell. An option of the strategy has the name `options.NAME`.
     parameters: dict[str, ParameterValue]
     tags: dict[str, str]
     #: Measured values of the whole cell, with the names and units of cells.csv.
     metrics: dict[str, float]
     epochs: list[ExportedEpoch]
-    #: Start and end of the cell, in seconds since 1970.
+    #: Start of the cell in seconds since 1970.
     started_s: float
+    #: End of the cell in seconds since 1970.
     finished_s: float
 
     @property
     def is_ok(self) -> bool:
-        """Whether the cell ended with status `ok`."""
+        """Whether the cell of the run has the status `ok`."""
         return self.tags["status"] == "ok"
 
 
 def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
-    """Yield a run for each record of a set, and print the progress.
-
-    The runs have the order of the set's cells.
-    """
+    """Yield a run for each record of a set, in the order of its cells, and print the progress."""
     records = {Cell(**record["cell"]): record for record in result_set.records}
     epochs = dict(list(result_set.epochs.groupby(list(COORDINATES), sort=False)))
     measured = [
@@ -106,22 +104,24 @@ def _is_setting(column: Any) -> bool:
 
 
 def _flatten_settings(
-    values: dict[str, Any], above: str = ""
+    settings: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, ParameterValue]]:
-    """Yield nested settings with dotted names, without null values."""
-    for key, value in values.items():
+    """Yield the name and value of each setting. Nested settings have dotted names; nulls are left out."""
+    for key, value in settings.items():
         if isinstance(value, dict):
-            yield from _flatten_settings(value, f"{above}{key}.")
+            yield from _flatten_settings(value, f"{prefix}{key}.")
         elif isinstance(value, str | int | float | bool):
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
         elif value is not None:
-            yield f"{above}{key}", str(value)
+            yield f"{prefix}{key}", str(value)
 
 
 def _parse_time_unix_s(record: dict[str, Any], name: str) -> float:
-    """Return a time from a record's provenance in seconds since 1970.
+    """Return a time in a record's provenance as seconds since 1970, or 0 if it is missing.
 
-    The result is 0 if the time is missing.
+    Args:
+        record: The record.
+        name: Field of the provenance: `started` or `finished`.
     """
     text = record["provenance"].get(name)
     return datetime.fromisoformat(text).timestamp() if text else 0.0

@@ -21,14 +21,14 @@ from stratbench.extensions.sets.export.runs import ExportedRun, iter_runs
 from stratbench.extensions.sets.reading import ResultSet
 
 NEEDS_RECORDS = True
-#: Largest numbers of metrics and of other entries that MLflow accepts in one call.
+#: Largest numbers of metrics, and of parameters or tags, that MLflow accepts in one call.
 MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
 def list_metrics(run: ExportedRun) -> list[Metric]:
-    """Return the metrics of all epochs and of the whole cell.
+    """Return the metrics of a run for MLflow: those of each epoch, and those of the whole cell.
 
-    An epoch's metrics are at the time when it ended.
+    The metrics of an epoch have the time at which it ended.
     """
     metrics = [
         Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
@@ -39,8 +39,8 @@ def list_metrics(run: ExportedRun) -> list[Metric]:
     return metrics + [Metric(name, value, at_ms, 0) for name, value in run.metrics.items()]
 
 
-def write(result_set: ResultSet, folder: Path) -> None:
-    """Write mlflow.db with an MLflow experiment for each experiment of the study."""
+def write_export(result_set: ResultSet, folder: Path) -> None:
+    """Write mlflow.db, which has an MLflow experiment for each experiment of the study."""
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}")
@@ -48,16 +48,16 @@ def write(result_set: ResultSet, folder: Path) -> None:
     for run in iter_runs(result_set):
         name = f"{run.cell.study}/{run.cell.experiment}"
         if name not in experiments:
-            # A server maps this scheme to its own storage; a path would name this machine's folders.
+            # An MLflow server stores files of this scheme itself. A path would name a folder of this machine.
             place = f"mlflow-artifacts:/{name}"
             experiments[name] = client.create_experiment(name, artifact_location=place)
         write_run(client, experiments[name], run)
 
 
 def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
-    """Write one run to MLflow, with the cell's status as a tag.
+    """Write one run to MLflow.
 
-    The run is `FINISHED` if the cell is ok, else `FAILED`.
+    Its status in MLflow is `FINISHED` if the cell has the status `ok`, else `FAILED`.
 
     Args:
         client: Client of MLflow.

@@ -14,33 +14,33 @@ from stratbench import __version__
 from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME, Column
 from stratbench.extensions.sets.reading import ResultSet
 
-#: Whether this format can only be written for sets with records.
+#: Whether only sets with records can be exported in this format.
 NEEDS_RECORDS = False
 
 
 def get_arrow_type(column: Column) -> pa.DataType:
-    """Return the Arrow type of a column. A column of JSON has the type of texts."""
+    """Return the Arrow type of a column of cells.csv or epochs.csv. JSON has the type of texts."""
     if column.value_kind == "number":
         return pa.int64() if column.is_whole else pa.float64()
     return pa.bool_() if column.value_kind == "flag" else pa.string()
 
 
 def make_arrow_table(
-    frame: pd.DataFrame, columns: Mapping[str, Column], about: dict[str, str]
+    frame: pd.DataFrame, columns: Mapping[str, Column], metadata: dict[str, str]
 ) -> pa.Table:
-    """Make a typed table from a frame with the columns of cells.csv or epochs.csv.
+    """Return a typed table with the rows of cells.csv or epochs.csv.
 
     Args:
-        frame: The frame.
-        columns: Definitions of the columns, by name.
-        about: Metadata of the table.
+        frame: The rows.
+        columns: Definition of each column, by its name.
+        metadata: Metadata of the table.
     """
     fields, arrays = [], []
     for name, column in columns.items():
         meaning = {"unit": column.unit, "definition": column.definition, "kind": column.value_kind}
         fields.append(pa.field(name, get_arrow_type(column), metadata=meaning))
         arrays.append(pa.array(_convert_values(frame[name], column), type=get_arrow_type(column)))
-    return pa.table(arrays, schema=pa.schema(fields, metadata=about))
+    return pa.table(arrays, schema=pa.schema(fields, metadata=metadata))
 
 
 def _convert_values(series: pd.Series, column: Column) -> list[Any]:
@@ -50,8 +50,8 @@ def _convert_values(series: pd.Series, column: Column) -> list[Any]:
     return [float(v) if v is not None and column.value_kind == "number" else v for v in present]
 
 
-def write(result_set: ResultSet, folder: Path) -> None:
-    """Write cells.parquet and epochs.parquet."""
+def write_export(result_set: ResultSet, folder: Path) -> None:
+    """Write cells.parquet and epochs.parquet to a folder."""
     about = {f"stratbench.{key}": value for key, value in result_set.provenance.items()}
     about |= {"stratbench.version": __version__}
     for name, frame, columns in (

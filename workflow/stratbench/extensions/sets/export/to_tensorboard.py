@@ -17,7 +17,7 @@ NEEDS_RECORDS = True
 
 
 def iter_events(run: ExportedRun) -> Iterator[Event]:
-    """Yield all events of a run. Events of an epoch have the time when the epoch ended."""
+    """Yield the events of a run for TensorBoard. Events of an epoch have the time at which it ended."""
     yield Event(wall_time=run.started_s, file_version="brain.Event:2")
     parameters = run.parameters | {"status": run.tags["status"]}
     hyperparameters = hparams_pb(parameters, trial_id=run.cell.path, start_time_secs=run.started_s)
@@ -32,11 +32,8 @@ def iter_events(run: ExportedRun) -> Iterator[Event]:
     yield Event(wall_time=run.finished_s, step=last, summary=Summary(value=values))
 
 
-def write(result_set: ResultSet, folder: Path) -> None:
-    """Write a TensorBoard log file per cell.
-
-    File names of TensorBoard usually contain this host's name, but these do not.
-    """
+def write_export(result_set: ResultSet, folder: Path) -> None:
+    """Write a TensorBoard log file per cell, whose name does not contain the name of this host."""
     for run in iter_runs(result_set):
         path = folder / run.cell.path / f"events.out.tfevents.{int(run.started_s):010d}.stratbench"
         path.parent.mkdir(parents=True)

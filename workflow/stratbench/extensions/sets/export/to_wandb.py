@@ -17,7 +17,7 @@ NEEDS_RECORDS = True
 
 
 def make_offline_settings(folder: Path) -> wandb.Settings:
-    """Return settings for offline runs without host, user, program, packages, git or console."""
+    """Return settings of offline runs that store nothing about this machine, its user and its code."""
     return wandb.Settings(
         mode="offline",
         root_dir=str(folder),
@@ -35,15 +35,15 @@ def make_offline_settings(folder: Path) -> wandb.Settings:
     )
 
 
-def write(result_set: ResultSet, folder: Path) -> None:
-    """Write a folder wandb/offline-run-* for each run."""
+def write_export(result_set: ResultSet, folder: Path) -> None:
+    """Write an offline run of Weights & Biases for each record, as a folder wandb/offline-run-*."""
     for run in iter_runs(result_set):
         write_run(run, folder)
 
 
 def write_run(run: ExportedRun, folder: Path) -> None:
-    """Write one run, with its epochs as history and the cell's measurements as summary."""
-    # The same record always has the same id, so that a second upload makes no second run.
+    """Write one offline run: its epochs as history, and the metrics of the whole cell as summary."""
+    # The id depends on the record alone, so that a second upload of a record replaces the first.
     identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_s}".encode())
     offline = wandb.init(
         project=run.cell.study,

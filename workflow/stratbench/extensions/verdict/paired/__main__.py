@@ -21,14 +21,14 @@ from stratbench.extensions.verdict.paired.verdict import make_verdict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code."""
+    """Run the command `next` or `tell`, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="stratbench.extensions.verdict.paired", description=__doc__
     )
     parser.add_argument(
         "what",
         choices=["next", "tell"],
-        help="next: print the next round; tell: print the verdict so far",
+        help="next: print the next round as JSON; tell: print the verdict so far, and write verdict.json",
     )
     parser.add_argument(
         "--config", required=True, help="the validated config as JSON, or - to read it from stdin"
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdict = make_verdict(analysis, next_round, notes)
     out = Path(config["results"], evidence.study, "verdict", "verdict.json")
     write_atomic(out, json.dumps(verdict, indent=1, allow_nan=False) + "\n")
-    print(wrap_lines([*iter_verdict_lines(verdict), f"{out} has it all."]), flush=True)
+    print(wrap_lines([*iter_verdict_lines(verdict), f"{out} has all values."]), flush=True)
     return 0
 
 

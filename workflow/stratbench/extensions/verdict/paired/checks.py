@@ -15,9 +15,9 @@ from stratbench.extensions.verdict.blocks import PairedBlock
 from stratbench.extensions.verdict.paired.evidence import PairedComparison, PairedEvidence
 from stratbench.statistics import moderated
 
-#: Largest credible factor between a strategy's step time in a block and in its own full run.
+#: Largest credible ratio of a strategy's step times in a block and in its own full run.
 MAX_APART = 3.0
-#: Two blocks whose log ratios differ by less than this are copies: measured blocks are never so equal.
+#: Two blocks are copies if their log time ratios differ by less. Measured ratios are never so equal.
 MAX_COPY_DIFFERENCE = 1e-6
 
 
@@ -26,20 +26,22 @@ MAX_COPY_DIFFERENCE = 1e-6
 
 @dataclass(frozen=True)
 class FullRunCorrection:
-    """Correction of a conclusion that full runs contradict. Bounds are natural logarithms."""
+    """Corrected conclusion of a comparison whose full runs contradict its blocks."""
 
-    #: Upper bound on the log ratio by which any strategy may be faster than the leader.
+    #: Upper bound on log(leader's time / rival's time), for any rival.
     max_log_advantage: float
-    is_fastest: bool  # whether all alternatives are still shown to be slower than the leader
-    nearest_strategy: str  # the alternative with the lowest corrected bound
+    #: Whether every rival is still shown to be slower than the leader.
+    is_fastest: bool
+    #: Rival with the lowest corrected bound.
+    nearest_strategy: str
 
 
 def compute_full_run_deviations(
     evidence: PairedEvidence, comparison: PairedComparison, blocks: Sequence[PairedBlock]
 ) -> dict[str, list[float]]:
-    """Return the log ratio of each full run's time to its predicted time, by strategy.
+    """Return log(measured / predicted time) of each full run, by strategy.
 
-    The prediction is the run's number of steps times the mean step time in `blocks`. Failed runs are left
+    The predicted time is the run's number of steps times the mean step time in `blocks`. Failed runs are left
     out.
 
     Args:
@@ -67,19 +69,18 @@ def correct_by_full_runs(
     blocks: int,
     level: tuple[float, int],
 ) -> FullRunCorrection | None:
-    """Return the correction of a conclusion if the leader's full runs contradict its blocks.
+    """Return the corrected conclusion if the leader's full runs contradict its blocks, else None.
 
-    Return None if full runs and blocks agree.
-
-    An alternative's bound is lowered if the leader's full runs are slower than predicted by more than MAX_OFF
-    beyond the alternative's. It is lowered by the difference, and by the half-width of its 95 % interval,
-    since a full run has another allocation. An alternative's own deviation counts if it exceeds MAX_OFF. An
-    alternative without full runs takes the mean deviation of the others if these are slower than predicted.
+    A deviation is log(measured / predicted time) of a full run. If the leader's deviation exceeds a rival's
+    by more than MAX_OFF, the rival's bound is lowered by this difference. The bound is also lowered by the
+    half-width of the difference's 95 % interval, because a full run has another allocation. A rival's own
+    deviation counts only if it exceeds MAX_OFF. A rival without full runs gets the mean deviation of all
+    rivals, if this mean is positive.
 
     Args:
-        deviations: Deviations from `compute_full_run_deviations`.
-        leader: The fastest strategy by the blocks.
-        bounds: Lower bound of log(time / leader's time) of each alternative.
+        deviations: Deviations from `compute_full_run_deviations`, by strategy.
+        leader: The fastest strategy in the blocks.
+        bounds: Lower bound of log(time / leader's time), by rival.
         blocks: Number of blocks.
         level: Result of `estimate_allocation_sd`.
     """
@@ -106,12 +107,14 @@ def correct_by_full_runs(
 
 
 def zero_small_deviation(deviation: float) -> float:
-    """Return a full run's deviation, or 0 if differences between allocations may explain it."""
+    """Return the log deviation of a full run from its blocks, or 0 if it is at most MAX_OFF."""
     return deviation if abs(deviation) > MAX_OFF else 0.0
 
 
 def compute_full_run_check_sd(runs: int, blocks: int, level: tuple[float, int]) -> float:
-    """Return the standard deviation of full runs' mean deviation from blocks, by chance alone.
+    """Return the standard deviation of the full runs' mean log deviation from the blocks.
+
+    Only the noise between allocations is included.
 
     Args:
         runs: Number of full runs.
@@ -122,9 +125,10 @@ def compute_full_run_check_sd(runs: int, blocks: int, level: tuple[float, int]) 
 
 
 def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:
-    """Return the between-allocation standard deviation of blocks, and its degrees of freedom.
+    """Return the standard deviation of log step times between allocations, and its degrees of freedom.
 
-    All strategies share it. It is that of log step times, pooled over the comparisons.
+    A block runs in one allocation. The deviation of an allocation is the same for all strategies. It is
+    pooled over the comparisons.
     """
     squares, dof = 0.0, 0
     for comparison in evidence.comparisons:
@@ -145,7 +149,10 @@ def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:
 def iter_contradicting_strategies(
     evidence: PairedEvidence, comparison: PairedComparison, block: PairedBlock
 ) -> Iterator[tuple[str, float]]:
-    """Yield each strategy whose block contradicts its full run by over MAX_APART, with the factor.
+    """Yield each strategy whose step time in a block contradicts its full run.
+
+    Each strategy comes with its step time in the block divided by that in its full runs. The two contradict
+    each other if this ratio, or its inverse, exceeds MAX_APART.
 
     Args:
         evidence: Evidence of the verdict.
@@ -169,7 +176,7 @@ def iter_contradicting_strategies(
 
 
 def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Yield reasons why a comparison's blocks allow no conclusion, such as copied blocks."""
+    """Yield the reasons why the blocks of a comparison allow no conclusion, such as a copied block."""
     for one, other in combinations(blocks, 2):
         if is_copy(one, other):
             yield (
@@ -189,10 +196,7 @@ def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
 
 
 def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
-    """Return whether one of two blocks must be a copy of the other.
-
-    Copies have equal time ratios.
-    """
+    """Return whether one of two blocks is a copy of the other, because their time ratios are equal."""
     segments = [
         {
             (s.strategy, s.pass_name): math.log(s.mean_step_s)
@@ -210,9 +214,14 @@ def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
         }
         for b in (one, other)
     ]
-    return _have_same_ratios(*segments, least=4) or _have_same_ratios(*values, least=3)
+    return _have_same_ratios(*segments, min_common_keys=4) or _have_same_ratios(
+        *values, min_common_keys=3
+    )
 
 
-def _have_same_ratios(one: Mapping, other: Mapping, least: int) -> bool:
-    apart = [one[key] - other[key] for key in one.keys() & other.keys()]
-    return len(apart) >= least and max(apart) - min(apart) < MAX_COPY_DIFFERENCE
+def _have_same_ratios(
+    one_log_times: Mapping, other_log_times: Mapping, min_common_keys: int
+) -> bool:
+    common_keys = one_log_times.keys() & other_log_times.keys()
+    apart = [one_log_times[key] - other_log_times[key] for key in common_keys]
+    return len(apart) >= min_common_keys and max(apart) - min(apart) < MAX_COPY_DIFFERENCE

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Costs:
-    """GPU-seconds that a verdict's blocks and full runs took, and estimates of future ones."""
+    """GPU-seconds of a verdict: measured ones of past blocks and full runs, estimates of future ones."""
 
     def __init__(self, analysis: Course) -> None:
         self._course, self._evidence = analysis, analysis.evidence
@@ -80,7 +80,8 @@ class Costs:
     def estimate_full_run_gpu_seconds(self, state: ComparisonState, strategy: str) -> float | None:
         """Return the GPU-seconds of a strategy's full run, measured or estimated from its blocks.
 
-        The estimate leaves out evaluations. None if the step time or the number of steps is not known.
+        The estimate leaves out evaluations. The result is None if the step time or the number of steps is
+        unknown.
         """
         if runs := self._evidence.list_full_runs(state.comparison, strategy):
             return statistics.fmean(run.gpu_seconds for run in runs)
@@ -96,9 +97,9 @@ class Costs:
         return state.comparison.comparison_key.gpus * (statistics.median(starts) + steps * step_s)
 
     def estimate_matrix_gpu_seconds(self, state: ComparisonState) -> float | None:
-        """Return the GPU-seconds of a comparison if all its cells were trained MATRIX_REPEATS times.
+        """Return the GPU-seconds of complete trainings of a comparison, each with MATRIX_REPEATS repeats.
 
-        Strategies that fail cost nothing. None if no cell's time is known.
+        A strategy that fails costs nothing. The result is None if the time of no training is known.
         """
         costs = [
             self.estimate_full_run_gpu_seconds(state, strategy)

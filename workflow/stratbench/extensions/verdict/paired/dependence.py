@@ -1,7 +1,8 @@
-"""Measures how much a block depends on its predecessor, and widens intervals accordingly.
+"""Measures how much a block depends on the block before it, and widens intervals accordingly.
 
-A neighbour's job or a hot GPU that lasts for several blocks makes these similar, and their variance too
-small. Successive blocks then differ less than two random blocks do: von Neumann's ratio (1941) is below 1.
+A disturbance that lasts for several blocks, such as a hot GPU, makes these blocks too similar. Their variance
+is then too small. Successive blocks then differ less than two random blocks: von Neumann's ratio (1941) is
+below 1.
 """
 
 from __future__ import annotations
@@ -10,31 +11,32 @@ from functools import cache
 
 import numpy as np
 
-#: Standard deviations below 1 that independent blocks reach in one comparison of five. Beyond it no
-#: comparison ends early, and none drops a strategy.
+#: Distance of von Neumann's ratio below 1, in standard deviations. Beyond SUSPECT, a comparison does not end
+#: early and drops no strategy. Independent blocks exceed it by chance in one comparison of five.
 SUSPECT = 0.8416
-#: Standard deviations below 1 that independent blocks reach in one comparison of a hundred. Beyond it the
-#: conclusion has a caveat.
+#: Distance as for SUSPECT. Beyond CERTAIN, the conclusion has a doubt. Independent blocks exceed it by chance
+#: in one comparison of a hundred.
 CERTAIN = 2.3263
-#: Amount by which the ratio is lowered because few blocks bias it; found by simulation.
+#: Bias of von Neumann's ratio for few blocks, found by simulation. It is subtracted from the ratio.
 LEAN = 0.1
-#: Grid of correlations of successive blocks, for interpolation.
+#: Correlations of successive blocks at which the widening of intervals is computed; others are interpolated.
 CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
 
 def compute_neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return von Neumann's ratio of successive blocks, and its distance below 1.
+    """Return von Neumann's ratio of the blocks, and its distance below 1 in standard deviations.
 
-    The distance is in standard deviations. The ratio is half the mean square of successive differences over
-    the variance: about 1 for independent blocks. It pools all strategies, after their means and the blocks'
-    means are removed.
+    The ratio is half the mean square of the differences between successive blocks, divided by the variance of
+    the blocks. It is about 1 for independent blocks. All strategies are pooled. The means of each strategy
+    and of each block are subtracted first.
 
     Args:
         logs: Log step times, shape [..., strategies, blocks]; NaN where a block does not count.
-        active: Strategies in the comparison, shape [..., strategies].
+        active: Mask of the strategies in the comparison, shape [..., strategies].
 
     Returns:
-        Both of shape [...]; 1 and 0 with fewer than 3 blocks or 2 strategies.
+        The ratio and the distance, each of shape [...]. They are 1 and 0 if there are fewer than 3 blocks or
+        2 strategies.
     """
     is_present = np.isfinite(logs) & active[..., None]
     n, k = is_present.any(-2).sum(-1), active.sum(-1)
@@ -42,7 +44,7 @@ def compute_neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndar
     rest = np.where(is_present, logs, 0.0)
     rest = np.where(is_present, rest - (rest.sum(-2) / strategies)[..., None, :], 0.0)
     rest = np.where(is_present, rest - (rest.sum(-1) / blocks)[..., None], 0.0)
-    # A strategy that has come back leaves gaps between blocks: sorting moves the counting blocks together.
+    # Blocks without all strategies do not count. Sorting removes these gaps between the blocks that count.
     order = np.argsort(~is_present.any(-2), axis=-1, kind="stable")[..., None, :]
     rest = np.take_along_axis(rest, np.broadcast_to(order, rest.shape), -1)
     both = np.arange(rest.shape[-1] - 1) < (n - 1)[..., None, None]
@@ -57,10 +59,14 @@ def compute_neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndar
 
 
 def compute_interval_widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Return the factor by which intervals of correlated blocks are wider, 1 for independent blocks.
+    """Return the factor by which correlated blocks widen an interval; 1 for independent blocks.
 
-    For a first-order autoregression it is the square root of the mean's true variance over the variance that
-    independent blocks would have.
+    The blocks are modelled as a first-order autoregression. The factor is the square root of a quotient: the
+    true variance of the blocks' mean, divided by the variance that is computed as for independent blocks.
+
+    Args:
+        ratio: Von Neumann's ratio of each comparison.
+        blocks: Number of blocks of each comparison.
     """
     factor = np.ones(np.broadcast(ratio, blocks).shape)
     for n in (n for n in np.unique(blocks) if n >= 3):
@@ -71,10 +77,15 @@ def compute_interval_widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarr
 
 @cache
 def _compute_autoregressive_interval_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return von Neumann's expected ratio and the interval factor of `n` blocks per correlation."""
+    """Return the expected von Neumann's ratio and the widening factor, for each of CORRELATIONS.
+
+    Args:
+        n: Number of blocks.
+    """
     lags = np.arange(1, n)
     powers = CORRELATIONS[:, None] ** lags
-    # Number of blocks times the variance of the mean, in units of the variance.
+    # True variance of the mean, divided by that of the mean of n independent blocks.
     inflated = 1 + 2 * ((1 - lags / n) * powers).sum(-1)
-    expected = (n - inflated) / (n - 1)  # expected value of the variance with divisor n - 1
+    # Expected sample variance (divisor n - 1), divided by the true variance.
+    expected = (n - inflated) / (n - 1)
     return (1 - CORRELATIONS) / expected, np.sqrt(inflated / expected)

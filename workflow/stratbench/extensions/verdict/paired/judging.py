@@ -1,9 +1,9 @@
 """Sequential analysis: evaluates each comparison after every few blocks, and decides when it ends.
 
-A comparison is an experiment, model and number of workers, with several strategies. All arrays have the axes
-[..., comparisons, strategies, blocks], or without the last one or two of these. Further axes in front let a
-simulation run the same functions as a study. Times are natural logarithms of seconds per step. A *look* is an
-evaluation of the blocks so far.
+A comparison has several strategies on one experiment, model and number of workers. All arrays have the shape
+[..., comparisons, strategies, blocks], [..., comparisons, strategies] or [..., comparisons]. The axes in
+front are those of a simulation of many studies. Times are natural logarithms of seconds per step. A *look* is
+an evaluation of the blocks so far (an interim analysis).
 """
 
 from __future__ import annotations
@@ -15,80 +15,99 @@ import numpy as np
 from stratbench.extensions.verdict.paired import dependence
 from stratbench.statistics import moderated
 
-#: Numbers of blocks after which a comparison is evaluated (looks).
+#: Numbers of blocks after which a comparison is evaluated.
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
-#: Fewest blocks for a decision: in general, and if the blocks ran repeatedly on the same few nodes.
+#: Fewest blocks for a decision: MIN_BLOCKS in general, MIN_ALIKE if fewer than MIN_SETS node sets ran them.
 MIN_BLOCKS, MIN_ALIKE = 3, 6
-#: Fewest node sets that count as independent repeats, so that a conclusion is about all nodes of their kind.
+#: Fewest sets of nodes from which a conclusion is about all nodes of their kind, not only about these nodes.
 MIN_SETS = 3
-#: Two strategies are called equal if their interval is within this share, slower or faster.
+#: Two strategies are equal if the interval of their time ratio is between 1 / (1 + EQUAL) and 1 + EQUAL.
 EQUAL = 0.03
 
 
 class Look(NamedTuple):
     """Evaluation of all comparisons at one interim analysis, as arrays.
 
-    Ratios to the leader are logarithms. They are NaN or infinite if unknown.
-
-    Fields from `mean` to `rivals` have shape [..., comparisons, strategies], the others [..., comparisons].
+    A log ratio is log(strategy's time / leader's time). It is NaN or infinite if unknown. Fields from `mean`
+    to `rivals` have shape [..., comparisons, strategies], the others [..., comparisons].
     """
 
-    leader: np.ndarray  # index of the fastest strategy that may be chosen
-    blocks: np.ndarray  # number of blocks that contain all strategies in the comparison
-    sets: np.ndarray  # number of node sets that these blocks ran on
-    # Whether the blocks have fewer than MIN_SETS node sets, one of them repeatedly.
+    #: Index of the leader, the fastest strategy whose score is good enough.
+    leader: np.ndarray
+    #: Number of blocks that contain all strategies in the comparison.
+    blocks: np.ndarray
+    #: Number of sets of nodes on which these blocks ran.
+    sets: np.ndarray
+    #: Whether fewer than MIN_SETS sets of nodes ran the blocks, so that a set ran several blocks.
     reuses_few_nodes: np.ndarray
-    # Standard deviations by which neighbouring blocks are too similar.
+    #: Distance of von Neumann's ratio below 1, in standard deviations: how similar successive blocks are.
     excess_similarity_sds: np.ndarray
     mean: np.ndarray
-    bound: np.ndarray  # lower bound of the strategy's ratio, on which decisions are based
-    low: np.ndarray  # lower end of the reported interval of the ratio
+    #: Lower bound of the log ratio, from which decisions follow.
+    bound: np.ndarray
+    #: Lower end of the reported interval of the log ratio.
+    low: np.ndarray
     high: np.ndarray
-    slower: np.ndarray  # strategies shown to be slower than the leader
-    rivals: np.ndarray  # strategies in the comparison, except the leader
-    # Upper bound on the log ratio by which any strategy may be faster than the leader.
+    #: Mask of the strategies that are shown to be slower than the leader.
+    slower: np.ndarray
+    #: Mask of the strategies in the comparison, without the leader.
+    rivals: np.ndarray
+    #: Upper bound on log(leader's time / rival's time), for any rival.
     at_most: np.ndarray
     decided: np.ndarray
 
     @property
     def fastest(self) -> np.ndarray:
-        """Whether every alternative is shown to be slower than the leader, shape [..., comparisons]."""
+        """Whether every rival is shown to be slower than the leader, shape [..., comparisons]."""
         return ~(self.rivals & ~self.slower).any(-1)
 
     @property
     def equal(self) -> np.ndarray:
-        """Whether a strategy's whole interval is within the share EQUAL of the leader's time."""
+        """Mask of the rivals whose time differs from the leader's by at most EQUAL, with 95 % confidence."""
         near = np.log1p(EQUAL)
         return self.rivals & (self.low >= -near) & (self.high <= near)
 
 
-def find_fastest_index(means: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """Return the index of the lowest mean among strategies of the mask `among`.
+def find_fastest_index(means: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return the index of the strategy with the lowest mean, of those in a mask.
 
-    The result has shape [...]. The index is 0 if no strategy is in the mask.
+    The result has shape [..., comparisons]. The index is 0 if no strategy is in the mask.
+
+    Args:
+        means: Mean log time of each strategy, shape [..., comparisons, strategies].
+        mask: Strategies to choose from, of the same shape.
     """
-    return np.argmin(np.where(among & np.isfinite(means), means, np.inf), axis=-1)
+    return np.argmin(np.where(mask & np.isfinite(means), means, np.inf), axis=-1)
 
 
 def select_by_index(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return each comparison's value of the strategy at `index`, shape [..., comparisons]."""
+    """Return the value of one strategy per comparison, shape [..., comparisons].
+
+    Args:
+        values: Value of each strategy, shape [..., comparisons, strategies].
+        index: Index of a strategy, shape [..., comparisons].
+    """
     return np.take_along_axis(values, index[..., None], -1)[..., 0]
 
 
 def mask_incomplete_blocks(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """Return the log times of blocks that contain all active strategies.
+    """Return the log times with NaN in all blocks that lack a strategy in the comparison.
 
-    Allocation effects cancel in such blocks. The log times of other blocks are NaN. Only a strategy that has
-    come back to the comparison lacks blocks that others have.
+    Effects of an allocation cancel only in a block with all strategies. A strategy lacks a block if it was
+    dropped before, and has returned to the comparison since.
+
+    Args:
+        logs: Log step times, shape [..., comparisons, strategies, blocks].
+        active: Mask of the strategies in the comparison, shape [..., comparisons, strategies].
     """
     whole = (np.isfinite(logs) | ~active[..., None]).all(-2, keepdims=True)
     return np.where(whole & active[..., None], logs, np.nan)
 
 
 def average_log_times(logs: np.ndarray) -> np.ndarray:
-    """Return the mean log time of each strategy over its blocks, shape [..., comparisons, strategies].
+    """Return the mean log step time of each strategy over its blocks.
 
-    The mean is NaN for a strategy without blocks.
+    The result has shape [..., comparisons, strategies]. It is NaN for a strategy without blocks.
     """
     is_present = np.isfinite(logs)
     with np.errstate(invalid="ignore"):
@@ -98,18 +117,18 @@ def average_log_times(logs: np.ndarray) -> np.ndarray:
 def group_by_node_set(
     logs: np.ndarray, nodes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Average blocks on the same nodes if there are enough node sets.
+    """Return the mean log times per set of nodes if there are enough sets, else those per block.
 
-    The node sets then count as repeats. Ratios of strategies differ by several percent between nodes. So
-    blocks on the same nodes are not independent repeats of a conclusion about other nodes. With fewer than
-    MIN_SETS node sets, blocks are not averaged, and the conclusion is about their nodes alone.
+    Time ratios of strategies differ by several percent between nodes. So blocks on the same nodes are no
+    independent repeats for a conclusion about other nodes. With fewer than MIN_SETS sets of nodes, the
+    conclusion is about these nodes alone, and each block counts.
 
     Args:
         logs: Log step times, shape [..., comparisons, strategies, blocks].
-        nodes: Index of each block's node set, shape [..., comparisons, blocks].
+        nodes: Index of each block's set of nodes, shape [..., comparisons, blocks].
 
     Returns:
-        The mean per node set or the blocks, the number of node sets, and whether few sets ran several blocks.
+        The log times, the number of sets of nodes, and whether fewer than MIN_SETS sets ran several blocks.
     """
     is_present = np.isfinite(logs).any(-2)
     nodes = np.where(is_present, nodes, -1)
@@ -140,31 +159,31 @@ def judge_comparisons(
     nodes: np.ndarray,
     doubtful: np.ndarray | bool = False,
 ) -> Look:
-    """Evaluate the comparisons selected by the mask `judged`, by their blocks so far.
+    """Return the evaluation of some comparisons by their blocks so far.
 
-    If the same few nodes ran all blocks, a block may depend on its predecessor. Then a decision takes
-    MIN_ALIKE blocks, only strategies beyond the margin count as slower, and intervals are widened
+    If few nodes ran all blocks, a block may depend on the block before it. Then a decision takes MIN_ALIKE
+    blocks, a strategy is slower only if its bound exceeds the margin, and intervals are widened
     (dependence.py).
 
     Args:
-        logs: Log step times; NaN where a strategy was not in a block.
-        active: Strategies that are still in the comparison.
-        admissible: Strategies that may lead, because the strategies' scores are known to be good enough.
-        served: Strategies with a parameter server.
-        started: Number of strategies with which the comparison began.
-        judged: Comparisons to evaluate.
-        margin: A comparison is decided when nothing may be faster than its leader by more than this
-            fraction.
-        screen: Log ratio above which a single block shows that a strategy is slower.
-        nodes: Node set of each block (group_by_node_set).
-        doubtful: Strategies with a block that contradicts their full run. Doubtful strategies are not called
-            slower.
+        logs: Log step times, shape [..., comparisons, strategies, blocks]; NaN if a block lacks a strategy.
+        active: Mask of the strategies that are still in the comparison.
+        admissible: Mask of the strategies that may lead, because their scores are good enough.
+        served: Mask of the strategies with parameter servers.
+        started: Number of strategies with which each comparison began.
+        judged: Mask of the comparisons to evaluate.
+        margin: Share by which a rival may still be faster than the leader of a decided comparison.
+        screen: Log time ratio above which a single block shows that a strategy is slower.
+        nodes: Index of each block's set of nodes, shape [..., comparisons, blocks].
+        doubtful: Mask of the strategies with a block that contradicts their full run. Doubtful strategies are
+            never called slower.
     """
     logs = mask_incomplete_blocks(logs, active)
     blocks = np.isfinite(logs).any(-2).sum(-1)
     logs, sets, reused = group_by_node_set(logs, nodes)
     means = average_log_times(logs)
-    ahead = find_fastest_index(means, active)  # the fastest, even if its score does not let it lead
+    # The fastest strategy, even if its score is not good enough to lead.
+    ahead = find_fastest_index(means, active)
     may_lead = active & admissible
     leader = np.where(may_lead.any(-1), find_fastest_index(means, may_lead), ahead)
     rivals = active & (np.arange(logs.shape[-2]) != leader[..., None])
@@ -208,7 +227,14 @@ def judge_comparisons(
 def _moderate_variances(
     differences: moderated.Differences, kinds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return variances moderated over all comparisons of a study, and their degrees of freedom."""
+    """Return moderated variances of paired differences, and their degrees of freedom.
+
+    The variances of all comparisons of a study are moderated together.
+
+    Args:
+        differences: Paired differences of log times to the leader, per comparison and strategy.
+        kinds: Whether parameter servers take part in each difference. The two kinds have different priors.
+    """
     shape = differences.mean.shape
     flat = (*shape[:-2], -1)
     joined = moderated.Differences(*(part.reshape(flat) for part in differences))
@@ -219,19 +245,24 @@ def _moderate_variances(
 def compute_reported_tail(started: np.ndarray) -> np.ndarray:
     """Return the error probability on each side of a reported interval.
 
-    All intervals of a comparison that began with `started` strategies hold jointly with 95 % at all looks,
-    including those of dropped strategies. Every pair of strategies counts, because the same blocks chose the
-    leader.
+    All intervals of a comparison hold together with 95 % confidence, at all looks and for dropped strategies
+    too. The correction is for every pair of strategies, because the same blocks choose the leader.
+
+    Args:
+        started: Number of strategies with which each comparison began.
     """
     return moderated.ALPHA / (moderated.REPEATED_LOOKS * np.maximum(2, started * (started - 1)))
 
 
 def mask_dropped_strategies(look: Look, decided: np.ndarray) -> np.ndarray:
-    """Return a mask of strategies that leave the comparison after an interim analysis.
+    """Return the mask of the strategies that leave the comparison, because they are slower.
 
-    Strategies leave because they are slower. A decided comparison keeps them, so that their intervals are
-    reported. Below MIN_BLOCKS blocks the fastest alternative stays, so that the next blocks still compare two
-    strategies.
+    A decided comparison keeps them, so that their intervals are reported. Before MIN_BLOCKS blocks the
+    fastest rival stays, so that the next block still compares two strategies.
+
+    Args:
+        look: The interim analysis.
+        decided: Mask of the comparisons that have ended.
     """
     near = find_fastest_index(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0
@@ -241,26 +272,33 @@ def mask_dropped_strategies(look: Look, decided: np.ndarray) -> np.ndarray:
 
 
 def get_blocks_at_next_look(blocks: int) -> int | None:
-    """Return the number of blocks at the interim analysis after the one at `blocks`.
+    """Return the number of blocks at the first interim analysis with more than `blocks` blocks.
 
-    Return None after the last look.
+    Return None after the last interim analysis.
     """
     return next((n for n in LOOKS if n > blocks), None)
 
 
 class InterimResult(NamedTuple):
-    """Result of one round: evaluations of open comparisons, and what has ended."""
+    """Result of one round: the evaluation of open comparisons, dropped strategies and ended comparisons.
+
+    `dropped` and `failed` have shape [..., comparisons, strategies]. `judged` and `ended` have shape
+    [..., comparisons].
+    """
 
     look: Look
-    judged: np.ndarray  # comparisons that were open, shape [..., comparisons]
-    # strategies shown to be slower, which left the comparison, shape [..., comparisons, strategies]
+    #: Mask of the comparisons that were open before the round.
+    judged: np.ndarray
+    #: Mask of the strategies that left a comparison because they were slower.
     dropped: np.ndarray
-    failed: np.ndarray  # strategies with a failed segment, shape [..., comparisons, strategies]
-    ended: np.ndarray  # comparisons that ended, shape [..., comparisons]
+    #: Mask of the strategies that left a comparison because a segment failed.
+    failed: np.ndarray
+    #: Mask of the comparisons that ended in this round.
+    ended: np.ndarray
 
 
 class SequentialAnalysis:
-    """The state of all comparisons of a study between rounds; each round adds blocks."""
+    """Sequential analysis of all comparisons of a study: each round adds blocks, and evaluates them."""
 
     def __init__(
         self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
@@ -270,9 +308,9 @@ class SequentialAnalysis:
         All arrays have shape [..., comparisons, strategies].
 
         Args:
-            served: Strategies with a parameter server.
-            equal: Strategies whose arithmetic equals DDP's.
-            there: Mask of a comparison's strategies; other places only pad the array.
+            served: Mask of the strategies with parameter servers.
+            equal: Mask of the strategies whose arithmetic equals DDP's.
+            there: Mask of the strategies that exist. A comparison with fewer strategies is padded by False.
             margin: As in `judge_comparisons`.
         """
         self.served, self.margin = served, margin
@@ -280,14 +318,14 @@ class SequentialAnalysis:
         self.admissible = equal & there
         self.started = there.sum(-1)
         self.open = self.started > 1
-        #: Comparisons that a score has reopened; they are evaluated again on the blocks so far.
+        #: Mask of the ended comparisons that a new score has opened again. They need no new block.
         self.again = np.zeros(self.open.shape, dtype=bool)
         self.logs = np.empty((*there.shape, 0))
         self.nodes = np.empty((*self.open.shape, 0), dtype=int)
-        #: Number of blocks so far, and index of the leader at the last look, shape [..., comparisons].
+        #: Number of blocks so far, and index of the leader at the latest look; both [..., comparisons].
         self.blocks, self.leader = np.zeros((2, *self.open.shape), dtype=int)
-        #: Index of the leader that a dropped strategy was slower than, else -1, shape [..., comparisons,
-        #: strategies].
+        #: For a strategy dropped as slower, index of the leader at that time; else -1. The shape is
+        #: [..., comparisons, strategies].
         self.against = np.full(there.shape, -1)
 
     def advance(
@@ -301,13 +339,14 @@ class SequentialAnalysis:
         """Add new blocks to the open comparisons, and evaluate these comparisons.
 
         Args:
-            values: Shape [..., comparisons, strategies, blocks]; NaN beyond the `new` blocks of a
-                comparison, and where a strategy has no value: that strategy then leaves the comparison.
+            values: Log step times of the new blocks, shape [..., comparisons, strategies, blocks]. Blocks
+                beyond a comparison's number of new blocks are NaN. A strategy with NaN in a new block leaves
+                the comparison.
             new: Number of new blocks of each comparison.
-            nodes: Node set of each of these blocks, shape [..., comparisons, blocks], with the same
-                number for the same nodes in all calls.
-            disagreement: Difference above which two segments of a strategy in a first block disagree; no
-                screen is below it.
+            nodes: Index of each new block's set of nodes, shape [..., comparisons, blocks]. The same nodes
+                have the same index in all calls.
+            disagreement: Log ratio above which two segments of a strategy in the first block disagree. A
+                strategy is not dropped after one block if its log time ratio is smaller.
             doubtful: As in `judge_comparisons`.
         """
         judged = self.open.copy()
@@ -337,9 +376,12 @@ class SequentialAnalysis:
         return InterimResult(look, judged, left, failed, ended)
 
     def _remove_strategies(self, strategies: np.ndarray) -> np.ndarray:
-        """Remove strategies from the comparison, and return a mask of the strategies that come back.
+        """Remove strategies from their comparisons, and return a mask of the strategies that return.
 
-        A strategy comes back if it was dropped for being slower than a strategy that is now removed.
+        A strategy returns if it was dropped as slower than a strategy that is now removed.
+
+        Args:
+            strategies: Mask of the strategies to remove, shape [..., comparisons, strategies].
         """
         beaten = (self.against >= 0) & np.take_along_axis(
             strategies, np.maximum(self.against, 0), -1
@@ -350,9 +392,9 @@ class SequentialAnalysis:
 
     @property
     def leaders_without_score(self) -> np.ndarray:
-        """Mask of the fastest strategies of open comparisons, where their scores are unknown.
+        """Mask of the strategies that would lead an open comparison, but whose scores are unknown.
 
-        A full run of it may change the answer.
+        A full run of such a strategy may change the conclusion.
         """
         means = average_log_times(mask_incomplete_blocks(self.logs, self.active))
         ahead = np.arange(means.shape[-1]) == find_fastest_index(means, self.active)[..., None]
@@ -360,7 +402,14 @@ class SequentialAnalysis:
         return ahead & known & ~self.admissible & self.open[..., None]
 
     def apply_scores(self, good: np.ndarray, bad: np.ndarray) -> None:
-        """Apply scores, as masks of shape [..., comparisons, strategies]: `bad` strategies are removed."""
+        """Let strategies with good scores lead, and remove those with bad scores.
+
+        A comparison that has ended is opened again if its leader is removed, or if a strategy returns.
+
+        Args:
+            good: Mask of the strategies whose scores are good enough, shape [..., comparisons, strategies].
+            bad: Mask of the strategies whose scores are not, of the same shape.
+        """
         self.admissible = (self.admissible | good) & ~bad
         changed = self._remove_strategies(bad).any(-1) | select_by_index(bad, self.leader)
         self.again = ~self.open & (self.blocks > 0) & changed & self.active.any(-1)

@@ -1,4 +1,4 @@
-"""Lines that print a verdict: decided and open comparisons, cost so far, and the next round."""
+"""Formats a verdict for the terminal: decided and open comparisons, cost so far, and the next round."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def iter_verdict_lines(verdict: dict[str, Any]) -> Iterator[str]:
 
 
 def get_comparison_title(comparison: dict[str, Any]) -> str:
-    """Return the title of a comparison: open, decided, or ended without a conclusion."""
+    """Return the heading under which a comparison is printed: `Open`, `Decided` or `Ended undecided`."""
     if comparison["open"]:
         return "Open"
     return "Decided" if comparison["claim"] in ("fastest", "within", "only") else "Ended undecided"

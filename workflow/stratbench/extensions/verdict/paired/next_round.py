@@ -20,9 +20,9 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class NextRound:
-    """The blocks and full runs of the next round. With `is_last`, nothing is left to run.
+    """The blocks and full runs of the next round, or the reason why the verdict is done.
 
-    `reason` has the cause of the end.
+    A verdict that is done has neither blocks nor full runs.
     """
 
     number: int
@@ -69,7 +69,7 @@ def find_next_round(evidence: PairedEvidence) -> NextRound:
 
 
 def determine_next_round(analysis: Course) -> NextRound:
-    """Return the round that follows a replay of all rounds so far."""
+    """Return the next round, from a replay of all rounds so far."""
     evidence = analysis.evidence
     costs = Costs(analysis)
     spent_s = costs.spent_gpu_seconds
@@ -77,8 +77,8 @@ def determine_next_round(analysis: Course) -> NextRound:
     expected_s = costs.expected_gpu_seconds if pending else 0.0
     known = expected_s is not None
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
+    # A round of unknown cost exceeds the budget only if the rounds before it have already spent it.
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
-    # The cost of an unmeasured round is unknown, so that it is rejected only once the budget is spent.
     paired = any(state.looks for state in analysis.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
     if not pending and not all(is_decided(analysis, s) for s in analysis.states if s.last_look):
@@ -121,7 +121,7 @@ def is_decided(analysis: Course, state: ComparisonState) -> bool:
 
 
 def compute_max_log_advantage(evidence: PairedEvidence) -> float:
-    """Return the largest log ratio by which others may be faster than a decided leader."""
+    """Return log(1 + margin): the largest log ratio by which a rival may be faster than a decided leader."""
     return math.log1p(evidence.margin) + 1e-9
 
 
@@ -129,7 +129,7 @@ def make_block_entry(analysis: Course, state: ComparisonState, number: int) -> d
     """Return the entry of one block in round.json.
 
     Args:
-        analysis: The analysis.
+        analysis: Replay of the rounds so far.
         state: State of the comparison.
         number: Number of the block.
     """

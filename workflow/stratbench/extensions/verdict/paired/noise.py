@@ -1,7 +1,7 @@
 """Estimates the noise of blocks by the method of moments, and how many blocks a conclusion needs.
 
-A segment's log time is modelled as strategy + allocation + strategy x allocation + trend over the block +
-start of the process + variation within the segment. All values are standard deviations of logarithms.
+The log step time of a segment is modelled as a sum: strategy, allocation, strategy in this allocation, trend
+over the block, start of the process, and variation within the segment.
 """
 
 from __future__ import annotations
@@ -19,26 +19,32 @@ from stratbench.statistics import moderated
 
 @dataclass(frozen=True)
 class Noise:
-    """Variance components as standard deviations: None if unknown, 0 if the blocks show none."""
+    """Standard deviations of log step times by source; None if unknown, 0 if the blocks show none."""
 
+    #: Between allocations, equal for all strategies.
     allocation: float | None
+    #: Between allocations, different for each strategy.
     strategy_in_allocation: float | None
+    #: Between two starts of a strategy's processes in one block.
     process: float | None
+    #: Of the mean of a segment's steps, from the variation of its steps.
     within: float | None
-    #: Standard deviation of a single segment, with the variance between processes and within them.
+    #: Of a segment: `process` and `within` together.
     segment: float | None
-    #: Standard deviation of the trend, at the ends of a block.
+    #: Of the linear trend over a block, at the ends of the block.
     drift: float | None
-    #: Standard deviation of the paired ratio of two strategies in one block.
+    #: Of the log time ratio of two strategies in one block.
     ratio: float | None
+    #: Number of blocks that were used.
     blocks: int
     #: Degrees of freedom of `ratio`.
     dof: int
 
     def count_blocks_for_margin(self, margin: float, rivals: int) -> int | None:
-        """Return how many blocks show that equally fast strategies differ by less than `margin`.
+        """Return the number of blocks that a conclusion within `margin` needs.
 
-        The result is None if that takes more blocks than a verdict runs, or if the noise is unknown.
+        All strategies are assumed to be equally fast. The result is None if this takes more blocks than a
+        verdict runs, or if the noise is unknown.
         """
         if self.ratio is None:
             return None
@@ -56,7 +62,7 @@ class Noise:
 
 
 def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
-    """Estimate the components of noise, pooled over the comparisons of `blocks`."""
+    """Return the noise of some blocks, pooled over their comparisons."""
     by_place: dict[object, list[PairedBlock]] = {}
     for block in blocks:
         by_place.setdefault(block.comparison_key, []).append(block)
@@ -75,7 +81,7 @@ def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
                     within.add_value(s.step_cv**2 * CORRELATED / block.steps, 1)
         _add_block_differences(compared, between, allocation)
     of_segment = segment.value
-    # A mean of two segments has half the variance of one.
+    # A block's value is the mean of two segments, which has half the variance of one segment.
     interaction = None
     if between.value is not None and of_segment is not None:
         interaction = max(0.0, between.value - of_segment / 2)
@@ -95,12 +101,12 @@ def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
     )
 
 
-#: Factor on the variance of a mean of steps if successive steps correlate by 0.3, over independent steps.
+#: Variance of a mean of steps whose successive correlation is 0.3, over the variance for independent steps.
 CORRELATED = (1 + 0.3) / (1 - 0.3)
 
 
 class _WeightedMean:
-    """A running weighted mean of estimated variances."""
+    """Weighted mean of estimated variances, to which values are added one by one."""
 
     def __init__(self) -> None:
         self.sum = self.weight = 0.0
@@ -111,7 +117,7 @@ class _WeightedMean:
 
     @property
     def value(self) -> float | None:
-        """The weighted mean, at least 0, or None without any value."""
+        """The weighted mean, or 0 if it is negative; None before the first value."""
         return max(0.0, self.sum / self.weight) if self.weight else None
 
 
@@ -122,9 +128,14 @@ def _sqrt_or_none(variance: float | None) -> float | None:
 def _add_mirror_differences(
     block: PairedBlock, segment: _WeightedMean, trend: _WeightedMean
 ) -> None:
-    """Add the differences between both passes of a block to the noise estimate.
+    """Add a block's differences between the two segments of each strategy to the noise estimates.
 
-    The noise is that of segments and of the trend.
+    A linear trend over the block is fitted to these differences.
+
+    Args:
+        block: The block.
+        segment: Estimate of the variance of a segment, to which a value is added.
+        trend: Estimate of the variance of the trend, to which a value is added.
     """
     rows = []
     for strategy in dict.fromkeys(s.strategy for s in block.segments):
@@ -145,7 +156,15 @@ def _add_mirror_differences(
 def _add_block_differences(
     blocks: list[PairedBlock], between: _WeightedMean, allocation: _WeightedMean
 ) -> None:
-    """Add a comparison's differences between blocks, for the strategies that all blocks contain."""
+    """Add a comparison's differences between blocks to the noise estimates.
+
+    Only strategies that are in all blocks count.
+
+    Args:
+        blocks: Blocks of the comparison.
+        between: Estimate of the variance of a strategy between blocks, to which a value is added.
+        allocation: Estimate of the variance that all strategies share, to which a value is added.
+    """
     strategies = [
         strategy
         for strategy in dict.fromkeys(s.strategy for s in blocks[0].segments)

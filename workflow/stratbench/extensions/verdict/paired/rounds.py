@@ -32,7 +32,7 @@ from stratbench.statistics import moderated
 
 
 class Course:
-    """The replay of a study's rounds, up to the first one with missing blocks or full runs."""
+    """Replay of a study's rounds, up to the first round with missing blocks or full runs."""
 
     def __init__(self, evidence: PairedEvidence) -> None:
         self.evidence = evidence
@@ -40,7 +40,7 @@ class Course:
             ComparisonState(comparison, active_strategies=list(comparison.strategies))
             for comparison in evidence.comparisons
         ]
-        #: The requested full runs in order of request; `scores` reads these alone.
+        #: Cells whose full runs were requested, in the order of the requests. Other full runs give no scores.
         self.requested_runs: dict[Cell, None] = {}
         self.scores = FullRunScores(evidence, self.requested_runs)
         self.round = 0
@@ -61,10 +61,10 @@ class Course:
             pass
 
     def estimate_disagreement_limit(self, blocks: int) -> float | None:
-        """Return the difference between two segments above which a strategy runs a third segment.
+        """Return the log time ratio of two segments above which a strategy runs a third segment.
 
-        It is estimated from the first `blocks` blocks of each comparison. None if no strategy completed two
-        segments in these.
+        The limit is estimated from the first `blocks` blocks of each comparison. It is None if no strategy
+        completed two segments in these blocks.
         """
         if blocks not in self._limits:
             apart = [
@@ -77,14 +77,17 @@ class Course:
             self._limits[blocks] = compute_disagreement_limit(apart) if apart else None
         return self._limits[blocks]
 
-    def _make_strategy_mask(self, name: str) -> np.ndarray:
-        """Return attribute `name` of the comparisons as a mask, shape [comparisons, strategies].
+    def _make_strategy_mask(self, field_name: str) -> np.ndarray:
+        """Return a field of the comparisons as a mask of shape [comparisons, strategies].
 
-        Places beyond a comparison's number of strategies are False.
+        A comparison with fewer strategies than others is padded by False.
+
+        Args:
+            field_name: Field of PairedComparison with one value per strategy, such as `equals_ddp`.
         """
         array = np.zeros((len(self.states), self._strategies), dtype=bool)
         for row, state in zip(array, self.states, strict=True):
-            values = getattr(state.comparison, name)
+            values = getattr(state.comparison, field_name)
             row[: len(values)] = [bool(value) for value in values]
         return array
 
@@ -103,7 +106,9 @@ class Course:
         if not self._analysis.open.any():
             return self._request_runs_of_leaders()
         if self._list_missing_blocks():
-            return True  # a comparison that a score has reopened may need another block first
+            return (
+                True  # the scores have opened a comparison again, which needs another block first
+            )
         self.round += 1
         blocks, targets = self._analysis.blocks, self._count_blocks_at_next_looks()
         new = np.array(targets) - blocks
@@ -120,9 +125,9 @@ class Course:
         return True
 
     def _list_missing_blocks(self) -> list[tuple[ComparisonState, int]]:
-        """Return the blocks missing for each comparison's next interim analysis, as state and number.
+        """Return the missing blocks before the next interim analysis, as comparison state and block number.
 
-        A block that lacks an active strategy counts as missing: the strategy may be new in the study.
+        A block that lacks an active strategy counts as missing, because the strategy may be new in the study.
         """
         ends = zip(
             self.states, self._analysis.blocks, self._count_blocks_at_next_looks(), strict=True
@@ -137,9 +142,9 @@ class Course:
         ]
 
     def _count_blocks_at_next_looks(self) -> list[int]:
-        """Return the number of blocks at each comparison's next interim analysis.
+        """Return each comparison's number of blocks at its next interim analysis.
 
-        The result is the present number of blocks if no analysis follows.
+        If no analysis follows, the number is that of the blocks so far.
         """
         waiting = self._analysis.open & ~self._analysis.again
         return [
@@ -161,6 +166,11 @@ class Course:
         """Return the log step times of new blocks, shape [comparisons, strategies, max_blocks].
 
         Strategies that have left the comparison have NaN.
+
+        Args:
+            blocks: Number of blocks so far of each comparison.
+            targets: Number of blocks of each comparison after this round.
+            max_blocks: Largest number of new blocks of a comparison.
         """
         values = np.full((len(self.states), self._strategies, max_blocks), np.nan)
         for i, state in enumerate(self.states):
@@ -176,7 +186,13 @@ class Course:
     def _number_node_sets(
         self, blocks: np.ndarray, targets: list[int], max_blocks: int
     ) -> np.ndarray:
-        """Return the index of each new block's node set, shape [comparisons, max_blocks]."""
+        """Return the index of each new block's set of nodes, shape [comparisons, max_blocks].
+
+        Args:
+            blocks: Number of blocks so far of each comparison.
+            targets: Number of blocks of each comparison after this round.
+            max_blocks: Largest number of new blocks of a comparison.
+        """
         nodes = np.zeros((len(self.states), max_blocks), dtype=int)
         for i, state in enumerate(self.states):
             seen: dict[tuple[str, ...], int] = {}
@@ -188,9 +204,12 @@ class Course:
         return nodes
 
     def _find_doubtful_strategies(self, targets: list[int]) -> np.ndarray:
-        """Return a mask of strategies with a block that contradicts their own full run.
+        """Return the mask of the strategies with a block that contradicts their own full run.
 
         The mask has shape [comparisons, strategies].
+
+        Args:
+            targets: Number of blocks of each comparison after this round.
         """
         suspect = np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
@@ -202,7 +221,7 @@ class Course:
         return suspect
 
     def _record_looks_and_drops(self, step: judging.InterimResult) -> None:
-        """Append a round's evaluations and dropped strategies to the comparisons' states."""
+        """Append a round's evaluation and dropped strategies to the state of each comparison."""
         look = step.look
         for i, state in enumerate(self.states):
             if not step.judged[i]:
@@ -254,13 +273,13 @@ class Course:
             self._copy_state(i)
 
     def _copy_state(self, i: int) -> None:
-        """Copy whether comparison `i` is open, and its active strategies, from the sequential analysis."""
+        """Copy the active strategies of comparison `i`, and whether it is open, to its state."""
         state = self.states[i]
         state.active_strategies = [
             a for j, a in enumerate(state.comparison.strategies) if self._analysis.active[i, j]
         ]
         state.is_open = bool(self._analysis.open[i])
-        # A strategy comes back if the one that it was slower than is excluded itself.
+        # A dropped strategy is active again if the leader that it was slower than is excluded.
         state.drops = [drop for drop in state.drops if drop.strategy not in state.active_strategies]
 
     def _find_failure_status(self, state: ComparisonState, strategy: str, blocks: int) -> str:
@@ -272,10 +291,9 @@ class Course:
     # ------------------------------------------------------------ full runs
 
     def _request_full_runs(self, step: judging.InterimResult) -> None:
-        """Request full runs of the fastest strategies whose score is unknown.
+        """Request full runs of strategies that would lead, but whose scores are unknown.
 
-        The unknown score may change the answer. The call after the first look also requests one full run per
-        group of strategies with equal arithmetic.
+        After the first round, also request one full run per group of strategies with equal arithmetic.
         """
         for comparison, strategy in np.argwhere(self._analysis.leaders_without_score):
             state = self.states[comparison]
@@ -290,9 +308,10 @@ class Course:
     def _iter_reference_strategies(
         self, look: judging.Look
     ) -> Iterator[tuple[ComparisonState, str]]:
-        """Yield the strategy whose full run is the reference score, per group of equal arithmetic.
+        """Yield the strategies whose full runs give the reference scores, with their comparisons.
 
-        The yielded strategy is the fastest in the comparison with the fewest workers.
+        Strategies whose arithmetic equals DDP's share a score. Of each group that shares a score, the fastest
+        strategy in the comparison with the fewest workers is yielded.
         """
         seen = set()
         for i, state in sorted(
@@ -313,10 +332,7 @@ class Course:
                 yield state, comparison.strategies[fastest]
 
     def _apply_scores(self) -> None:
-        """Apply the scores of full runs to the comparisons.
-
-        Strategies whose score is too much worse leave the comparison.
-        """
+        """Remove strategies whose scores in full runs are too low, and let those with good scores lead."""
         good, bad = np.zeros_like(self._analysis.active), np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
             for j, strategy in enumerate(state.comparison.strategies):
@@ -337,8 +353,10 @@ class Course:
     def _request_runs_of_leaders(self) -> bool:
         """Request a full run of each leader whose score or time is uncertain.
 
-        A leader that has a full run gets one with another seed. The return value says whether any run was
-        requested.
+        Each further full run of a leader has another seed.
+
+        Returns:
+            Whether any full run was requested.
         """
         before = len(self.requested_runs)
         for state in self.states:
@@ -360,7 +378,7 @@ class Course:
             certain = near and (loss is None or loss.is_within_tolerance)
             if not runs or (not certain and runs < MATRIX_REPEATS):
                 self.requested_runs.setdefault(self.evidence.make_cell(comparison, leader, runs))
-            # If the leader's full runs are slower than predicted, the nearest alternative's may be so, too.
+            # If the leader's full runs are slower than predicted, those of the nearest rival may be, too.
             rival = max(mean, key=mean.__getitem__, default=None)
             if correction and (correction.nearest_strategy in mean or not mean):
                 rival = correction.nearest_strategy
@@ -370,14 +388,14 @@ class Course:
         return len(self.requested_runs) > before
 
     def compute_full_run_deviations(self, state: ComparisonState) -> dict[str, list[float]]:
-        """Return log(measured / predicted time) of a comparison's full runs, by strategy."""
+        """Return log(measured / predicted time) of each full run of a comparison, by strategy."""
         blocks = self.evidence.list_blocks(state.comparison.comparison_key)[
             : state.last_look.num_blocks if state.last_look else None
         ]
         return checks.compute_full_run_deviations(self.evidence, state.comparison, blocks)
 
     def is_confirmed_by_full_runs(self, state: ComparisonState) -> bool:
-        """Return whether the leader's full runs confirm its step time with a precision of MAX_OFF."""
+        """Return whether the leader has enough full runs to check its step time to within MAX_OFF."""
         runs = (
             len(self.compute_full_run_deviations(state).get(state.last_look.leader, ()))
             if state.last_look
@@ -390,7 +408,7 @@ class Course:
         )
 
     def correct_conclusion(self, state: ComparisonState) -> checks.FullRunCorrection | None:
-        """Return the correction of a conclusion that full runs contradict, or None if they agree."""
+        """Return the correction of a comparison's conclusion, or None if full runs and blocks agree."""
         last = state.last_look
         if last is None or last.leader not in state.active_strategies:
             return None
@@ -407,7 +425,7 @@ class Course:
         )
 
     def get_corrected_look(self, state: ComparisonState) -> ComparisonLook | None:
-        """Return a comparison's latest evaluation, corrected by full runs that contradict the blocks."""
+        """Return a comparison's latest evaluation, corrected if full runs contradict the blocks."""
         last, correction = state.last_look, self.correct_conclusion(state)
         if last is None or correction is None:
             return last
@@ -419,7 +437,7 @@ class Course:
         )
 
 
-#: Reason why a strategy left the comparison in a block, by status of its segment.
+#: Reason why a strategy left its comparison, by the status of its failed segment.
 FAILURES = {
     "oom": "does not fit: out of memory",
     "timeout": "did not end within its time limit",

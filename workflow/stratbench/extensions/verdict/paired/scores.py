@@ -1,4 +1,4 @@
-"""Scores of full runs: which strategies are good enough to lead, and how certain that is."""
+"""Decides which strategies have good enough scores in full runs to lead, and how certain this is."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from stratbench.statistics.moderated import ALPHA
 
 @dataclass(frozen=True)
 class ScoreLoss:
-    """By how much a strategy's score is worse than the reference, in the report's unit (such as points)."""
+    """Amount by which a strategy's score is worse than the reference, in the unit of the report."""
 
     score_loss: float
-    #: Upper 95 % bound of the loss; infinite if no strategy of the model has scores of two seeds.
+    #: Upper 95 % bound of the loss; infinite if no strategy of the model was trained with two seeds.
     max_loss: float
     tolerance: float
     score_name: str
@@ -35,11 +35,16 @@ class FullRunScores:
     """Scores of the strategies, from the full runs that the verdict has requested."""
 
     def __init__(self, evidence: PairedEvidence, requested: Container[Cell]) -> None:
-        """Store `requested`, the cells whose full runs count. Callers may add cells to it later."""
+        """Read the scores of requested full runs only.
+
+        Args:
+            evidence: Evidence of the verdict.
+            requested: Cells whose full runs were requested. Callers may add cells later.
+        """
         self._evidence, self._asked = evidence, requested
-        #: Strategies with which a strategy's score may be compared: those of equal arithmetic, and all of a
-        #: model.
+        #: Strategies whose arithmetic equals DDP's, by key of the arithmetic: they have the same score.
         self._equal: dict[object, list[tuple[PairedComparison, str]]] = {}
+        #: All strategies, by experiment and model.
         self._of_model: dict[object, list[tuple[PairedComparison, str]]] = {}
         for comparison in evidence.comparisons:
             for strategy, equal in zip(comparison.strategies, comparison.equals_ddp, strict=True):
@@ -61,9 +66,10 @@ class FullRunScores:
         return [runs[cell] for cell in cells if cell in self._asked and cell in runs]
 
     def list_reference_runs(self, comparison: PairedComparison) -> list[FullRun]:
-        """Return the full runs whose scores are the reference for other scores.
+        """Return the full runs whose mean score is the reference of a comparison.
 
-        The runs are those of DDP's arithmetic, or else those of the best strategy.
+        They are the runs of strategies whose arithmetic equals DDP's. Without scores of such runs, they are
+        those of the strategy with the best score.
         """
         shared = [
             run
@@ -96,7 +102,8 @@ class FullRunScores:
         sd, dof = self._estimate_seed_sd(comparison)
         width = math.inf
         if dof:
-            from scipy.special import stdtrit  # takes 0.2 s, and the first rounds need none
+            # This import takes 0.2 s, and the first rounds do not need it.
+            from scipy.special import stdtrit
 
             quantile = -float(stdtrit(dof, ALPHA))
             width = quantile * sd * math.sqrt(1 / len(own) + 1 / len(reference))
@@ -104,7 +111,10 @@ class FullRunScores:
         return ScoreLoss(lost, lost + width, tolerance, first.score_name, len(own))
 
     def _estimate_seed_sd(self, comparison: PairedComparison) -> tuple[float, int]:
-        """Return the score's standard deviation between seeds, and its degrees of freedom."""
+        """Return the standard deviation of the score between seeds, and its degrees of freedom.
+
+        The deviation is pooled over all strategies of the experiment and model.
+        """
         squares, dof = 0.0, 0
         for other, strategy in self._of_model[_get_experiment_and_model(comparison)]:
             scores = [r.score for r in self.list_full_runs(other, strategy) if r.score is not None]
@@ -113,12 +123,12 @@ class FullRunScores:
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def find_exclusion_reason(self, comparison: PairedComparison, strategy: str) -> str | None:
-        """Return why a strategy's score or failed full run excludes it, or None."""
+        """Return the reason why a failed full run or a bad score excludes a strategy, or None."""
         for run in self.list_full_runs(comparison, strategy):
             if run.status != "ok":
                 return f"its full run failed: {run.reason or run.status}"
         if comparison.equals_ddp[comparison.strategies.index(strategy)]:
-            return None  # the score of this strategy is the reference itself
+            return None  # the score of such a strategy is itself the reference
         loss = self.estimate_loss(comparison, strategy)
         if loss is None or loss.score_loss <= loss.tolerance:
             return None

@@ -9,45 +9,54 @@ from stratbench.extensions.verdict.paired.evidence import PairedComparison
 
 
 class Ratio(NamedTuple):
-    """Logarithm of a strategy's time over the leader's: estimate, reported interval and bound."""
+    """Estimate of log(strategy's time / leader's time), with its reported interval and lower bound."""
 
     mean: float
-    low: float  # lower end of the interval that is reported
+    #: Lower end of the reported interval.
+    low: float
     high: float
-    bound: float  # lower bound, which decides on the strategy
+    #: Lower bound, from which decisions on the strategy follow.
+    bound: float
 
 
 @dataclass(frozen=True)
 class ComparisonLook:
-    """Evaluation of one comparison at one interim analysis, after some number of blocks."""
+    """Evaluation of one comparison at one interim analysis."""
 
     num_blocks: int
-    num_common_blocks: int  # blocks that contain all strategies still in the comparison
-    reuses_few_nodes: bool  # whether the blocks ran repeatedly on the same few node sets
-    excess_similarity_sds: float  # standard deviations by which successive blocks are too similar
+    #: Number of blocks that contain all strategies still in the comparison.
+    num_common_blocks: int
+    #: Whether the blocks ran on fewer than three sets of nodes, so that a set ran several blocks.
+    reuses_few_nodes: bool
+    #: Distance of von Neumann's ratio below 1, in standard deviations: how similar successive blocks are.
+    excess_similarity_sds: float
     leader: str
+    #: Upper bound on log(leader's time / rival's time), for any rival.
     max_log_advantage: float
     is_leader_fastest: bool
-    ratios: dict[str, Ratio]  # ratio of each rival to the leader
+    #: Log time ratio of each rival to the leader, by name of the rival.
+    ratios: dict[str, Ratio]
     slower_strategies: tuple[str, ...]
     equal_strategies: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class DroppedStrategy:
-    """Strategy that left the comparison, with its number of blocks, reason and time ratio."""
+    """Strategy that left its comparison, after some number of blocks and for some reason."""
 
     strategy: str
     num_blocks: int
-    drop_kind: str  # slower, much slower, oom, timeout, diverged, unsupported, score
+    #: Kind of the reason: slower, much slower, oom, timeout, diverged, unsupported or score.
+    drop_kind: str
     reason: str
     ratio: Ratio | None = None
-    compared_with: str | None = None  # the leader at that time, if the strategy was slower
+    #: If the strategy was dropped as slower: the leader at that time.
+    compared_with: str | None = None
 
 
 @dataclass
 class ComparisonState:
-    """The state of a comparison in its sequential analysis."""
+    """State of a comparison after some rounds: its interim analyses, dropped and remaining strategies."""
 
     comparison: PairedComparison
     looks: list[ComparisonLook] = field(default_factory=list)
@@ -62,7 +71,7 @@ class ComparisonState:
 
     @property
     def num_compared(self) -> int:
-        """The number of strategies compared by time, including those dropped as slower."""
+        """Number of strategies whose times were compared: the remaining ones, and those dropped as slower."""
         return len(self.active_strategies) + sum(
             drop.compared_with is not None for drop in self.drops
         )

@@ -22,9 +22,9 @@ from stratbench.extensions.verdict.paired.state import (
 )
 from stratbench.statistics.moderated import ROUGH
 
-#: Largest share in a conclusion "at most … slower than the fastest"; above it nothing is claimed.
+#: Largest share in the conclusion "at most … slower than the fastest". Beyond it, nothing is claimed.
 MUCH = 1.0
-#: Kinds of conclusions that name a fast strategy with an interval.
+#: Kinds of conclusions that make a claim about the leader.
 CLAIMS = ("fastest", "within", "at most")
 
 
@@ -32,9 +32,9 @@ def make_verdict(analysis: Course, next_round: NextRound, notes: list[str]) -> d
     """Return the content of verdict.json.
 
     Args:
-        analysis: The analysis.
-        next_round: The next round of the analysis.
-        notes: Notes on unused evidence.
+        analysis: Replay of the rounds so far.
+        next_round: The next round.
+        notes: Sentences on blocks, full runs and cells that are not used.
     """
     costs = Costs(analysis)
     # Sorted blocks make floating-point sums independent of the order of files.
@@ -77,12 +77,12 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
     """Return the entry of a comparison in verdict.json.
 
     Args:
-        analysis: The analysis.
-        costs: Costs of the analysis.
+        analysis: Replay of the rounds so far.
+        costs: GPU-seconds of the verdict.
         state: State of the comparison.
     """
     last, comparison = analysis.get_corrected_look(state), state.comparison
-    # A block that was in no look yet supports no conclusion.
+    # Blocks after the latest interim analysis do not count, because they were not evaluated yet.
     blocks = analysis.evidence.list_blocks(comparison.comparison_key)[
         : last.num_blocks if last else None
     ]
@@ -144,10 +144,10 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
 def iter_doubts(
     analysis: Course, state: ComparisonState, blocks: Sequence[PairedBlock]
 ) -> Iterator[str]:
-    """Yield sentences on evidence that casts doubt on a comparison's blocks.
+    """Yield a sentence on each reason to doubt a comparison's blocks.
 
     Args:
-        analysis: The analysis.
+        analysis: Replay of the rounds so far.
         state: State of the comparison.
         blocks: Blocks of the comparison.
     """
@@ -158,15 +158,15 @@ def iter_doubts(
                 f"{math.expm1(log):+.1%}" for log in dict.fromkeys(logs_apart[:1] + logs_apart[-1:])
             )
             yield (
-                f"{format_count(len(logs_apart), 'full run')} of {strategy} took {ends} relative to their "
-                "number of steps times the blocks' step time"
+                f"the time of {format_count(len(logs_apart), 'full run')} of {strategy} differs by {ends} "
+                "from the number of steps times the step time in the blocks"
             )
     if (correction := analysis.correct_conclusion(state)) and (
         before := convert_log_to_share(state.last_look.max_log_advantage)
     ) < MUCH:
         yield (
-            f"by the blocks alone no strategy is more than {before:.1%} faster than "
-            f"{state.last_look.leader}; by the full runs {correction.nearest_strategy} may be"
+            f"according to the blocks, no strategy is more than {before:.1%} faster than "
+            f"{state.last_look.leader}; according to the full runs, {correction.nearest_strategy} may be"
         )
     for block in blocks:
         for strategy, factor in checks.iter_contradicting_strategies(
@@ -184,15 +184,15 @@ def iter_doubts(
 
 
 def describe_noise(noise: Noise, margin: float, rivals: int) -> str:
-    """Describe the noise of the blocks, and how many blocks a next study needs.
+    """Return a clause on the noise between blocks, and on the number of blocks that a conclusion takes.
 
     Args:
-        noise: The noise.
-        margin: Margin of the next study.
-        rivals: Number of alternatives.
+        noise: Noise of the blocks.
+        margin: Share within which strategies shall be compared.
+        rivals: Number of strategies other than the leader.
     """
     if noise.ratio is None:
-        return "the noise is unknown: it takes two blocks of one model and worker count"
+        return "the noise is unknown: to estimate it takes two blocks of one model and worker count"
     needed = noise.count_blocks_for_margin(margin, rivals)
     takes = "takes more blocks than a verdict runs"
     if needed is not None:
@@ -204,7 +204,7 @@ def describe_noise(noise: Noise, margin: float, rivals: int) -> str:
 
 
 def is_comparison_open(state: ComparisonState) -> bool:
-    """Return whether a comparison has several strategies and no conclusion yet."""
+    """Return whether a comparison has several strategies and has not ended yet."""
     return state.is_open and len(state.comparison.strategies) > 1
 
 
@@ -214,10 +214,12 @@ def is_comparison_open(state: ComparisonState) -> bool:
 def make_conclusion(
     analysis: Course, state: ComparisonState, blocks: list[PairedBlock]
 ) -> tuple[str, str]:
-    """Return the kind of the conclusion (one of CLAIMS, `only` or `none`), and its sentence.
+    """Return the kind of a comparison's conclusion, and the conclusion as a sentence.
+
+    The kind is one of CLAIMS, `only` (one strategy is left) or `none` (nothing is claimed).
 
     Args:
-        analysis: The analysis.
+        analysis: Replay of the rounds so far.
         state: State of the comparison.
         blocks: Blocks of the comparison.
     """
@@ -225,13 +227,14 @@ def make_conclusion(
     if len(state.comparison.strategies) == 1:
         return (
             "only",
-            f"{state.comparison.strategies[0]} is the only strategy here: there is nothing to compare.",
+            f"{state.comparison.strategies[0]} is the only strategy: there is nothing to compare.",
         )
     if last is None:
         return "none", "Nothing is known yet: no block has been evaluated."
     where, sure = describe_nodes(blocks), f"(95 %{describe_node_count(blocks)})"
     if not analysis.is_confirmed_by_full_runs(state):
-        where = f" by its steps{where}"  # no full run has confirmed the time of whole trainings
+        # The claim is restricted to the time of steps, because no full run confirms that of whole trainings.
+        where = f" by its steps{where}"
     if not state.active_strategies:
         return (
             "none",
@@ -268,9 +271,9 @@ def make_conclusion(
 
 
 def describe_nodes(blocks: list[PairedBlock]) -> str:
-    """Return a text such as `` on node X`` for blocks on few node sets.
+    """Return the words that restrict a conclusion to nodes, such as ` on node gpu01`.
 
-    The text is empty for other numbers of node sets.
+    The text is empty if the blocks ran on three sets of nodes or more.
     """
     sets = sorted({block.hosts for block in blocks})
     if not 0 < len(sets) < judging.MIN_SETS:
@@ -282,16 +285,21 @@ def describe_nodes(blocks: list[PairedBlock]) -> str:
 
 
 def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
-    """Return a text such as ``, on 4 nodes`` for blocks on many node sets.
+    """Return the words on the number of nodes, such as `, on 4 nodes`.
 
-    The text is empty for fewer node sets.
+    The text is empty if the blocks ran on fewer than three sets of nodes.
     """
     sets = {block.hosts for block in blocks}
     return f", on {count_node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
 
 
 def count_node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
-    """Return `2 nodes`, or `2 sets of nodes` if a block takes several nodes."""
+    """Return a number of sets as text: `2 nodes`, or `2 sets of nodes` if a set has several nodes.
+
+    Args:
+        count: Number of sets of nodes.
+        sets: Names of the nodes of each set.
+    """
     return (
         f"{count} sets of nodes"
         if any(len(hosts) > 1 for hosts in sets)
@@ -300,10 +308,10 @@ def count_node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
 
 
 def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
-    """Return a strategy's entry in verdict.json.
+    """Return the entry of a strategy in its comparison in verdict.json.
 
-    The entry has its time relative to the leader's, and its state. A dropped strategy has the ratio of the
-    time when it was dropped.
+    The entry has the strategy's state, and the ratio of its time to the leader's. For a dropped strategy, the
+    ratio is the one at which it was dropped.
     """
     last = state.last_look
     drop: DroppedStrategy | None = next(
@@ -341,7 +349,11 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
 
 
 def describe_comparison_with_leader(ratio: dict[str, Any]) -> str:
-    """Describe a strategy's state relative to the leader, such as `not told apart`."""
+    """Return a strategy's state relative to the leader in words, such as `not told apart`.
+
+    Args:
+        ratio: Entry of the strategy in verdict.json.
+    """
     if ratio["reason"]:
         return f"dropped after {format_count(ratio['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
@@ -359,17 +371,15 @@ def format_ratio_with_bound(ratio: dict[str, Any]) -> str:
 
 
 def convert_log_to_ratio(log: float) -> float | None:
-    """Return the exponential of a logarithm of a ratio.
-
-    Return None if it is not finite, or too large or small to print.
-    """
+    """Return the ratio with the logarithm `log`, or None if it is infinite or too large to print."""
     return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
 
 
 def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
     """Return the entry of an interim analysis in verdict.json.
 
-    `intervals` has ratio, low end, high end and bound.
+    Its key `intervals` has four numbers per strategy: the time ratio, both ends of its interval, and its
+    lower bound.
     """
     intervals = {
         strategy: [convert_log_to_ratio(v) for v in values]
@@ -385,19 +395,13 @@ def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
 
 
 def convert_log_to_excess(log: float) -> float | None:
-    """Return the share by which a ratio exceeds 1, from its logarithm.
-
-    Return None if it is not known.
-    """
+    """Return the share by which the ratio with the logarithm `log` exceeds 1, or None if it is infinite."""
     ratio = convert_log_to_ratio(log)
     return None if ratio is None else ratio - 1
 
 
 def convert_log_to_share(log: float) -> float:
-    """Return the share by which a ratio exceeds 1, from its logarithm.
-
-    Infinite if it is not known.
-    """
+    """Return the share by which the ratio with the logarithm `log` exceeds 1, which may be infinite."""
     share = convert_log_to_excess(log)
     return math.inf if share is None else share
 
@@ -406,12 +410,14 @@ def convert_log_to_share(log: float) -> float:
 
 
 def classify_score(analysis: Course, state: ComparisonState, strategy: str) -> str:
-    """Classify a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`.
+    """Return the class of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`.
+
+    `equal` means that the arithmetic of the strategy equals DDP's.
 
     Args:
-        analysis: The analysis.
+        analysis: Replay of the rounds so far.
         state: State of the comparison.
-        strategy: The strategy.
+        strategy: Name of the strategy.
     """
     if not state.comparison.has_score:
         return "no score"
@@ -429,14 +435,16 @@ def assess_confidence(
     claim: str,
     doubts: list[str],
 ) -> tuple[str, str]:
-    """Return the confidence (`high`, `medium` or `low`) and its reasons, by the rules in docs/verdict.md.
+    """Return the confidence in a conclusion (`high`, `medium` or `low`), and its reasons as sentences.
+
+    The rules are those in docs/verdict.md.
 
     Args:
-        analysis: The analysis.
+        analysis: Replay of the rounds so far.
         state: State of the comparison.
         blocks: Blocks of the comparison.
         claim: Kind of the conclusion.
-        doubts: Sentences against the comparison's blocks.
+        doubts: Reasons to doubt the blocks, as sentences.
     """
     last = analysis.get_corrected_look(state)
     if last is None or claim not in CLAIMS:
@@ -457,7 +465,7 @@ def assess_confidence(
     if any(block.device == "cpu" for block in blocks):
         sure = False
         reasons.append(
-            f"It holds for {pluralize(choose_noun_for_workers(['cpu']))} and says nothing of GPUs."
+            f"The conclusion holds for {pluralize(choose_noun_for_workers(['cpu']))}, and not for GPUs."
         )
     if open_score := find_score_doubt(analysis, state):
         sure = False
@@ -485,10 +493,12 @@ def assess_confidence(
 
 
 def find_score_doubt(analysis: Course, state: ComparisonState) -> str | None:
-    """Return why the leader's score may not be good enough, or None if it is."""
+    """Return a sentence on why the leader's score may not be good enough, or None if it is good enough."""
     leader = state.last_look.leader
     if not state.comparison.has_score:
-        return "No score was measured, because `steps` is set: equal scores are assumed."
+        return (
+            "No score was measured, because the setting `steps` is set: equal scores are assumed."
+        )
     scores = analysis.scores
     if state.comparison.equals_ddp[state.comparison.strategies.index(leader)]:
         if any(run.status == "ok" for run in scores.list_reference_runs(state.comparison)):
@@ -496,7 +506,7 @@ def find_score_doubt(analysis: Course, state: ComparisonState) -> str | None:
         return "No full run of a strategy with DDP's arithmetic has ended well yet."
     loss = scores.estimate_loss(state.comparison, leader)
     if loss is None:
-        return f"The score of {leader} is not known."
+        return f"The score of {leader} is unknown."
     if loss.is_within_tolerance:
         return None
     differs = f"{abs(loss.score_loss):.2g} {'worse' if loss.score_loss > 0 else 'better'}"
