@@ -245,7 +245,7 @@ def test_a_network_in_a_format_of_its_own_is_told_what_it_is_trained_in():
     assert halved.fault is None
     assert told in halved.remarks
     with pytest.raises(users_code.ModelError, match="BFloat16") as raised:
-        check._run_trial(requests[1], on_fakes=False)
+        check._run_trial(requests[1], on_fake_tensors=False)
     assert str(raised.value).endswith(f"; {told}: cast a layer's input to the dtype of its weight")
 
 

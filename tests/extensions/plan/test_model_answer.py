@@ -107,7 +107,7 @@ def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_l
     room_bytes = device.compute_room_bytes(cluster["memory_margin"])
     assert chosen.memory.allocated_bytes <= room_bytes < more.memory.allocated_bytes
     assert chosen.global_batch == 2 * chosen.micro_batch
-    full = choose_batch(s, footprint, device, cluster | {"memory_margin": 1e6}, least=3)
+    full = choose_batch(s, footprint, device, cluster | {"memory_margin": 1e6}, min_samples=3)
     assert full.micro_batch == 3
     huge = choose_batch(s, footprint, device, cluster, batch=1 << 20)
     assert huge.verdict == DOES_NOT_FIT

@@ -287,7 +287,8 @@ def test_the_fan_says_what_is_measured_what_projected_and_what_theory(
         for n in (8, 16)
     }
     checked = check.check_study(config, study)
-    write_html(schedule.make_plan(config, checked, {}, projected=projected), tmp_path / "plan.html")
+    plan = schedule.make_plan(config, checked, {}, projected_durations=projected)
+    write_html(plan, tmp_path / "plan.html")
     browser.open((tmp_path / "plan.html").as_uri())
     assert browser.run("figures({...S, workers: 16}).span") == [90 / 16, 110 / 16]
     told = browser.run("document.getElementById('oversub').textContent")

@@ -60,7 +60,7 @@ def test_only_cells_like_the_runs_take_their_range(changes, reads_text, alike):
 def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
     step = duration.PlannedStep(2.0, 1.0, 0.0, 0.0, 0.0, 0.7)
     gpu, band = public_runs.GPUS[0], public_runs.get_public_band()
-    span = public_runs.estimate_from_runs(gpu, SHARDED, True, step, steps=10)
+    span = public_runs.estimate_from_runs(gpu, SHARDED, True, step, num_steps=10)
     assert [*span] == pytest.approx([20 * band.low, 20 * band.high])
     assert span.source == band.source
     for other, changes in (
@@ -69,7 +69,7 @@ def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
         (gpu, {"link_s": 1.6}),
     ):
         seen = public_runs.estimate_from_runs(
-            other, SHARDED, True, replace(step, **changes), steps=10
+            other, SHARDED, True, replace(step, **changes), num_steps=10
         )
         assert seen is None, (other, changes)
 

@@ -36,31 +36,31 @@ from stratbench.cell.text import pages
 from stratbench.cell.text.words import WORKER_NOUNS, pluralize
 
 TEMPLATES = Path(__file__).parent / "templates"
-#: Column with the name of a cell's result set, on a page with several sets.
+#: On a page that compares several sets of results: the column with the name of a cell's set.
 SET_COLUMN = Column("set", "text", "", None, "The result set that the cell is from.")
 #: Numeric columns whose values are shown as categories, and not on a continuous axis.
 DISCRETE = ("gpus", "repeat")
-#: Columns that come first among the filters.
+#: Columns whose filters come first on the page.
 FIRST = ("set", "experiment", "model", "strategy", "gpus", "repeat", "status", "audit")
-#: Columns whose values are listed in their order in cells.csv instead of sorted.
+#: Columns whose values are listed in the order of cells.csv. Values of other columns are sorted.
 AS_THEY_COME = ("set", "experiment", "strategy", "model", "audit")
-#: Largest number of values of a column with a filter: in general, and for measured numbers. Coordinates
-#: always have a filter.
+#: Maximum number of distinct values with which a column has a filter: for texts, and for measured numbers.
+#: Coordinates of a cell always have a filter.
 MAX_LEVELS, MAX_NUMBER_LEVELS = 60, 8
 #: Columns that the table shows at first: coordinates and the main measurements.
 SHOWN = (
     *("set", "experiment", "strategy", "model", "gpus", "train_time_s", "score_final"),
     *("peak_memory_bytes", "throughput_samples_per_s", "status", "audit"),
 )
-#: Ratio of the longest to the shortest time above which a time axis is logarithmic at first.
+#: A column's axis is logarithmic at first if its largest number is more than this many times its smallest.
 LOG_FROM = 20
 #: Columns that are not shown: the name of the study, and paths, which become links.
 NOT_SHOWN = ("study", "record_path", "log_path")
-#: Columns whose unit is that of the task's score.
+#: Columns with scores. Their unit depends on the task.
 SCORES = ("score_final", "score_best")
 #: Number of significant digits of a measured value.
 DIGITS = 6
-#: Number of characters above which data are compressed: a page with 10,000 cells stays below 1 MiB.
+#: Texts with more characters are compressed, so that a page with 10,000 cells stays below 1 MiB.
 MAX_PLAIN = 1 << 18
 
 
@@ -74,7 +74,7 @@ def make_column_label(name: str, unit: str) -> str:
 
 
 def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
-    """Return the unit in which the page shows a column, and the conversion factor.
+    """Return a column's unit on the page, and the factor from recorded values to this unit.
 
     Scores with different units are shown in the units of the records.
     """
@@ -86,14 +86,14 @@ def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
 
 
 def round_value(value: float) -> float | int:
-    """Round a value to DIGITS significant digits. Whole numbers are not changed."""
+    """Round a measured value to six significant digits. Whole numbers are not changed."""
     if float(value).is_integer() and abs(value) < 2**53:
         return int(value)
     return float(f"{value:.{DIGITS}g}")
 
 
 def make_natural_sort_key(value: Any) -> tuple[Any, ...]:
-    """Return a sort key for values of a column.
+    """Return a sort key by which the text `v2` comes before `v10`.
 
     Numbers in texts sort by value, and None comes last.
     """
@@ -103,14 +103,14 @@ def make_natural_sort_key(value: Any) -> tuple[Any, ...]:
     return False, [int(part) if n % 2 else part for n, part in enumerate(parts)]
 
 
-def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
-    """Encode a column for the page: as distinct `levels` with indices, or as all `values`.
+def encode_values(name: str, is_numeric: bool, values: Sequence[Any]) -> Row:
+    """Return a column's values for the page's script: the distinct ones with indices, or all.
 
-    Levels are the distinct values, with an index per cell (`at`). Columns with levels get a filter. A single
-    level has no `at`.
+    Distinct values are called levels, and `at` has an index per cell. Columns with levels get a filter. A
+    single level has no `at`.
     """
     levels = list(dict.fromkeys(values))
-    most = MAX_NUMBER_LEVELS if number else MAX_LEVELS
+    most = MAX_NUMBER_LEVELS if is_numeric else MAX_LEVELS
     if len(levels) > most and name not in COORDINATES:
         return {"values": list(values)}
     if name not in AS_THEY_COME:
@@ -122,7 +122,7 @@ def encode_values(name: str, number: bool, values: Sequence[Any]) -> Row:
 
 
 def get_column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
-    """Return a column's values for JSON in the shown unit, or None without values."""
+    """Return a column's values in its unit on the page. None if all values are missing."""
     series = cells[column.name]
     if not series.notna().any():
         return None
@@ -141,7 +141,7 @@ def list_series_values(series: pd.Series) -> list[Any]:
 
 
 def iter_column_data(cells: pd.DataFrame) -> Iterator[Row]:
-    """Yield each column that has any value, in the form for the page's script."""
+    """Yield each column of cells.csv that has a value, as the page's script reads it."""
     for column in (SET_COLUMN, *CELL_COLUMNS):
         if column.name not in cells or column.name in NOT_SHOWN or column.value_kind == "json":
             continue
@@ -152,7 +152,7 @@ def iter_column_data(cells: pd.DataFrame) -> Iterator[Row]:
             values,
             label=make_column_label(column.name, column.unit),
             unit=get_shown_unit(column, cells)[0],
-            number=column.value_kind == "number" and column.name not in DISCRETE,
+            is_numeric=column.value_kind == "number" and column.name not in DISCRETE,
             definition=column.definition,
         )
 
@@ -164,22 +164,22 @@ def make_column_data(
     label: str,
     definition: str,
     unit: str = "",
-    number: bool = False,
+    is_numeric: bool = False,
 ) -> Row:
-    """Return a column in the form that the page's script reads."""
+    """Return a column as the page's script reads it: label, unit, definition and values."""
     return {
         "name": name,
         "label": label,
         "unit": unit,
         "heading": f"{label} ({unit})" if unit else label,
-        "number": number,
+        "number": is_numeric,
         "definition": definition,
-        **encode_values(name, number, values),
+        **encode_values(name, is_numeric, values),
     }
 
 
-def iter_audit_column(audit: Row, count: int) -> Iterator[Row]:
-    """Yield a column with the severity of each cell's worst finding.
+def iter_audit_column(audit: Row, num_cells: int) -> Iterator[Row]:
+    """Yield one column with the severity of each cell's worst audit finding.
 
     An audit without findings has no column.
     """
@@ -192,14 +192,14 @@ def iter_audit_column(audit: Row, count: int) -> Iterator[Row]:
     }
     yield make_column_data(
         "audit",
-        [worst.get(number, "no finding") for number in range(count)],
+        [worst.get(number, "no finding") for number in range(num_cells)],
         label="audit",
         definition="Severity of the worst finding of the audit on the cell: unusable, warning or note.",
     )
 
 
 def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
-    """Yield, for each row of cells.csv, the indices of the audit's findings on its cell.
+    """Yield the indices of the audit's findings on each cell, per row of cells.csv.
 
     A finding that lacks coordinates is on all cells that share its other coordinates. Without any, it is on
     none.
@@ -220,7 +220,7 @@ def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Itera
 
 
 def collect_audit_data(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
-    """Return the audit rules that have findings, and each cell's indices into the findings."""
+    """Return the audit rules that have findings, and the indices of each cell's rules."""
     rules: dict[tuple[str, str, str, str], int] = {}
     rule_at = [
         rules.setdefault((f["rule"], f["severity"], f["affects"], f["explanation"]), len(rules))
@@ -230,7 +230,7 @@ def collect_audit_data(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     by_cell = {
         number: sorted({rule_at[place] for place in places})
         for number, (status, places) in enumerate(found)
-        if places and status in STATUSES  # cells without a result have no values to doubt
+        if places and status in STATUSES  # the audit concerns values, which other cells lack
     }
     keys = ("id", "severity", "affects", "explanation")
     return {
@@ -261,7 +261,7 @@ def collect_cell_links(cells: pd.DataFrame, study_dir: Path, page_dir: Path) -> 
 
 
 def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[str, Any]:
-    """Return all data that the page's script shows.
+    """Return all data of the page: cells, columns, colours, links and audit findings.
 
     Args:
         cells: Rows of cells.csv, with a column `set` if there are several sets.
@@ -278,7 +278,7 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
         "cells": len(cells),
         "columns": [*iter_column_data(cells), *iter_audit_column(audit, len(cells))],
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
-        # A colour is a pair for light and dark mode, and a marker is a shape with a fill.
+        # Each strategy's colour (a pair for light and dark mode) and marker (a shape with a fill).
         "styles": {name: [hues[m.family], m.standalone_style] for name, m in marks.items()},
         "colours": list(hues.values())[1:],
         "markers": [f"{hue.shape} {fill}" for fill in FILLS for hue in FAMILIES.values()],
@@ -306,7 +306,7 @@ def compress_text(text: str) -> str:
 
 
 def list_page_controls(data: Row) -> Row:
-    """Return the choices in the page's form: columns for axes, colours, filters and the table."""
+    """Return the columns that each control of the page's form offers."""
     columns = {c["name"]: c for c in data["columns"]}
     numbers = [c for c in columns.values() if c["number"]]
     names = [c for c in columns.values() if "levels" in c and not c["number"]]
@@ -331,25 +331,27 @@ def list_page_controls(data: Row) -> Row:
 
 
 def spans_wide_range(column: Row) -> bool:
-    """Return whether a column's numbers are positive and span more than a factor of LOG_FROM."""
+    """Return whether a column needs a logarithmic axis: positive numbers over a wide range."""
     values = column.get("values") or column["levels"]
     known = [v for v in values if isinstance(v, (int, float))]
     return bool(known) and 0 < LOG_FROM * min(known) < max(known)
 
 
-def render_page(data: dict[str, Any], title: str, notices: Sequence[str], back: str | None) -> str:
-    """Return the page as HTML.
+def render_page(
+    data: dict[str, Any], title: str, notices: Sequence[str], report_link: str | None
+) -> str:
+    """Return the interactive page on cells as HTML.
 
     Args:
         data: Result of `make_page_data`.
         title: Title of the page.
         notices: Sentences that a reader must know before any number.
-        back: Link to the report, or None.
+        report_link: Relative link to the report, or None.
     """
     values = {
         "title": title,
         "notices": notices,
-        "back": back,
+        "back": report_link,
         "data": compress_text(pages.format_html_safe_json(data)),
         **list_page_controls(data),
         **pages.read_page_script(TEMPLATES / "explore.js"),
@@ -357,11 +359,11 @@ def render_page(data: dict[str, Any], title: str, notices: Sequence[str], back: 
     return pages.render_page("explore.html.j2", TEMPLATES, values=values)
 
 
-def make_page(given: ReportInput, notices: Sequence[str]) -> str:
+def make_page(inputs: ReportInput, notices: Sequence[str]) -> str:
     """Return the page of one study as HTML, with links to files below results/<study>."""
-    data = make_page_data(given.cells, given.findings.to_dict("records"))
-    data["files"] = collect_cell_links(given.cells, given.study_dir, given.folder)
-    return render_page(data, str(given.cells["study"].iloc[0]), notices, "report.html")
+    data = make_page_data(inputs.cells, inputs.findings.to_dict("records"))
+    data["files"] = collect_cell_links(inputs.cells, inputs.study_dir, inputs.folder)
+    return render_page(data, str(inputs.cells["study"].iloc[0]), notices, "report.html")
 
 
 READING = Reading(

@@ -15,13 +15,13 @@ EXTENSION = Extension(
 )
 
 
-def add_subcommands(add: Any) -> None:
+def add_subcommands(add_subcommand: Any) -> None:
     """Add the subcommand `links` to the command line.
 
     Args:
-        add: Adds a subcommand (`SubcommandAdder`).
+        add_subcommand: Function that adds a subcommand (`SubcommandAdder`).
     """
     from stratbench.command.subcommands import add_training_subcommand
 
     text = "measure latency and bandwidth between workers here, for `project`"
-    add_training_subcommand(add, "links", text)
+    add_training_subcommand(add_subcommand, "links", text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["within", "between"]
@@ -18,7 +18,7 @@ Level = Literal["within", "between"]
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Latency and bandwidth of links on one level of a layout.
+    """Latency and bandwidth of the links within nodes, or of those between nodes.
 
     Attributes:
         latency_s: Latency of a step, in seconds.
@@ -58,9 +58,9 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Cost of a collective: the steps and bytes per level that a rank waits for.
+    """Cost of a collective for a rank: steps and bytes, within nodes and between nodes.
 
-    A rank waits for them one after the other.
+    The rank waits for all of them, one after the other.
 
     Attributes:
         steps_by_level: Number of steps by level, each of which costs the latency.
@@ -80,11 +80,11 @@ class CollectiveCost:
 
 
 def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of one ring through all ranks, limited by the slowest link.
+    """Return the cost of a collective over one ring of all ranks.
 
-    An all-reduce takes 2(N-1) steps of S/N bytes, gather and scatter half of that (Patarasuk and Yuan
-    2009). With n nodes, n of the N ranks have their next neighbour on another node, as NCCL counts
-    (tuning.cc).
+    The slowest link limits the ring. An all-reduce takes 2(N-1) steps of S/N bytes, gather and scatter half
+    of that (Patarasuk and Yuan 2009). With n nodes, n of the N ranks have their next neighbour on another
+    node, as NCCL counts (tuning.cc).
 
     Args:
         kind: Kind of the collective.
@@ -97,7 +97,8 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     volume = rounds * (n - 1) / n * n_bytes
     if nodes == 1:
         return CollectiveCost({"within": rounds * (n - 1)}, {"within": volume})
-    # Bytes pass within and between nodes at once, and the interconnect between nodes is slower.
+    # Bytes pass within and between nodes at the same time. The links between nodes are slower, so that only
+    # their bytes count.
     return CollectiveCost(
         {"within": rounds * (n - 1) - between, "between": between},
         {
@@ -108,7 +109,7 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 
 def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of a pipelined binary tree.
+    """Return the cost of a collective over a pipelined binary tree of ranks.
 
     The tree takes log2 steps up, and as many down again for an all-reduce. Each step has S bytes. NCCL's tree
     spans the nodes, with a chain in each node. Here the steps of a chain count like those of a tree.
@@ -130,7 +131,7 @@ def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 
 def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of a ring in each node and rings between nodes.
+    """Return the cost of a collective over rings within nodes and rings between nodes.
 
     The rings between nodes connect equal ranks, and run concurrently. With g ranks per node, an all-reduce is
     a scatter within nodes, an all-reduce of S/g between nodes, and a gather within nodes. A node's connection
@@ -166,10 +167,10 @@ def direct(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 
 Algorithm = Callable[[str, float, LinkLayout], CollectiveCost]
 
-#: Algorithms that a library may choose, by kind of collective. The slowest on many workers is first. NCCL
-#: takes the one that it predicts to be fastest. Gloo, as PyTorch calls it, has one per kind: trees to
-#: broadcast, otherwise rings (the default of its all-reduce is RING, ProcessGroupGloo). It scatters by an
-#: all-reduce.
+#: Algorithms that each library may choose, per kind of collective. The first one is slowest on many workers.
+#: NCCL chooses the algorithm that it predicts to be fastest. Gloo in PyTorch has one per kind: a tree for
+#: broadcast, otherwise a ring (RING is the default of its all-reduce, ProcessGroupGloo). Its reduce-scatter
+#: is an all-reduce.
 ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
     "nccl": {
         "all_reduce": (ring, hierarchical, tree),
@@ -189,7 +190,7 @@ ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
 
 
 def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
-    """Return the cost of pushes and pulls that a server answers in turn.
+    """Return the cost of each worker's push and pull, which one server answers in turn.
 
     Args:
         kind: Kind of the collective.
@@ -200,12 +201,14 @@ def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     return CollectiveCost({level: 1}, {level: layout.workers * n_bytes})
 
 
-#: Replaces the name of an algorithm: the fastest of the library for each tensor.
+#: Stands for the name of an algorithm: the fastest algorithm of the library counts for each tensor.
 FASTEST = "fastest"
 
 
 def get_named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
-    """Return the algorithms that a row of `links.csv` names, of which the fastest counts.
+    """Return the algorithms with the name in a row of `links.csv`.
+
+    There may be several, of which the fastest counts.
 
     Args:
         name: Name in the row.
@@ -220,14 +223,16 @@ def get_named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm,
     known = {f.__name__: f for f in (ring, tree, hierarchical, direct, served)}
     if name not in known:
         raise ValueError(
-            f"unknown algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}"
+            f"links.csv: unknown algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}"
         )
     return (known[name],)
 
 
 @dataclass(frozen=True)
 class FittedLink:
-    """A row of `links.csv`: latency and bandwidth of a kind of collective on one level.
+    """A row of `links.csv`: fitted latency and bandwidth of one kind of collective.
+
+    The row is on links within nodes, or on links between nodes.
 
     Attributes:
         knee_bytes: Bytes of a step's message whose latency and transfer take equal time; below it
@@ -251,15 +256,15 @@ class FittedLink:
     times: int
 
 
-#: Fits whose root mean square residuals differ by less count as equally good.
+#: Two fits are equally good if their root mean square residuals of ln(time) differ by less than this.
 ALIKE = 0.01
-#: Maximum number of alternations between fitting links and choosing the algorithm of each tensor.
+#: Maximum number of times that the links are fitted and the fastest algorithms chosen anew.
 MAX_TURNS = 20
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """Fitted links of one kind of collective.
+    """Latency and bandwidth that were fitted to the times of one kind of collective.
 
     Attributes:
         rms_log_error: Root mean square of ln(median time / fitted time).
@@ -275,12 +280,12 @@ class _Fit:
 
 
 def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
-    """Return latency and bandwidth of each kind of collective on each level.
+    """Return latency and bandwidth of each kind of collective, within and between nodes.
 
     Latency and bandwidth are fitted to median times. The fit minimises squared relative errors over all
     worker counts and sizes, with values of at least zero. It uses one algorithm for all tensors, or the
-    fastest for each tensor, whichever fits best. If fits are equally good within ALIKE, the first counts. A
-    level whose times do not depend on bytes has infinite bandwidth.
+    fastest for each tensor, whichever fits best. If fits are equally good within ALIKE, the first counts.
+    Links whose times do not depend on bytes have infinite bandwidth.
     """
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
@@ -308,15 +313,18 @@ def _find_best_fit(library: str, kind: str, times: Sequence[CollectiveTime]) -> 
             (_fit_alternately(algorithms, times, a) for a in algorithms),
             key=lambda fit: fit.rms_log_error,
         )
-        fits.append(replace(fastest, algorithm=FASTEST))
+        fits.append(_Fit(fastest.rms_log_error, fastest.log_sd, fastest.links, FASTEST))
     best = min(fit.rms_log_error for fit in fits)
     return next(fit for fit in fits if fit.rms_log_error < best + ALIKE)
 
 
 def _fit_alternately(
-    algorithms: Sequence[Algorithm], times: Sequence[CollectiveTime], first: Algorithm
+    algorithms: Sequence[Algorithm], times: Sequence[CollectiveTime], first_algorithm: Algorithm
 ) -> _Fit:
-    """Fit links and choose each tensor's fastest algorithm in turns, starting from `first`."""
+    """Fit the links and choose each tensor's fastest algorithm, alternately.
+
+    The first fit uses `first_algorithm` for all tensors.
+    """
     repeats: dict[tuple[int, int, int], list[float]] = {}
     for t in times:
         repeats.setdefault((t.workers, t.nodes, t.n_bytes), []).append(t.seconds)
@@ -324,10 +332,10 @@ def _fit_alternately(
     tensors = [(kind, size, LinkLayout(n, nodes)) for n, nodes, size in repeats]
     medians = [statistics.median(values) for values in repeats.values()]
 
-    def compute_squared_log_error(seconds: float, fitted_s: float) -> float:
-        return math.log(seconds / max(fitted_s, 1e-9 * seconds)) ** 2
+    def compute_squared_log_error(measured_s: float, fitted_s: float) -> float:
+        return math.log(measured_s / max(fitted_s, 1e-9 * measured_s)) ** 2
 
-    chosen = [first] * len(tensors)
+    chosen = [first_algorithm] * len(tensors)
     fits = []
     for _ in range(MAX_TURNS):
         links = _solve_links(
@@ -341,7 +349,7 @@ def _fit_alternately(
         log_sd = math.sqrt(
             statistics.fmean(compute_squared_log_error(t, f) for f, of_fit in each for t in of_fit)
         )
-        fits.append(_Fit(misfit, log_sd, links, first.__name__))
+        fits.append(_Fit(misfit, log_sd, links, first_algorithm.__name__))
         before, chosen = chosen, [a for _, a in fastest]
         if chosen == before:
             break
@@ -349,13 +357,13 @@ def _fit_alternately(
 
 
 def _solve_links(
-    costs: Sequence[CollectiveCost], seconds: Sequence[float]
+    costs: Sequence[CollectiveCost], measured_s: Sequence[float]
 ) -> dict[Level, LinkModel]:
-    """Return the latencies and bandwidths for which the costs best match measured seconds.
+    """Return the latencies and bandwidths with which the costs best match measured seconds.
 
     The links are fitted by least squares of relative errors.
     """
-    import numpy as np  # imported here, since only fits need numpy and scipy
+    import numpy as np  # imported here, since other functions do not need numpy and scipy
     from scipy.optimize import nnls
 
     levels = list(
@@ -363,7 +371,7 @@ def _solve_links(
     )
     columns = [[c.steps_by_level.get(level, 0.0) for c in costs] for level in levels]
     columns += [[c.bytes_by_level.get(level, 0.0) for c in costs] for level in levels]
-    design = np.array(columns, dtype=float).T / np.array(seconds)[:, None]
+    design = np.array(columns, dtype=float).T / np.array(measured_s)[:, None]
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
     values = nnls(design / scale, np.ones(len(costs)))[0] / scale
     n = len(levels)

@@ -1,4 +1,4 @@
-"""Runs the processes that time collectives: on this machine, on a job's nodes, or by a launcher.
+"""Runs the processes that time collectives: here, on a job's nodes, or under torchrun.
 
 `srun` starts `python -m stratbench.extensions.links.group FOLDER` on each node.
 """
@@ -29,7 +29,7 @@ from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.rendezvous import connect_tcp_store
 from stratbench.train.nodes.srun import run_module_on_nodes
 
-#: Times of all collectives, and the slowdown of computation during a collective.
+#: Times of all collectives, and the factor by which a collective slows computation.
 MeasuredLinks = tuple[list[CollectiveTime], float]
 
 
@@ -52,21 +52,21 @@ class LinkGroup:
 
     @property
     def result_path(self) -> Path:
-        """File to which rank 0 writes the measurements."""
+        """JSON file to which rank 0 writes the measurements."""
         return Path(self.folder, "result.json")
 
     def read_result(self) -> MeasuredLinks:
         result = json.loads(self.result_path.read_text(encoding="utf-8"))
         return [CollectiveTime(*t) for t in result["times"]], result["kappa"]
 
-    def run_node(self, node: int) -> None:
-        """Run the processes of one node until all have ended.
+    def run_node(self, node_rank: int) -> None:
+        """Run this group's processes on one node, and wait until all have ended.
 
         Raises:
             RuntimeError: If a process fails.
         """
         run_in_processes(
-            [(_run_member, (self, node, number)) for number in range(self.workers_per_node)]
+            [(_run_member, (self, node_rank, local)) for local in range(self.workers_per_node)]
         )
 
 
@@ -114,15 +114,15 @@ def measure_links_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _run_member(group: LinkGroup, node: int, number: int) -> None:
-    rank = node * group.workers_per_node + number
+def _run_member(group: LinkGroup, node_rank: int, local_rank: int) -> None:
+    rank = node_rank * group.workers_per_node + local_rank
     if group.nodes > 1:
         store = connect_tcp_store(RunFolder(Path(group.folder)), rank, group.world_size)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         store = dist.FileStore(f"{group.folder}/group", group.world_size)
     times, compute_slowdown = _measure_in_group(
-        group.sweep, group.on_gpus, number, store=store, rank=rank, world_size=group.world_size
+        group.sweep, group.on_gpus, local_rank, store=store, rank=rank, world_size=group.world_size
     )
     if rank == 0:
         result = {"times": [astuple(t) for t in times], "kappa": compute_slowdown}
@@ -140,19 +140,21 @@ def measure_links_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None
     return measured if rank == 0 else None
 
 
-def _measure_in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) -> MeasuredLinks:
+def _measure_in_group(
+    sweep: Sweep, on_gpus: bool, local_rank: int, **group_arguments: Any
+) -> MeasuredLinks:
     torch.set_num_threads(1)
-    device = torch.device("cuda", number) if on_gpus else torch.device("cpu")
+    device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if on_gpus else "gloo", timeout=timedelta(seconds=TIMEOUT_S), **group
+        "nccl" if on_gpus else "gloo", timeout=timedelta(seconds=TIMEOUT_S), **group_arguments
     )
     try:
         if max(sweep.workers) > dist.get_world_size():
             raise RuntimeError(
                 f"--workers {max(sweep.workers)}: only {dist.get_world_size()} processes were started; "
-                "start that many, or give a smaller number"
+                "start one process per worker, or give a smaller number"
             )
         measured = measure_collectives(sweep, device)
         dist.barrier()
@@ -164,7 +166,9 @@ def _measure_in_group(sweep: Sweep, on_gpus: bool, number: int, **group: Any) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "plan", type=Path, help="the file group.json, which `measure_links_on_nodes` writes"
+        "plan",
+        type=Path,
+        help="JSON file with the processes that measure together: their sweep and nodes",
     )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -17,9 +17,9 @@ from stratbench.study.resources import (
 from stratbench.study.slurm.nodes import Node, count_fitting_nodes
 from stratbench.workload.network import models
 
-#: Maximum seconds for which links are measured.
+#: Maximum duration of the measurement of links, in seconds.
 LINKS_S = 1800
-#: Maximum size of measured tensors. For larger ones the time is proportional to the bytes.
+#: Maximum size of measured tensors. The time of larger tensors is proportional to their bytes.
 MAX_MEASURED_MIB = 256
 
 
@@ -47,7 +47,7 @@ def make_links_request(
 
 
 def make_links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:
-    """Return the command line that measures all exchanges of the study's strategies on one node.
+    """Return the arguments with which one node measures all exchanges of a study's strategies.
 
     The command line names the worker counts of cells and groups, the collectives, the servers' transports,
     and the largest model's size. A study of single workers measures two workers. On several nodes the

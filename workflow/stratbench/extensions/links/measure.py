@@ -1,4 +1,4 @@
-"""Measures links: times of collectives and of servers' push and pull, and computation's slowdown.
+"""Measures the times of collectives, and of push and pull with parameter servers.
 
     python -m stratbench.extensions.links.measure --workers 2 4 --largest-mib 100 --out results/links
     torchrun --nnodes 2 --nproc-per-node 8 -m stratbench.extensions.links.measure --workers 16
@@ -19,7 +19,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, fields, replace
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure_all_collectives(
     args: argparse.Namespace, sweep: Sweep
 ) -> tuple[list[CollectiveTime], float] | None:
-    """Return the times of all collectives, and the slowdown of concurrent computation.
+    """Measure all collectives and servers. Return the times and the slowdown of computation.
 
     Return None in a process that another launcher started, unless it is rank 0.
     """
@@ -68,9 +68,11 @@ def measure_all_collectives(
     times, compute_slowdown = [], math.nan
     nodes, cpus = read_slurm_job_size()
     if args.kinds and nodes > 1:
-        # Groups on one node, and all workers of all nodes. `measure_collectives` adds one worker per node.
+        # Sizes of the groups to measure: those that fit on one node, and all workers of all nodes.
+        # `measure_collectives` adds a group with one worker per node.
         here = [n for n in sweep.workers if n <= args.a_node]
-        wide = replace(sweep, workers=(*here, nodes * args.a_node))
+        sizes = (*here, nodes * args.a_node)
+        wide = Sweep(sizes, sweep.largest_bytes, sweep.repeats, sweep.collective_kinds)
         folder = str((args.out / "run").resolve())
         group = LinkGroup(wide, args.gpus, folder, nodes, args.a_node)
         times, compute_slowdown = measure_links_on_nodes(group, cpus)
@@ -88,18 +90,30 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--workers", type=int, nargs="+", default=[2], help="numbers of workers to measure (2)"
+        "--workers",
+        type=int,
+        nargs="+",
+        default=[2],
+        help="sizes of the groups of workers in which to measure; default: 2",
     )
     parser.add_argument(
-        "--largest-mib", type=int, default=64, help="size of the largest tensor in MiB (64)"
+        "--largest-mib",
+        type=int,
+        default=64,
+        help="size of the largest measured tensor in MiB; default: 64",
     )
-    parser.add_argument("--repeats", type=int, default=7, help="number of rounds (7)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=7,
+        help="number of times that each measurement is made; default: 7",
+    )
     parser.add_argument(
         "--kinds",
         nargs="*",
         choices=KINDS,
         default=KINDS,
-        help="kinds of collectives to measure (all)",
+        help="kinds of collectives to measure; default: all",
     )
     parser.add_argument(
         "--gpus", action="store_true", help="measure on GPUs with NCCL instead of CPUs with gloo"
@@ -109,15 +123,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         nargs="*",
         choices=TRANSPORTS,
         default=[],
-        help="also measure parameter servers over these transports",
+        help="transports of parameter servers to measure; default: none",
     )
     parser.add_argument(
         "--a-node",
         type=int,
-        help="workers per node in a SLURM job of several nodes (the largest of --workers)",
+        help="workers per node in a SLURM job of several nodes; default: the largest of --workers",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder to write times.csv and links.csv to"
+        "--out",
+        type=Path,
+        required=True,
+        help="folder to which times.csv and links.csv are written",
     )
     args = parser.parse_args(argv)
     args.a_node = args.a_node or max(args.workers)

@@ -1,19 +1,23 @@
-"""Runs processes of this machine that measure together; if one fails, the others are ended."""
+"""Runs processes that measure together on this machine. If one fails, the others are ended."""
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
 TIMEOUT_S = 1800.0
 
 
-def run_in_processes(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Run each function with its arguments in a separate process.
+#: A function and its arguments.
+ProcessCall = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+def run_in_processes(calls: Sequence[ProcessCall]) -> None:
+    """Run each function with its arguments in a process of its own.
 
     The caller waits until all processes have ended.
 
@@ -21,7 +25,7 @@ def run_in_processes(work: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
         RuntimeError: If a process fails, after the others were ended.
     """
     context = make_forkserver_context()
-    processes = [context.Process(target=function, args=args) for function, args in work]
+    processes = [context.Process(target=function, args=args) for function, args in calls]
     deadline = time.monotonic() + TIMEOUT_S
     try:
         for process in processes:

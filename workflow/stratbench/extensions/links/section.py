@@ -23,18 +23,18 @@ TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
 
 #: Colours of the plots' lines, one per number of workers.
 COLOURS = ("replicas", "bad", "averaging-servers", "wait", "ink", "muted")
-#: Maximum spread (ln) of times around a fit that can be trusted.
+#: A fit is trusted if the standard deviation of ln(measured / fitted time) is at most this.
 TRUSTED_SD = 0.35
 
 
 def make_links_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Yield the report's section, if links were measured."""
+    """Yield the report's section on links, if links were measured."""
     if links := make_section_values(inputs.study_dir / "links"):
         yield Section("links", render_section(TEMPLATE, links=links), "Links")
 
 
 def make_section_values(folder: Path) -> dict[str, Any] | None:
-    """Return the values of the section, or None if no links were measured.
+    """Return the values that the section on links shows, or None if no links were measured.
 
     Raises:
         ValueError: If a file is not a valid table.
@@ -55,20 +55,20 @@ def make_section_values(folder: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def _make_table_row(r: dict[str, str]) -> dict[str, Any]:
-    rate, knee, log_sd = (float(r[name]) for name in ("bytes_per_s", "knee_bytes", "log_sd"))
+def _make_table_row(link: dict[str, str]) -> dict[str, Any]:
+    rate, knee, log_sd = (float(link[name]) for name in ("bytes_per_s", "knee_bytes", "log_sd"))
     return {
-        "name": _describe_collective(r["library"], r["kind"]),
-        "level": "between nodes" if r["level"] == "between" else "within nodes",
-        "algorithm": r["algorithm"],
-        "alpha": format_short_time(float(r["alpha_s"])),
+        "name": _describe_collective(link["library"], link["kind"]),
+        "level": "between nodes" if link["level"] == "between" else "within nodes",
+        "algorithm": link["algorithm"],
+        "alpha": format_short_time(float(link["alpha_s"])),
         "rate": f"{format_bytes(rate)}/s" if math.isfinite(rate) else "not measurable",
         "knee": format_bytes(knee) if math.isfinite(knee) else "–",
         "off": f"{100 * (math.exp(log_sd) - 1):.0f} %",
         "doubtful": log_sd > TRUSTED_SD,
-        "workers": r["workers"],
-        "largest": format_bytes(float(r["largest_bytes"])),
-        "times": r["times"],
+        "workers": link["workers"],
+        "largest": format_bytes(float(link["largest_bytes"])),
+        "times": link["times"],
     }
 
 
@@ -81,7 +81,10 @@ def _describe_collective(library: str, kind: str) -> str:
 def _draw_collective_times(
     library: str, kind: str, links: Sequence[dict[str, str]], times: Sequence[dict[str, str]]
 ) -> dict[str, Any]:
-    """Return a chart of median times over bytes, one colour per layout, with the fit."""
+    """Draw a collective's measured and fitted times over the bytes of the tensor.
+
+    Each layout of workers over nodes has a colour.
+    """
     fitted = [r for r in links if (r["library"], r["kind"]) == (library, kind)]
     levels = {
         r["level"]: LinkModel(float(r["alpha_s"]), float(r["bytes_per_s"]), float(r["log_sd"]))
@@ -134,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="stratbench.extensions.links.section", description=__doc__
     )
     parser.add_argument(
-        "--folder", type=Path, required=True, help="folder of links.csv and times.csv"
+        "--folder", type=Path, required=True, help="folder with the files links.csv and times.csv"
     )
     args = parser.parse_args(argv)
     try:

@@ -28,16 +28,19 @@ from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 
-#: Number of pushes per worker that are not timed; minimum and maximum number of timed ones; bytes above
-#: which fewer are timed.
-WARM_PUSHES, MIN_PUSHES, MAX_PUSHES, PUSHED_BYTES = 2, 4, 10, 40 << 20
+#: Number of pushes per worker before the timed ones.
+WARM_PUSHES = 2
+#: Minimum and maximum number of timed pushes per worker.
+MIN_PUSHES, MAX_PUSHES = 4, 10
+#: Bytes that a worker pushes in all timed pushes, within these limits.
+PUSHED_BYTES = 40 << 20
 #: Smallest weights to measure, since smaller ones take equal time.
 SMALLEST_SERVED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class PushMeasurement:
-    """One measurement of servers: `workers` workers push weights of `n_bytes` over a transport."""
+    """One measurement: `workers` workers push weights of `n_bytes` to a server and pull them."""
 
     transport: str
     workers: int
@@ -46,7 +49,7 @@ class PushMeasurement:
 
     @property
     def num_timed_pushes(self) -> int:
-        """Number of timed pushes per worker."""
+        """Number of timed pushes per worker, which is smaller for large weights."""
         return max(MIN_PUSHES, min(MAX_PUSHES, PUSHED_BYTES // self.n_bytes))
 
     def make_server_config(self, rendezvous: str) -> ServerConfig:
@@ -62,10 +65,10 @@ class PushMeasurement:
 
 
 def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[CollectiveTime]:
-    """Return the seconds between two pushes of workers that do not compute.
+    """Measure the seconds between two pushes of the same worker, for all sizes of weights.
 
-    One server on this machine serves them. The same processes measure all sizes of weights, worker counts
-    and transports (`tcp`, `shm`), one after the other.
+    The workers do not compute. One server on this machine serves them. The same processes measure all sizes,
+    worker counts and transports (`tcp`, `shm`), one after the other.
     """
     sizes = [s for s in sweep.list_sizes_bytes() if s >= SMALLEST_SERVED_BYTES] or [
         SMALLEST_SERVED_BYTES
@@ -94,55 +97,55 @@ def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[CollectiveT
     ]  # fmt: skip
 
 
-def _compute_push_s(m: PushMeasurement, ends: Sequence[Sequence[float]]) -> float:
-    """Return the seconds per push while all workers push.
+def _compute_push_s(measurement: PushMeasurement, push_ends_s: Sequence[Sequence[float]]) -> float:
+    """Return the seconds between two pushes of the same worker, while all workers push.
 
     Args:
-        m: The measurement.
-        ends: When each push of each worker ended; workers may have pushed different numbers of times.
+        measurement: The measurement.
+        push_ends_s: When each push of each worker ended; workers may have pushed different numbers of times.
     """
-    start = max(times[WARM_PUSHES - 1] for times in ends if len(times) > WARM_PUSHES)
-    stop = min(times[-1] for times in ends if times)
-    done = sum(start < t <= stop for times in ends for t in times)
+    start = max(times[WARM_PUSHES - 1] for times in push_ends_s if len(times) > WARM_PUSHES)
+    stop = min(times[-1] for times in push_ends_s if times)
+    done = sum(start < t <= stop for times in push_ends_s for t in times)
     if not done:
         raise RuntimeError(
-            f"{m.workers} workers, {m.n_bytes} bytes over {m.transport}: the workers did not push at the "
-            "same time; run `links` again on an idle machine"
+            f"{measurement.workers} workers, {measurement.n_bytes} bytes over {measurement.transport}: the "
+            "workers did not push at the same time; run `links` again on an idle machine"
         )
-    return m.workers * (stop - start) / done
+    return measurement.workers * (stop - start) / done
 
 
 def _run_server(
-    measurements: Sequence[PushMeasurement], secret: bytes, folder: str, together: Barrier
+    measurements: Sequence[PushMeasurement], secret: bytes, folder: str, barrier: Barrier
 ) -> None:
     rounds = measurements[-1].repeat + 1
     for i, m in enumerate(measurements):
         if i == 0 or m.repeat != measurements[i - 1].repeat:
             print(f"servers: round {m.repeat + 1} of {rounds}", flush=True)
-        together.wait(TIMEOUT_S)
+        barrier.wait(TIMEOUT_S)
         run_server(m.make_server_config(f"{folder}/{i}"), secret)
 
 
 def _run_pusher(
     measurements: Sequence[PushMeasurement],
-    worker: int,
+    worker_rank: int,
     secret: bytes,
     folder: str,
-    together: Barrier,
+    barrier: Barrier,
 ) -> None:
     torch.set_num_threads(1)
     ends: list[list[float]] = []
     for i, m in enumerate(measurements):
         ends.append([])
         # All workers wait, so that no measurement overlaps with another.
-        together.wait(TIMEOUT_S)
-        if worker >= m.workers:
+        barrier.wait(TIMEOUT_S)
+        if worker_rank >= m.workers:
             continue
         flat = FlatSpace(nn.ParameterList([torch.zeros(m.n_bytes // 4)]))
-        channel = Channel.connect(f"{folder}/{i}", worker, flat, secret, m.transport)
+        channel = Channel.connect(f"{folder}/{i}", worker_rank, flat, secret, m.transport)
         ticket = channel.wait_for_first_ticket()
         while ticket is not None:
             ticket = channel.push_pull()
             ends[-1].append(time.monotonic())
         channel.close()
-    Path(folder, f"{worker}.json").write_text(json.dumps(ends), encoding="utf-8")
+    Path(folder, f"{worker_rank}.json").write_text(json.dumps(ends), encoding="utf-8")

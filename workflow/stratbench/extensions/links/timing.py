@@ -19,10 +19,12 @@ from stratbench.extensions.links.collective_cost import CollectiveTime
 
 SMALLEST_BYTES = 1 << 10
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "send")
-#: Number of calls that are timed together, and bytes above which one call is enough. Several small calls
-#: are long compared with the clock's resolution.
-MAX_CALLS, CALLS_BYTES = 20, 8 << 20
-#: Side of the square matrices whose products run during a collective.
+#: Maximum number of calls of a collective that are timed together, since one small call is too short for the
+#: clock's resolution.
+MAX_CALLS = 20
+#: Bytes of all calls that are timed together, if there are several.
+CALLS_BYTES = 8 << 20
+#: Number of rows and of columns of the matrices whose products run during a collective.
 MATRIX = 256
 
 
@@ -45,13 +47,14 @@ class Sweep:
 
 
 def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[CollectiveTime], float]:
-    """Return all times of the sweep on the slowest rank, and the slowdown of computation.
+    """Return the times of all collectives on the slowest rank, and computation's slowdown.
 
     Every rank of the process group calls this function.
     """
     rank, library = dist.get_rank(), dist.get_backend()
     nodes: list[str] = [""] * dist.get_world_size()
-    # SLURM may run several of its nodes on one host, so that its node names come first.
+    # SLURM may run several of its nodes on one host. The name of the SLURM node therefore comes before the
+    # host's.
     dist.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     groups = {ranks: dist.new_group(list(ranks)) for ranks in _list_rank_groups(sweep, nodes)}
     cells = [
@@ -61,7 +64,7 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
         for size in sweep.list_sizes_bytes()
     ]
     times: list[CollectiveTime] = []
-    for number in range(-1, sweep.repeats):  # round -1 connects and warms up, and is not timed
+    for number in range(-1, sweep.repeats):  # round -1 connects and warms up; its times are dropped
         if rank == 0 and number >= 0:
             print(f"collectives: round {number + 1} of {sweep.repeats}", flush=True)
         order = random.Random(number).sample(cells, len(cells))
@@ -80,22 +83,22 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
     return times, measure_compute_slowdown(sweep, groups[tuple(range(max(sweep.workers)))], device)
 
 
-def _list_rank_groups(sweep: Sweep, nodes: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the groups of ranks to time together.
+def _list_rank_groups(sweep: Sweep, node_names: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the groups of ranks in which collectives are timed.
 
     Args:
         sweep: The measurements to make.
-        nodes: Name of the node of each rank.
+        node_names: Name of the node of each rank.
     """
     groups = [tuple(range(n)) for n in sweep.workers]
-    firsts = tuple(nodes.index(node) for node in dict.fromkeys(nodes))
+    firsts = tuple(node_names.index(node) for node in dict.fromkeys(node_names))
     return list(dict.fromkeys([*groups, *([firsts] if len(firsts) > 1 else [])]))
 
 
 def _time_collective(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return the seconds of one collective call by `ranks`.
+    """Return the seconds of one call of a collective, on this rank.
 
     `n_bytes` is the size of the full tensor, as in CollectiveCall.
     """
@@ -115,7 +118,7 @@ def _make_collective_call(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Any]:
     n = len(ranks)
-    # The tensor is padded to a multiple of the number of ranks, as in sharding.
+    # As in sharding, the tensor's length is rounded up to a multiple of the number of ranks.
     numbers = -(-n_bytes // 4 // n) * n
     whole = torch.zeros(numbers, device=device)
     part = torch.zeros(numbers // n, device=device)
@@ -136,16 +139,16 @@ def _make_collective_call(
     raise ValueError(f"unknown kind of collective {kind!r}, expected one of {', '.join(KINDS)}")
 
 
-def _send_and_return(tensor: Tensor, last: int, group: dist.ProcessGroup) -> None:
+def _send_and_return(tensor: Tensor, last_rank: int, group: dist.ProcessGroup) -> None:
     """Send a tensor from rank 0 to the last rank and back.
 
     No other rank takes part.
     """
     rank = dist.get_rank()
     if rank == 0:
-        dist.send(tensor, last, group=group)
-        dist.recv(tensor, last, group=group)
-    elif rank == last:
+        dist.send(tensor, last_rank, group=group)
+        dist.recv(tensor, last_rank, group=group)
+    elif rank == last_rank:
         dist.recv(tensor, 0, group=group)
         dist.send(tensor, 0, group=group)
 
@@ -171,8 +174,8 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
     matrix = torch.ones(MATRIX, MATRIX, device=device)
     tensor = torch.ones(sweep.largest_bytes // 4, device=device)
 
-    def compute_products(count: int) -> None:
-        for _ in range(count):
+    def compute_products(num_products: int) -> None:
+        for _ in range(num_products):
             torch.mm(matrix, matrix)
 
     ratios = []
@@ -187,7 +190,8 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
         while (alone_s := _time_work(compute_products, count, device)) < collective_s / 4:
             count *= 2
         counts = torch.tensor([count], device=device)
-        # The smallest count is used, so that no rank computes longer than the collective runs.
+        # All ranks compute the smallest number of products, so that none computes longer than the collective
+        # runs.
         dist.all_reduce(counts, dist.ReduceOp.MIN, group=group)
         count = int(counts.item())
         alone_s = _time_work(compute_products, count, device)
@@ -201,22 +205,22 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
 
 
 def _time_work(
-    work: Callable[[int], None],
-    count: int,
+    multiply: Callable[[int], None],
+    num_products: int,
     device: torch.device,
-    ended: Callable[[], bool] = lambda: False,
+    has_collective_ended: Callable[[], bool] = lambda: False,
 ) -> float:
-    """Return the seconds of the work, or NaN if the concurrent collective ended earlier.
+    """Return the seconds of matrix products, or NaN if a concurrent collective ended earlier.
 
     Args:
-        work: Does the work a number of times.
-        count: How many times.
-        device: Device of the work.
-        ended: Whether the concurrent collective has ended.
+        multiply: Computes a number of matrix products.
+        num_products: Number of products.
+        device: Device of the products.
+        has_collective_ended: Returns whether the concurrent collective has ended.
     """
     began = time.perf_counter()
-    work(count)
+    multiply(num_products)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     took_s = time.perf_counter() - began
-    return math.nan if ended() else took_s
+    return math.nan if has_collective_ended() else took_s

@@ -56,11 +56,12 @@ def main(argv: list[str] | None = None) -> int:
             config, study, left_out = make_model_study(config, args.model, args.dataset)
             print("".join(f"left out: {reason}\n" for reason in left_out), end="", flush=True)
         cluster = config["cluster"]
-        list_configured_gpus(
-            cluster
-        )  # raises for unknown names before the check, which takes minutes
+        # An unknown GPU raises here, before the check of all models, which takes minutes.
+        list_configured_gpus(cluster)
         set_job_environment(config, str(ROOT / "workflow"))
-        checked = check_study(config, study, resharding=not args.check and not args.model)
+        checked = check_study(
+            config, study, tries_both_resharding=not args.check and not args.model
+        )
         if args.check:
             print(wrap_lines([format_check_result(checked)]))
             nodes = select_partition_nodes(read_cluster_nodes(), args.partition)
@@ -99,8 +100,8 @@ def print_model_answer(config: dict[str, Any], args: argparse.Namespace) -> None
     The first result is printed early, to stderr.
     """
 
-    def print_first_answer(first: Answer) -> None:
-        print(format_first_traced(first), file=sys.stderr, flush=True)
+    def print_first_answer(first_answer: Answer) -> None:
+        print(format_first_traced(first_answer), file=sys.stderr, flush=True)
 
     print(format_answer(answer_question(config, read_question(args), print_first_answer)))
 
@@ -108,7 +109,7 @@ def print_model_answer(config: dict[str, Any], args: argparse.Namespace) -> None
 def list_projected_durations(
     config: dict[str, Any], study: Study, records: Records
 ) -> dict[Cell, ProjectedDuration]:
-    """Return the trainings that extensions project from the records.
+    """Return the durations of trainings that extensions project from records.
 
     Raises:
         ConfigError: If an extension cannot use one of its files.
@@ -139,7 +140,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, help="folder to write the plan to; default: results/<study>"
     )
     parser.add_argument("--model", help="plan this model alone, without a study")
-    parser.add_argument("--dataset", help="data set to train on; default: data of a usual shape")
+    parser.add_argument(
+        "--dataset",
+        help="data set to train on; default: data with the shape of ImageNet's images or GPT-2's texts",
+    )
     add_question_options(parser)
     parser.add_argument(
         "--partition", default="*", help="SLURM partition in which cells will run; default: any"

@@ -22,7 +22,7 @@ from stratbench.extensions.plan.pages.table import write_rows
 from stratbench.extensions.plan.schedule import Plan, Planned, make_plan, read_records_by_cell
 from stratbench.study.config import config as configuration
 
-#: Values of a record's `method` that measure a peak on a CPU.
+#: Values of a record's `memory.method` for peaks that were measured on a CPU.
 CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
 
 
@@ -74,7 +74,7 @@ def make_prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]
 def make_prediction_rows(
     plan: Plan, records: Mapping[Cell, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return a row for every cell with a prediction and a measured peak.
+    """Return a row of prediction.csv for every cell with a prediction and a measured peak.
 
     The peak is that of the cell's record.
     """
@@ -86,12 +86,12 @@ def make_prediction_rows(
 
 
 def compute_bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
-    """Return the bytes that exist before the first step, including the data set.
+    """Return the predicted bytes on a worker before the first step, data set included.
 
     Records measure the growth of memory from there.
     """
     between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
-    # Receive buffers of a pipeline stage have the size of a batch, and the warm-up makes them.
+    # The warm-up already makes the receive buffers of a pipeline stage, whose size follows from the batch.
     return between_bytes + predicted.parts_bytes["data"] + predicted.parts_bytes.get("received", 0)
 
 
@@ -111,7 +111,7 @@ def get_measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int |
 
 
 def get_measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
-    """Return by how many bytes memory grows in a step, without cuBLAS's workspaces.
+    """Return the measured growth of memory in a step in bytes, without cuBLAS's workspaces.
 
     The result is None if the record lacks the growth.
     """
@@ -120,7 +120,7 @@ def get_measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
 
 
 def get_measured_base_bytes(record: Mapping[str, Any]) -> int | None:
-    """Return a worker's memory in bytes between two steps, less that before the model's creation.
+    """Return a worker's measured bytes between two steps, minus those before the model existed.
 
     The largest value of all workers counts. The result is None if the record lacks these bytes.
     """
@@ -133,7 +133,7 @@ def get_measured_base_bytes(record: Mapping[str, Any]) -> int | None:
 
 
 def compute_sent_bytes_as_recorded(s: Subject, footprint: Footprint) -> float:
-    """Return the predicted bytes that a worker sends per step, counted as in records.
+    """Return the predicted bytes that a worker sends per step, counted as records count.
 
     Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is one
     push. The loss scaler's flag is left out, unless the collectives of a step were counted one by one.
@@ -149,7 +149,7 @@ def compute_sent_bytes_as_recorded(s: Subject, footprint: Footprint) -> float:
     )
 
 
-#: Bytes of the loss scaler's flag, one float.
+#: Bytes of the loss scaler's flag for overflows, which is one float.
 _FLAG_BYTES = 4
 
 

@@ -175,7 +175,9 @@ def check_study(
     """
     subjects = [make_subject(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
-    max_gpus = {name: max(e.expand_cells_arguments["gpus"]) for name, e in study.experiments.items()}
+    max_gpus = {
+        name: max(e.expand_cells_arguments["gpus"]) for name, e in study.experiments.items()
+    }
     others = {
         s.cell: switch_resharding(s.request)
         for s in subjects
@@ -338,17 +340,17 @@ def _try_model(request: Request) -> CheckResult:
         )
     parameters = _count_model_parameters(request)
     if models.get_metadata(request.model_source).own_model and parameters <= MAX_REAL_PARAMETERS:
-        result = _run_trial(request, on_fakes=False)
+        result = _run_trial(request, on_fake_tensors=False)
         # If forward reads values of tensors, a trial on fake tensors decides once for all kinds of cells.
         if result.trial_values["reads_values"]:
             try:
-                _run_trial(request, on_fakes=True)
+                _run_trial(request, on_fake_tensors=True)
             except PassFailed as error:
                 if isinstance(error.__cause__, NO_VALUES):
                     return replace(result, unpredicted_reason=NO_PREDICTION)
         return result
     try:
-        return _run_trial(request, on_fakes=True)
+        return _run_trial(request, on_fake_tensors=True)
     except PassFailed as error:
         return CheckResult(
             unchecked_reason=f"{error}: it was tried on tensors without values, which may be the cause; with "
@@ -456,7 +458,7 @@ def rehearse_strategy(request: Request, network: CheckResult) -> Rehearsal:
             return Rehearsal(
                 refusal_reason=_find_refusal_reason(request, trial), unpredicted_reason=made
             )
-        if refusal := _find_refusal_reason(request, trial, by_rules=True):
+        if refusal := _find_refusal_reason(request, trial, only_by_rules=True):
             return Rehearsal(refusal_reason=refusal, unpredicted_reason=made)
         return Rehearsal(unpredicted_reason=made, unchecked_reason=made)
 

@@ -15,27 +15,26 @@ from stratbench.telemetry.machine.hardware import Datasheet, find_datasheet, lis
 
 #: Maximum fraction of the advertised memory that the driver reserves (ECC and its own needs).
 DRIVER_SHARE = 0.06
-#: Fraction of memory outside of the framework's allocator: the CUDA context, NCCL's buffers, cuBLAS and
-#: cuDNN. With the default `cluster.memory_margin` 81 % of the advertised memory remain.
+#: Fraction of the advertised memory that PyTorch's allocator does not manage: the CUDA context, NCCL's
+#: buffers, cuBLAS and cuDNN. With the default `cluster.memory_margin` cells may use 81 %.
 CONTEXT_SHARE = 0.05
 #: Resident memory of a CPU worker in addition to its training. The interpreter, torch and its libraries
 #: need about 0.4 GiB, and the C library's allocator retains freed memory.
 CPU_PROCESS_BYTES = 1 * GIB
 #: Host memory of a GPU worker in addition to its training, including CUDA and NCCL.
 GPU_HOST_PROCESS_BYTES = 4 * GIB
-#: Fraction of the peak rate that fused attention reaches, with causal attention counted as full. The first
-#: value is for GPUs of the A100's generation. The second is for faster GPUs, with more than FAST_TFLOPS
-#: dense TFLOPS in half precision. Both are chosen by published steps of MPT on A100 and H100 with 512 to
-#: 65,536 tokens.
+#: Fraction of the peak rate that fused attention reaches, if causal attention counts as full. The first value
+#: is for GPUs such as the A100. The second is for GPUs such as the H100, with more than FAST_TFLOPS dense
+#: TFLOPS in half precision. Both values fit published training steps of MPT.
 ATTENTION_UTILISATION = (0.6, 0.33)
 FAST_TFLOPS = 400
-#: One-way rate between two nodes if the config gives none: 100 Gbit/s.
+#: Assumed one-way rate between two nodes if the config gives none: 100 Gbit/s.
 NETWORK_GB_PER_S = 12.5
 
 
 @dataclass(frozen=True)
 class Device:
-    """One worker's device, as the plan models it.
+    """A device of one worker, with the memory and rates that the plan assumes.
 
     Rates are peaks per second, or None if unknown.
 
@@ -63,13 +62,16 @@ class Device:
     attention_utilisation: float | None = None
 
     def compute_room_bytes(self, margin: float) -> float:
-        """Return the largest predicted memory that fits, if predictions may be too low by `margin`."""
+        """Return the maximum predicted bytes with which a cell certainly fits.
+
+        The real need may exceed the prediction by the fraction `margin`.
+        """
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
     def compute_tight_bytes(self, margin: float) -> float:
-        """Return the largest predicted memory in bytes with which a cell may run.
+        """Return the maximum predicted bytes with which a cell may still run.
 
-        On GPUs the prediction may be too high by `margin`.
+        On GPUs the prediction may exceed the real need by the fraction `margin`.
         """
         return self.memory_bytes * (1 + margin if self.is_gpu else 1)
 
@@ -80,12 +82,12 @@ class Device:
         return min(self.link_bytes_per_s, self.network_bytes_per_s)
 
 
-def find_matching_gpus(text: str) -> list[Datasheet]:
-    """Return the GPUs that `text` may mean, such as `A10G 24GB`."""
-    if (exact := find_datasheet(text)) is not None:
+def find_matching_gpus(gpu_name: str) -> list[Datasheet]:
+    """Return the datasheets of the GPUs that a name such as `A10G 24GB` may mean."""
+    if (exact := find_datasheet(gpu_name)) is not None:
         return [exact]
-    size = re.search(r"(\d+)\s*gi?b\b", text, re.IGNORECASE)
-    words = set(re.sub(r"\d+\s*gi?b\b", " ", text, flags=re.IGNORECASE).lower().split())
+    size = re.search(r"(\d+)\s*gi?b\b", gpu_name, re.IGNORECASE)
+    words = set(re.sub(r"\d+\s*gi?b\b", " ", gpu_name, flags=re.IGNORECASE).lower().split())
     words -= {"nvidia", "tesla", "geforce"}
     return [
         peak
@@ -96,16 +98,16 @@ def find_matching_gpus(text: str) -> list[Datasheet]:
     ]
 
 
-def find_gpu(text: str, where: str = "config: cluster.gpu") -> Datasheet:
-    """Return the GPU that `text` names, or the first of several.
+def find_gpu(gpu_name: str, where: str = "config: cluster.gpu") -> Datasheet:
+    """Return the datasheet of a named GPU, or the first one if the name fits several.
 
     Raises:
         ConfigError: If no GPU matches; the message begins with `where`.
     """
-    for peak in find_matching_gpus(text):
+    for peak in find_matching_gpus(gpu_name):
         return peak
     raise ConfigError(
-        f"{where} = {text!r}: is not in the table of GPUs; choose one of {list_known_gpus()}"
+        f"{where} = {gpu_name!r}: is not in the table of GPUs; choose one of {list_known_gpus()}"
     )
 
 
@@ -115,7 +117,7 @@ def list_known_gpus() -> str:
 
 
 def list_configured_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
-    """Return the GPUs that the config names, those of the nodes first.
+    """Return the datasheets of the GPUs in the config: `gpu`, then `compare_gpus`.
 
     Raises:
         ConfigError: For an unknown GPU.
@@ -124,34 +126,37 @@ def list_configured_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
     return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
 
 
-def make_gpu_device(peak: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """Return a GPU as a device of the plan: its memory, rates and link.
+def make_gpu_device(datasheet: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
+    """Return a GPU as a device of the plan, with its memory, its rates and its link.
 
     The link rate is that of the config, or else that of the datasheet.
 
     Args:
-        peak: Datasheet of the GPU.
+        datasheet: Datasheet of the GPU.
         precision: Precision of the training.
         cluster: The block `cluster` of the config.
     """
-    tflops = None if precision == "fp64" else peak.get_peak_tflops(precision)
-    link_gb_per_s = cluster["link_gb_per_s"] or peak.link_gb_per_s
+    tflops = None if precision == "fp64" else datasheet.get_peak_tflops(precision)
+    link_gb_per_s = cluster["link_gb_per_s"] or datasheet.link_gb_per_s
     return Device(
-        name=peak.name,
-        memory_bytes=int(peak.memory_gib * GIB * (1 - DRIVER_SHARE)),
-        reserve_bytes=int(peak.memory_gib * GIB * CONTEXT_SHARE),
+        name=datasheet.name,
+        memory_bytes=int(datasheet.memory_gib * GIB * (1 - DRIVER_SHARE)),
+        reserve_bytes=int(datasheet.memory_gib * GIB * CONTEXT_SHARE),
         flops_per_s=None if tflops is None else tflops * 1e12,
-        memory_bytes_per_s=peak.memory_gb_per_s * 1e9,
+        memory_bytes_per_s=datasheet.memory_gb_per_s * 1e9,
         link_bytes_per_s=link_gb_per_s * 1e9,
         network_bytes_per_s=(cluster["network_gb_per_s"] or NETWORK_GB_PER_S) * 1e9,
         is_gpu=True,
-        resident_threads=peak.resident_threads,
-        attention_utilisation=ATTENTION_UTILISATION[(peak.bf16_tflops or 0) > FAST_TFLOPS],
+        resident_threads=datasheet.resident_threads,
+        attention_utilisation=ATTENTION_UTILISATION[(datasheet.bf16_tflops or 0) > FAST_TFLOPS],
     )
 
 
 def make_cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
-    """Return this host's CPU as the device of one of `workers` processes."""
+    """Return one worker's part of this host's CPU, as a device of the plan.
+
+    `workers` processes share the CPU.
+    """
     return Device(
         name="CPU",
         memory_bytes=cluster["mem_mib_per_gpu"] * MIB - CPU_PROCESS_BYTES,
@@ -163,17 +168,17 @@ def make_cpu_device(cluster: Mapping[str, Any], workers: int) -> Device:
     )
 
 
-#: Assumed rate of gloo or a socket between two processes of a host, for the scale of the range.
+#: Assumed rate of gloo or a socket between two processes of the same host.
 _LOOPBACK_BYTES_PER_S = 2e9
 
 
 @cache
 def measure_cpu_flops_per_s() -> float:
-    """Return the floating-point operations per second of all cores of this host, measured now."""
+    """Measure the floating-point operations per second of all cores of this host."""
     import numpy as np
 
     a = np.ones((1024, 1024), dtype=np.float32)
-    a @ a  # a first product starts the library's threads
+    a @ a  # not timed, since it starts the library's threads
     best_s = float("inf")
     for _ in range(3):
         begun = time.perf_counter()

@@ -12,44 +12,46 @@ from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.needs import Needs, Subject
 
-# The time of a step follows from the device's datasheet and these constants: at best, at worst, and as a
-# single time to compare cells by. Public trainings reach up to 74 % of the peak rate. Memory limits small
-# images, and the host's time to launch operations limits small batches.
+# Indices into the tuples below. Each tuple has a value for the best case, one for the worst case, and a usual
+# one, by which cells are compared. They were chosen from published trainings, which reach up to 74 % of a
+# GPU's peak rate. Memory limits small images, and the host's time to launch operations limits small batches.
 BEST, WORST, USUAL = range(3)
 GPU_UTILISATION = (0.8, 0.2, 0.7)
 MEMORY_UTILISATION = (0.8, 0.4, 0.8)
 GPU_LAUNCH_S = (2e-6, 10e-6, 10e-6)
-#: Fraction of the link's rate that a collective reaches.
+#: Fraction of the link's rate that a collective reaches: at best, at worst and usually.
 LINK_UTILISATION = (0.9, 0.4, 0.7)
-#: Fraction of the computation that overlaps with communication.
+#: Fraction of the computation during which communication goes on: at best, at worst and usually.
 HIDING = (1.0, 0.0, 0.7)
-#: Fraction of the CPU's measured rate of matrix products that training reaches.
+#: Fraction of the CPU's measured rate that training reaches: at best, at worst and usually. The rate is that
+#: of matrix products.
 CPU_UTILISATION = (0.7, 0.1, 0.3)
 CPU_LAUNCH_S = (2e-6, 30e-6, 8e-6)
-#: Bytes per second that one parameter-server process receives, applies and sends, for all workers. Over TCP
-#: at least 2.1e9 were measured (benchmarks/results/ps_transport.md).
+#: Bytes per second that one process of a parameter server receives, applies and sends, for all workers: at
+#: best, at worst and usually. Over TCP at least 2.1e9 were measured (benchmarks/results/ps_transport.md).
 SERVER_BYTES_PER_S = (30e9, 2e9, 8e9)
-#: Fraction of bytes and launches that remains after torch.compile's fusion.
+#: Fraction of memory traffic and kernel launches that remains after torch.compile fuses operations.
 COMPILED = 0.5
-#: Bytes per second between a GPU and its host, and of the host's memory in the optimizer's step.
+#: Bytes per second of copies between a GPU and its host, and then of the host's memory in the optimizer's
+#: step: at best, at worst and usually.
 HOST_COPY_BYTES_PER_S = (24e9, 6e9, 12e9)
 HOST_OPTIMIZER_BYTES_PER_S = (40e9, 10e9, 20e9)
 FP32_BYTES = 4
-#: Number of copies between host and GPU per step: parameters in forward and backward, and gradients back.
+#: Number of copies per step between GPU and host: parameters for forward and for backward, and gradients.
 HOST_COPIES = 3
 #: Bytes per parameter that the host's optimizer reads and writes: weight, gradient and two moments.
 HOST_OPTIMIZER_BYTES = 28
-#: Seconds for start of the processes, rendezvous, data and warm-up, at best and at worst.
+#: Seconds for the start of processes, rendezvous, data and warm-up: at best and at worst.
 STARTUP_S = (10.0, 120.0)
 
-SPREAD = 0.1  # relative spread of a single measurement
-#: Minimum and maximum ratio of another strategy's time to that of a measured one.
+SPREAD = 0.1  # assumed relative error of one measured time
+#: Minimum and maximum ratio of a strategy's time to the measured time of another strategy.
 OTHER_STRATEGY = (0.5, 6.0)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Range of a time in seconds, with its source as text."""
+    """Range of a time in seconds, with a text on where it comes from."""
 
     low_s: float
     high_s: float
@@ -62,13 +64,13 @@ class Span:
     def __add__(self, other: Span) -> Span:
         return Span(self.low_s + other.low_s, self.high_s + other.high_s, self.source)
 
-    def multiply(self, low: float, high: float) -> Span:
-        return Span(self.low_s * low, self.high_s * high, self.source)
+    def multiply(self, low_factor: float, high_factor: float) -> Span:
+        return Span(self.low_s * low_factor, self.high_s * high_factor, self.source)
 
 
 @dataclass(frozen=True)
 class ProjectedDuration:
-    """A training's time as projected from records, and its global batch."""
+    """Duration of a training that is projected from records, and its global batch."""
 
     span: Span
     global_batch: int
@@ -76,7 +78,7 @@ class ProjectedDuration:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Predicted parts of a step on a device at one set of rates, in seconds.
+    """Predicted seconds of the parts of a step, for one case of rates (BEST, WORST or USUAL).
 
     Attributes:
         compute_s: Computation; None if the device's rate is unknown.
@@ -96,54 +98,56 @@ class PlannedStep:
 
     @property
     def sending_s(self) -> float:
-        """Seconds of communication, limited by the link or the server."""
+        """Seconds of communication, over the slower of link and server."""
         return max(self.link_s, self.server_s)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step, if the device's rate is known."""
+        """Seconds of the whole step. The device's rate has to be known."""
         hidden_s = self.hidden_share * self.compute_s
         sends_s = max(0.0, self.sending_s - self.awaited_s - hidden_s)
         return self.compute_s + self.awaited_s + sends_s + self.host_s
 
     @property
     def waiting_share(self) -> float:
-        """Fraction of the step without computation, if the device's rate is known."""
+        """Fraction of the step in which nothing is computed. The device's rate has to be known."""
         return 1 - self.compute_s / self.seconds
 
 
-def plan_step(device: Device, s: Subject, needs: Needs, rates: int) -> PlannedStep:
-    """Return the planned step of a cell on a device, at one set of rates.
+def plan_step(device: Device, s: Subject, needs: Needs, rate_case: int) -> PlannedStep:
+    """Predict the parts of a cell's step on a device, for one case of rates.
 
     Args:
         device: The device.
         s: The cell.
         needs: Needs of the cell.
-        rates: BEST, WORST, or USUAL for comparisons.
+        rate_case: BEST, WORST, or USUAL for comparisons.
     """
-    utilisation = LINK_UTILISATION[rates]
+    utilisation = LINK_UTILISATION[rate_case]
 
-    def compute_sending_s(n_bytes: float, within: float = 0.0) -> float:
-        """Return the seconds to send some bytes, of which `within` stay on the node's link."""
-        rest_s = (n_bytes - within) / device.get_slowest_link_bytes_per_s(needs.nodes)
-        return (rest_s + within / device.get_slowest_link_bytes_per_s(1)) / utilisation
+    def compute_sending_s(n_bytes: float, bytes_within_node: float = 0.0) -> float:
+        """Return the seconds to send bytes, of which some stay within the node."""
+        rest_s = (n_bytes - bytes_within_node) / device.get_slowest_link_bytes_per_s(needs.nodes)
+        return (rest_s + bytes_within_node / device.get_slowest_link_bytes_per_s(1)) / utilisation
 
     return PlannedStep(
-        compute_s=None if device.flops_per_s is None else _plan_compute_s(device, s, needs, rates),
-        # A node's link carries the traffic of all its workers and servers.
+        compute_s=None
+        if device.flops_per_s is None
+        else _plan_compute_s(device, s, needs, rate_case),
+        # With parameter servers, a node's link carries the bytes of all its workers and servers.
         link_s=max(
             compute_sending_s(needs.wire_bytes, needs.node_bytes),
             compute_sending_s(needs.link_bytes or 0.0),
         ),
         awaited_s=compute_sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
-        server_s=needs.served_bytes / SERVER_BYTES_PER_S[rates],
-        host_s=compute_host_s(needs.slowest_rank)[rates],
-        hidden_share=HIDING[rates],
+        server_s=needs.served_bytes / SERVER_BYTES_PER_S[rate_case],
+        host_s=compute_host_s(needs.slowest_rank)[rate_case],
+        hidden_share=HIDING[rate_case],
     )
 
 
 def compute_host_s(footprint: Footprint) -> tuple[float, ...]:
-    """Return the seconds per step for parameters in host memory, for each set of rates.
+    """Return the seconds per step that offloaded parameters take: at best, at worst, usually.
 
     The seconds are 0 without such parameters.
     """
@@ -155,37 +159,37 @@ def compute_host_s(footprint: Footprint) -> tuple[float, ...]:
     )
 
 
-def _plan_compute_s(device: Device, s: Subject, needs: Needs, rates: int) -> float:
-    """Return the seconds of a step's computation at one set of rates."""
+def _plan_compute_s(device: Device, s: Subject, needs: Needs, rate_case: int) -> float:
+    """Predict the seconds of a step's computation, for one case of rates."""
     f, batch = needs.slowest_rank, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    flops_s = f.computed_flops_per_sample * batch / estimate_training_flops_per_s(device, rates)
-    if rates == USUAL and device.attention_utilisation:
+    flops_s = f.computed_flops_per_sample * batch / estimate_training_flops_per_s(device, rate_case)
+    if rate_case == USUAL and device.attention_utilisation:
         slower = GPU_UTILISATION[USUAL] / device.attention_utilisation
         flops_s *= 1 + f.attention_share * (slower - 1)
     fused = COMPILED if s.settings.compile else 1.0
     memory_s = 0.0
     if device.memory_bytes_per_s:
-        rate = device.memory_bytes_per_s * MEMORY_UTILISATION[rates]
+        rate = device.memory_bytes_per_s * MEMORY_UTILISATION[rate_case]
         memory_s = fused * f.touched_bytes.evaluate_at(batch) / rate
-    launches_s = fused * f.operations_per_step * launch_s[rates]
-    if rates == BEST:
+    launches_s = fused * f.operations_per_step * launch_s[rate_case]
+    if rate_case == BEST:
         compute_s = max(flops_s, memory_s, launches_s)
-    elif rates == WORST:  # at worst all workers wait for the slowed one
+    elif rate_case == WORST:  # nothing overlaps, and all workers wait for the slowest one
         compute_s = (flops_s + memory_s + launches_s) * s.slowdown
-    else:  # the host launches while the device computes
+    else:  # usually the host launches operations while the device computes
         compute_s = max(flops_s + memory_s, launches_s) * s.slowdown
     return compute_s * s.steps_per_batch / (1 - s.bubble_share)
 
 
-def estimate_training_flops_per_s(device: Device, rates: int) -> float:
-    """Return the floating-point operations per second that training reaches, at one set of rates."""
+def estimate_training_flops_per_s(device: Device, rate_case: int) -> float:
+    """Return the floating-point operations per second of training, for one case of rates."""
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
-    return device.flops_per_s * utilisation[rates]
+    return device.flops_per_s * utilisation[rate_case]
 
 
 def estimate_overhead(device: Device, s: Subject, needs: Needs) -> Span:
-    """Return the seconds of a cell besides its training: start-up and evaluations.
+    """Return the seconds of a cell outside of its training steps: start-up and evaluations.
 
     Args:
         device: The device.
@@ -204,7 +208,7 @@ def estimate_overhead(device: Device, s: Subject, needs: Needs) -> Span:
 
 
 def estimate_time_from_records(cell: Cell, records: Iterable[Mapping[str, Any]]) -> Span | None:
-    """Return the time of training from the most similar cell's record, or None.
+    """Estimate a cell's training time from the record of the most similar cell, or None.
 
     Only records of the same experiment and model count, since they have the same batch, data and precision.
     """
@@ -224,7 +228,7 @@ def estimate_time_from_records(cell: Cell, records: Iterable[Mapping[str, Any]])
     if same:
         nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
         return _scale_to_workers(nearest, cell.gpus)
-    # Times of a user's command do not apply to other strategies.
+    # The time of a user's command says nothing about the times of other strategies.
     timed = [r for r in timed if "program" not in r]
     beside = [r for r in timed if r["cell"]["gpus"] == cell.gpus] or timed
     if not beside:
@@ -234,7 +238,7 @@ def estimate_time_from_records(cell: Cell, records: Iterable[Mapping[str, Any]])
 
 
 def _scale_to_workers(record: Mapping[str, Any], gpus: int) -> Span:
-    """Return a record's time on another worker count, from perfect scaling to no scaling."""
+    """Scale a record's time to another worker count: between perfect scaling and no scaling."""
     seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
     scaled_s = seconds * workers / gpus
     source = f"the record of {record['cell']['strategy']} on {workers}"

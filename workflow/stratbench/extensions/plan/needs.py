@@ -1,4 +1,4 @@
-"""Describes a cell before planning, and derives the cell's needs from a footprint.
+"""Describes a cell before planning, and derives what it needs from its footprint.
 
 The needs are bytes to send, work and memory.
 """
@@ -34,7 +34,7 @@ from stratbench.workload.data.device_data import compute_packed_bytes
 
 @dataclass(frozen=True)
 class Subject:
-    """A cell with all that is known before its footprint is predicted."""
+    """A cell to plan, with all that is known before its footprint is predicted."""
 
     cell: Cell
     settings: Settings
@@ -45,7 +45,7 @@ class Subject:
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples that a worker computes at once."""
+        """Number of samples that a worker computes at once, in one forward and backward."""
         return get_strategy_class(self.settings.strategy).samples_per_step(self.settings)
 
     @property
@@ -60,12 +60,12 @@ class Subject:
 
     @property
     def exchanging_share(self) -> float:
-        """Fraction of the steps in which the workers communicate."""
+        """Fraction of the steps in which workers exchange data."""
         return self.strategy.count_exchanges(self.steps) / self.steps
 
     @property
     def strategy(self) -> Strategy:
-        """The cell's strategy with its options, on which `setup` was not called."""
+        """The cell's strategy with its options, before `setup`."""
         cls = get_strategy_class(self.settings.strategy)
         return cls(cls.Options(**self.settings.options))
 
@@ -76,7 +76,7 @@ class Subject:
 
     @property
     def bubble_share(self) -> float:
-        """Fraction of a step in which a worker waits for other workers' layers."""
+        """Fraction of a step in which a pipeline stage waits for other stages."""
         return self.strategy.bubble_share(self.cell.gpus) or 0.0
 
     @property
@@ -109,7 +109,7 @@ def make_subject(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject
 
 
 def compute_sent_bytes(s: Subject, footprint: Footprint) -> float:
-    """Return the mean bytes per global batch that a rank sends in the training."""
+    """Return the bytes that a rank sends per global batch, averaged over the training."""
     if s.served:
         sent, _ = servers.compute_worker_traffic_bytes(s.settings, footprint.flat_tensor_bytes)
         return sent
@@ -122,7 +122,9 @@ def compute_sent_bytes(s: Subject, footprint: Footprint) -> float:
 def compute_mean_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return the mean bytes that a stage's rank sends per step by some collectives.
+    """Return the mean bytes per step that a rank sends in the given collectives.
+
+    Strategies may have steps with other collectives, or steps without any.
 
     Args:
         s: The cell.
@@ -142,7 +144,7 @@ def compute_mean_wire_bytes(
 def compute_plain_wire_bytes(
     s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
-    """Return the bytes that a rank sends per step of plain gradient averaging.
+    """Return the bytes that a rank sends in a step that averages all gradients.
 
     Some strategies begin a training with such steps.
 
@@ -158,7 +160,7 @@ def compute_plain_wire_bytes(
 
 
 def compute_bytes_within_nodes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
-    """Return the bytes per batch that a rank sends to ranks of its own node.
+    """Return the bytes per batch that a rank sends to ranks on its own node.
 
     The result is 0 with parameter servers.
 
@@ -178,7 +180,7 @@ def compute_bytes_within_nodes(s: Subject, footprint: Footprint, node_ranks: int
 
 
 def compute_awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
-    """Return bytes of activations per step that the next layer waits for.
+    """Return the bytes per step of sent activations for which the next layer waits.
 
     Args:
         s: The cell.
@@ -194,38 +196,40 @@ def compute_awaited_bytes(s: Subject, footprint: Footprint, within: int | None =
     return each[1] - each[0]
 
 
-def compute_subject_data_bytes(s: Subject, samples: int | None = None) -> int:
-    """Return bytes of the data set or of waiting batches on the device.
+def compute_subject_data_bytes(s: Subject, batch_samples: int | None = None) -> int:
+    """Return the bytes of data on the device: all data, or batches that are copied in advance.
 
     On a CPU mapped files become resident when they are read, so that they count completely.
     """
     if s.settings.data_placement == "host" and s.request.is_on_cuda:
-        each = s.samples_per_step if samples is None else samples
+        each = s.samples_per_step if batch_samples is None else batch_samples
         return compute_batch_buffer_bytes(s.data, each, s.settings.augment)
     return compute_data_bytes(s.data, s.request.input_shape, s.settings.augment)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a cell on any device; entries for servers are None or 0 without servers."""
+    """Memory, traffic and nodes that a cell needs, on any device.
+
+    Values on parameter servers are None or 0 without servers.
+    """
 
     nodes: int
-    data_bytes: int  # data on a worker's device
-    wire_bytes: float  # sent by a rank per step; it receives equally many
-    awaited_bytes: (
-        float  # part of `wire_bytes` that the next layer waits for; no computation hides it
-    )
-    node_bytes: float  # part of `wire_bytes` in groups within a node
-    awaited_node_bytes: float  # part of `awaited_bytes` in groups within a node
+    data_bytes: int  # bytes of data on a worker's device
+    wire_bytes: float  # bytes that a rank sends per step; it receives as many
+    #: Part of `wire_bytes` that the next layer waits for, so that no computation hides it.
+    awaited_bytes: float
+    node_bytes: float  # part of `wire_bytes` that stays within a node
+    awaited_node_bytes: float  # part of `awaited_bytes` that stays within a node
     collectives: int  # number of collectives per step
-    host_bytes: int  # host memory of a node's processes, as far as known
-    slowest_rank: Footprint  # footprint of the rank that computes most
-    link_bytes: float | None = None  # per global batch over the busiest link between nodes
-    #: Bytes that a server process receives from all workers and sends to them per step.
+    host_bytes: int  # predicted host memory of all processes on a node
+    slowest_rank: Footprint  # footprint of the pipeline rank that computes most
+    link_bytes: float | None = None  # bytes per global batch, over the busiest link
+    #: Bytes that one server process receives from all workers and sends to them per step.
     served_bytes: float = 0.0
     server_bytes: int | None = None  # host memory of the largest server process
     servers_host_bytes: int = 0  # host memory of all server processes together
-    #: Disk space of the servers' snapshots, one per epoch, until they are evaluated.
+    #: Bytes on disk of the servers' snapshots, one per epoch, which are deleted after their evaluation.
     snapshot_bytes: int | None = None
 
     @property
@@ -238,7 +242,7 @@ class Needs:
 
 
 def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
-    """Return the needs of a cell, from its footprint.
+    """Return what a cell needs, derived from its footprint.
 
     Args:
         s: The cell.
@@ -276,11 +280,11 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
 
 
 def _compute_worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
-    """Return the bytes of host memory that a worker's process needs."""
-    # During the warm-up, a copy of the states that it changes is in host memory. On a CPU the copy of the
-    # weights is part of the need.
+    """Return the bytes of host memory that one worker's process needs."""
+    # The warm-up copies the states that it changes to host memory: here the optimizer's states. On a CPU the
+    # needed memory below includes the copy of the weights.
     n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
-    # A copy of the saved states exists from the first checkpoint on.
+    # From the first checkpoint on, a copy of the saved states exists.
     if "checkpoints" in s.settings.more:
         states = footprint.model_states_bytes
         n_bytes += sum(states.values()) - states["gradients_bytes"]
@@ -292,11 +296,12 @@ def _compute_worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int
         return n_bytes + CPU_PROCESS_BYTES + needed_bytes
     flat = footprint.flat_tensor_bytes
     mirror_bytes = 2 * flat["weights"] + flat["buffers"] if s.served else 0
-    # Gradients are as large as the parameters, and the warm-up stores copies to restore them.
+    # Offloaded states: parameters, gradients of equal size, optimizer states, and the copies from which the
+    # warm-up restores parameters and optimizer states.
     host_bytes = footprint.host_bytes
     kept_bytes = 3 * host_bytes.get("parameters", 0) + 2 * host_bytes.get("optimizer", 0)
     kept_bytes -= 2 * footprint.frozen_bytes if host_bytes else 0
     n_bytes += GPU_HOST_PROCESS_BYTES + footprint.warmup_copy_host_bytes + mirror_bytes + kept_bytes
-    if s.settings.data_placement == "host":  # pinned memory; the kernel may drop mapped files
+    if s.settings.data_placement == "host":  # pinned memory; mapped files may be dropped
         n_bytes += data_bytes
     return n_bytes

@@ -1,8 +1,8 @@
-"""Derives the range of a cell's time from public runs: measured steps over their planned time.
+"""Estimates the range of a cell's time from published runs.
 
-The runs are in workflow/reference/public_runs.csv, whose rows name their sources.
-benchmarks/prediction/public_steps.py makes that file, and tests each run against the range of other models'
-runs.
+The range is the planned time, multiplied by the runs' ratios of measured to planned time. The runs are in
+workflow/reference/public_runs.csv, whose rows name their sources. benchmarks/prediction/public_steps.py makes
+that file, and tests each run against the range of other models' runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.duration import PlannedStep, Span
 
 PUBLIC_RUNS = REFERENCE / "public_runs.csv"
-#: GPUs of the same generations as in the runs, also linked by NVLink.
+#: GPUs to which the runs apply: of the same generations as in the runs, with NVLink.
 GPUS = ("A100 SXM 40 GB", "A100 SXM 80 GB", "H100 SXM", "H100 96 GB", "H200 SXM")
-#: Maximum share of a step that a cell may wait for links and still resemble the runs, none of which waits.
+#: Maximum fraction of a step without computation, with which a cell still resembles the public runs.
 MAX_WAITING_SHARE = 0.05
 
 
@@ -29,7 +29,7 @@ class Band(NamedTuple):
     Attributes:
         low: Minimum ratio.
         high: Maximum ratio.
-        least_s: Shortest planned step of the runs; the band does not apply to shorter steps.
+        least_s: Shortest planned step of the runs; the ratios do not apply to shorter steps.
         source: Text on the runs.
     """
 
@@ -40,7 +40,7 @@ class Band(NamedTuple):
 
 
 def is_like_public_runs(s: Settings, reads_text: bool) -> bool:
-    """Return whether a cell resembles the public runs.
+    """Return whether a cell's settings resemble those of the public runs.
 
     The runs train a text decoder in bf16, sharded by FSDP's policy.
     """
@@ -50,33 +50,39 @@ def is_like_public_runs(s: Settings, reads_text: bool) -> bool:
 
 
 def estimate_from_runs(
-    device: str, s: Settings, reads_text: bool, step: PlannedStep, steps: int
+    gpu_name: str, s: Settings, reads_text: bool, step: PlannedStep, num_steps: int
 ) -> Span | None:
-    """Return the time range of some steps by public runs, or None without similar runs.
+    """Estimate the time of some steps from public runs, or None without similar runs.
 
     Args:
-        device: Name of the GPU in the table of GPUs.
+        gpu_name: Name of the GPU in the table of GPUs.
         s: Settings of the cell.
         reads_text: Whether the cell trains on texts.
         step: The planned step of the cell.
-        steps: Number of steps.
+        num_steps: Number of steps.
     """
     runs = get_public_band()
-    if device not in GPUS or not is_like_public_runs(s, reads_text) or step.seconds < runs.least_s:
+    if (
+        gpu_name not in GPUS
+        or not is_like_public_runs(s, reads_text)
+        or step.seconds < runs.least_s
+    ):
         return None
     if step.waiting_share > MAX_WAITING_SHARE:
         return None
-    return Span(step.seconds * steps * runs.low, step.seconds * steps * runs.high, runs.source)
+    return Span(
+        step.seconds * num_steps * runs.low, step.seconds * num_steps * runs.high, runs.source
+    )
 
 
 @cache
 def get_public_band() -> Band:
-    """Return the range of measured over planned times in all public runs."""
+    """Return the minimum and maximum ratio of measured to planned time, of all public runs."""
     return make_band(read_public_runs())
 
 
 def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
-    """Return the range of measured over planned times in some rows of public runs."""
+    """Compute the minimum and maximum ratio of measured to planned time, of some runs."""
     times = [(float(run["step_s"]), float(run["planned_s"])) for run in runs]
     ratios = [step_s / planned_s for step_s, planned_s in times]
     least_s = min(planned_s for _, planned_s in times)

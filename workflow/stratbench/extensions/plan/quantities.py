@@ -48,7 +48,7 @@ def sum_totals(plan: Plan, device: str) -> dict[str, Any]:
 
 
 def list_assumed_rates(plan: Plan) -> list[str]:
-    """Return texts on the link rates that the config does not give.
+    """Return texts on the link rates that the plan assumes, since the config has none.
 
     Only links that some cell uses are listed.
     """
@@ -79,7 +79,7 @@ def _summarise_sources(sources: Iterable[str]) -> str:
 
 
 def group_cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
-    """Return the cells grouped by their values of coordinates, in order of first occurrence."""
+    """Group cells by coordinates such as `experiment` and `model`, in order of occurrence."""
     value_of = attrgetter(*coordinates)
     by_key: dict[Any, list[Planned]] = {}
     for c in cells:
@@ -88,10 +88,10 @@ def group_cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, lis
 
 
 def sort_by_usual_time(cells: Iterable[Planned]) -> list[Planned]:
-    """Return the cells sorted by usual time within their groups, unknown times last.
+    """Sort the cells of each group by the time for comparisons.
 
-    A group has one experiment, model, worker count and repeat. Groups, and cells of equal times, keep their
-    order.
+    A group has one experiment, model, worker count and repeat. Unknown times come last. Groups, and cells of
+    equal times, keep their order.
     """
     groups = group_cells_by(cells, "experiment", "model", "gpus", "repeat").values()
     return [c for group in groups for c in sorted(group, key=_get_usual_s)]
@@ -101,9 +101,13 @@ def _get_usual_s(c: Planned) -> float:
     return math.inf if c.fit is None or c.fit.usual_s is None else c.fit.usual_s
 
 
-def format_in_unit(n_bytes: float, unit: int) -> str:
-    """Return `n_bytes / unit` as text with three digits or more."""
-    return f"{n_bytes / unit:.3g}" if n_bytes < 1000 * unit else f"{n_bytes / unit:.0f}"
+def format_in_unit(n_bytes: float, unit_bytes: int) -> str:
+    """Return a number of bytes in a unit as text, with three digits or more."""
+    return (
+        f"{n_bytes / unit_bytes:.3g}"
+        if n_bytes < 1000 * unit_bytes
+        else f"{n_bytes / unit_bytes:.0f}"
+    )
 
 
 def format_span(span: Span) -> str:
@@ -118,7 +122,7 @@ def format_span(span: Span) -> str:
 
 
 def format_compared_time(usual_s: float, span: Span) -> str:
-    """Return the comparison time and its range as text, such as `20.5 (12-45 min)`."""
+    """Return the compared time and its range as text, such as `20.5 (12-45 min)`."""
     if span.high_s < 1:
         return format_span(span)
     unit_s, digits = (1, 0) if span.high_s < 100 else (60, 1) if span.high_s < 6000 else (3600, 1)

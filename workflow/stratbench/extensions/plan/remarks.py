@@ -60,7 +60,7 @@ def iter_remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several names."""
+    """Return the names of each parameter that has more than one name."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)

@@ -47,8 +47,7 @@ from stratbench.telemetry.machine.hardware import find_datasheet
 
 Records = Mapping[Cell, Mapping[str, Any]]
 
-#: Verdicts on whether a cell fits a device. Tight means that it fits only without the reserve and the
-#: margin.
+#: Verdicts on whether a cell fits a device. A tight cell fits only if no memory is kept in reserve.
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
@@ -61,32 +60,32 @@ class DeviceFit:
     """
 
     device: str
-    peak: MemoryPeak  # peak during training, including the data set
-    stage_peaks_bytes: tuple[int, ...]  # peak of each pipeline stage, if there are several
-    needed_bytes: int  # maximum need, also during warm-up and evaluation
+    peak: MemoryPeak  # peak of the training steps, including the data set
+    stage_peaks_bytes: tuple[int, ...]  # peak of each pipeline stage; () without stages
+    needed_bytes: int  # maximum bytes, also in warm-up and evaluation
     memory_verdict: str  # FITS, TIGHT or DOES_NOT_FIT
     largest_batch: int
-    room_bytes: float  # memory of a worker without reserve and margin
-    #: Number of threads that the GPU holds at once, which sizes buffers of sums; 0 on CPUs.
+    room_bytes: float  # maximum predicted bytes that fit, after reserve and margin
+    #: Number of threads that the GPU holds at once, on which buffers of reductions depend; 0 on CPUs.
     resident_threads: int
     sending_s: tuple[float, float]  # seconds of communication per step, at best and at worst
     device_rate_span: Span | None  # time of training, from the device's rates
-    usual_s: float | None  # single time of training, by which cells are compared
+    usual_s: float | None  # one time of training in seconds, to compare cells by
     train_span: Span | None  # time of training, from records or else from the device's rates
-    total_span: Span | None  # time of the whole cell
-    time_limit_verdict: str  # whether the time limit ends it: no, possible or certain
+    total_span: Span | None  # time of the whole cell, with start-up and evaluations
+    time_limit_verdict: str  # whether the time limit ends the cell: no, possible or certain
     gpu_hours: tuple[float, float] | None
     cost: tuple[float, float] | None
 
     @property
     def may_run(self) -> bool:
-        """Whether the cell fits, possibly without the reserve for unknown memory."""
+        """Whether the cell fits at least without the reserve and the margin."""
         return self.memory_verdict != DOES_NOT_FIT
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of one cell: its needs, and predictions per device.
+    """The plan of one cell: what it needs, and predictions per device.
 
     Without a footprint nothing is predicted, and `reason` says why.
 
@@ -104,7 +103,7 @@ class Planned:
     has_record: bool
     footprint: Footprint | None
     needs: Needs | None
-    # Fit per device, the plan's own first; a cell on CPUs has only the CPU.
+    # Predictions by device, of which the first is the plan's own device.
     fits_on: dict[str, DeviceFit]
     job_request: resources.JobRequest
     min_samples_per_worker: int
@@ -121,19 +120,19 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a study for one device, with predictions for `compared_devices` as well."""
+    """Plan of a study for one device, with predictions for other devices to compare."""
 
     study: str
     cluster: Mapping[str, Any]
     device: str
-    gpu: str | None  # name in the config or command line; None if chosen for comparison
+    gpu: str | None  # GPU that the config names; None if it names none
     compared_devices: list[str]
     cells: list[Planned]
-    #: Texts on cells that no node of the cluster can hold; empty without SLURM.
+    #: Sentences on cells whose job is too large for every node of the cluster; empty without SLURM.
     unheld: list[str]
-    #: Sentence that the nodes have several GPU types; None if not, or if one is chosen.
+    #: Warning that the nodes have different types of GPUs; None if all are alike, or if one type is chosen.
     gpu_types: str | None
-    #: Trainings projected from records: of the study's cells (first repeats) and of others.
+    #: Durations that are projected from records, for cells of the study (first repeats) and for others.
     projected_durations: Mapping[Cell, ProjectedDuration]
     #: Footprints by value of `reshard_after_forward`, for each kind of cell that has this option.
     footprints_by_resharding: dict[Request, dict[str, Footprint]]
@@ -146,7 +145,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanAddition:
-    """Functions by which one extension adds durations and questions to plans.
+    """Functions by which an extension adds durations and questions to plans.
 
     Attributes:
         durations: Takes the config, the study and records, and returns durations of cells, also beyond
@@ -165,18 +164,18 @@ def make_plan(
     checked: Checked,
     records: Records,
     partition: str | None = "*",
-    projected: Mapping[Cell, ProjectedDuration] | None = None,
+    projected_durations: Mapping[Cell, ProjectedDuration] | None = None,
 ) -> Plan:
-    """Return the plan of a study that was checked.
+    """Return the plan of a study, from the check of its models and strategies.
 
     Args:
         config: The validated config.
         checked: Check of the study.
         records: Records of the study.
         partition: Partition of SLURM; several as `a,b`, None for the default one, `*` for any.
-        projected: Projected times of trainings.
+        projected_durations: Durations of trainings that are projected from records.
     """
-    cluster, projected = config["cluster"], projected or {}
+    cluster, projected_durations = config["cluster"], projected_durations or {}
     named, gpus = cluster["gpu"], list_configured_gpus(cluster)
     if not named:
         gpus = gpus[-1:] + gpus[:-1]
@@ -187,7 +186,7 @@ def make_plan(
             devices = [make_gpu_device(gpu, s.settings.precision, cluster) for gpu in gpus]
         else:
             devices = [make_cpu_device(cluster, s.cell.gpus)]
-        known = projected.get(replace(s.cell, repeat=0))
+        known = projected_durations.get(replace(s.cell, repeat=0))
         span = known.span if known else estimate_time_from_records(s.cell, timed)
         cells.append(_plan_cell(s, checked, records.get(s.cell), devices, span, config))
     on_gpu = any(s.request.is_on_cuda for s in checked.subjects)
@@ -208,13 +207,13 @@ def make_plan(
         cells=cells,
         unheld=nodes.format_refusals({cell: reason for cell, reason in refusals.items() if reason}),
         gpu_types=nodes.describe_mixed_gpu_types(of_partition, (c.job_request for c in to_train)),
-        projected_durations=projected,
+        projected_durations=projected_durations,
         footprints_by_resharding=checked.resharding,
     )
 
 
 def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
-    """Return the study's usable records, by the cell they are of.
+    """Return the study's usable records by cell.
 
     Print which records are left out, such as those of other settings.
     """
@@ -239,7 +238,7 @@ def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any
 
 
 def select_timed_records(records: Records, gpu: str | None) -> Records:
-    """Return the records whose times apply to `gpu`, or all records if `gpu` is None."""
+    """Return the records whose times apply to the GPU `gpu`, or all records for None."""
     named = find_matching_gpus(gpu) if gpu else None
 
     def names_other_gpu(record: Mapping[str, Any]) -> bool:
@@ -256,12 +255,12 @@ def _plan_cell(
     checked: Checked,
     record: Mapping[str, Any] | None,
     devices: list[Device],
-    measured: Span | None,
+    recorded_time: Span | None,
     config: Mapping[str, Any],
 ) -> Planned:
-    """Return the plan of a cell on `devices`.
+    """Return the plan of one cell for all of `devices`.
 
-    The first device is the plan's own. `measured` is the time of the cell's training by records.
+    The first device is the plan's own. `recorded_time` is the time of the cell's training by records.
     """
     cluster = config["cluster"]
     footprint = (
@@ -273,13 +272,13 @@ def _plan_cell(
     if footprint is not None:
         footprint = footprint.find_fullest_rank(s.samples_per_step, devices[0].resident_threads)
         needs = derive_needs(s, footprint, resources.count_nodes(s.cell, cluster))
-        spans = [measured] + [None] * len(devices)
+        spans = [recorded_time] + [None] * len(devices)
         fits_on = {
             device.name: _predict_fit(s, footprint, needs, device, span, cluster)
             for device, span in zip(devices, spans, strict=False)
         }
     fit = next(iter(fits_on.values()), None)
-    state, reason = _find_state(s, checked, record, fit, measured, config["results"])
+    state, reason = _find_state(s, checked, record, fit, recorded_time, config["results"])
     return Planned(
         subject=s,
         state=state,
@@ -311,12 +310,12 @@ def _predict_fit(
     footprint: Footprint,
     needs: Needs,
     device: Device,
-    measured: Span | None,
+    recorded_time: Span | None,
     cluster: Mapping[str, Any],
 ) -> DeviceFit:
-    """Return the prediction for a cell on a device.
+    """Predict memory, time and cost of a cell on one device.
 
-    `measured` is the time of its training by records.
+    `recorded_time` is the time of its training by records.
     """
     batch, threads, data_bytes = s.samples_per_step, device.resident_threads, needs.data_bytes
     fullest = footprint.find_fullest_rank(batch, threads)
@@ -334,7 +333,7 @@ def _predict_fit(
         by_device = Span(*ends, source)
         seen = estimate_from_runs(device.name, s.settings, s.data.is_text, steps[USUAL], s.steps)
         by_device = seen or by_device
-    train = measured or by_device
+    train = recorded_time or by_device
     total = train and train + estimate_overhead(device, s, needs)
     gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)
     return DeviceFit(
@@ -366,7 +365,7 @@ def _predict_fit(
 
 
 def classify_fit(needed_bytes: float, device: Device, margin: float) -> str:
-    """Return FITS, TIGHT or DOES_NOT_FIT, by a predicted memory and a device's memory.
+    """Return FITS, TIGHT or DOES_NOT_FIT, for a predicted memory on a device.
 
     Args:
         needed_bytes: Predicted need of a worker.
@@ -386,35 +385,35 @@ def _classify_time_limit(total: Span | None, limit_s: float | None) -> str:
 
 
 def compute_cost(
-    low_h: float, high_h: float, cluster: Mapping[str, Any], on_gpu: bool
+    min_gpu_hours: float, max_gpu_hours: float, cluster: Mapping[str, Any], on_gpu: bool
 ) -> tuple[float, float] | None:
-    """Return the cost of GPU-hours at best and at worst, or None.
+    """Return the cost of GPU-hours at best and at worst, or None without a price.
 
     Args:
-        low_h: Hours at best.
-        high_h: Hours at worst.
+        min_gpu_hours: GPU-hours at best.
+        max_gpu_hours: GPU-hours at worst.
         cluster: The block `cluster` of the config.
         on_gpu: Whether the cell trains on GPUs.
     """
     price = cluster["price_per_gpu_hour"]
-    return None if price is None or not on_gpu else (low_h * price, high_h * price)
+    return None if price is None or not on_gpu else (min_gpu_hours * price, max_gpu_hours * price)
 
 
 def _find_state(
     s: Subject,
     checked: Checked,
-    found: Mapping[str, Any] | None,
+    cell_record: Mapping[str, Any] | None,
     fit: DeviceFit | None,
-    measured: Span | None,
+    recorded_time: Span | None,
     results: str,
 ) -> tuple[str, str]:
-    """Return the state of a cell, and the reason for it."""
-    if found is not None:
-        if found["status"] == "ok":
+    """Return the state of a cell in the plan, and the reason for it."""
+    if cell_record is not None:
+        if cell_record["status"] == "ok":
             return "done", ""
-        if found["status"] == "unsupported":
-            return "unsupported", found["reason"]
-        return "recorded", f"{found['status']}: {found['reason']}"
+        if cell_record["status"] == "unsupported":
+            return "unsupported", cell_record["reason"]
+        return "recorded", f"{cell_record['status']}: {cell_record['reason']}"
     if s.cell in checked.refusal_reasons_by_cell:
         return "unsupported", checked.refusal_reasons_by_cell[s.cell]
     failed = record.read_failure_reason(s.cell.log_dir(results))
@@ -422,8 +421,8 @@ def _find_state(
         return "failed", failed
     if fit is None:
         reason = checked.rehearsals_by_request[s.request].unpredicted_reason
-        if s.request.by_command and measured is not None:
-            reason = f"{reason}: {' to '.join(map(format_seconds, measured))} by {measured.source}"
+        if s.request.by_command and recorded_time is not None:
+            reason = f"{reason}: {' to '.join(map(format_seconds, recorded_time))} by {recorded_time.source}"
         return "to do", f"could not be predicted: {reason}"
     if not fit.may_run:
         return (
@@ -434,7 +433,7 @@ def _find_state(
 
 
 def _describe_data_placement_remedy(s: Subject, fit: DeviceFit) -> str:
-    """Return a text on the setting that moves the data off the device.
+    """Return a text on the setting with which the data set leaves the device's memory.
 
     The text is empty if the data are less than a tenth of the need.
     """
@@ -450,5 +449,5 @@ def _describe_data_placement_remedy(s: Subject, fit: DeviceFit) -> str:
 
 
 def get_longest_time_s(fit: DeviceFit | None) -> int | None:
-    """Return the maximum expected time of a cell, in whole seconds, or None if unknown."""
+    """Return the upper end of a cell's predicted time in whole seconds, or None."""
     return None if fit is None or fit.total_span is None else round(fit.total_span.high_s)

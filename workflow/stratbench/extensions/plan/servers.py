@@ -9,15 +9,15 @@ from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.strategy import find_node_of_server
 from stratbench.strategies import get_strategy_class
 
-#: Number of shard-sized buffers per worker's connection over TCP: a gradient, its reply, and one of them in
-#: the wire's format.
+#: Number of buffers per worker's TCP connection, each of a shard's size: one for a gradient, one for its
+#: reply, and one in the format that is sent.
 _STREAM_SHARDS = 3
 
 
 def predict_server_bytes(
     s: Settings, flat_bytes: Mapping[str, int], n_nodes: int
 ) -> dict[str, int]:
-    """Return the bytes of host memory of server 0, by purpose.
+    """Return the host memory of the first parameter server in bytes, by purpose.
 
     Server 0 is the largest, since it alone has BatchNorm's statistics. The policy has a number of
     weight-sized tensors, some of which only momentum needs. Each of these exists once per moment of the
@@ -42,7 +42,8 @@ def predict_server_bytes(
         "weights": part_bytes,
         "optimizer": tensors * part_bytes,
         "snapshot": part_bytes,
-        # Buffers of each worker's last push, the initial buffers, and their mean for the snapshot.
+        # BatchNorm's statistics: those of each worker's last push, the initial ones, and their mean in a
+        # snapshot.
         "buffers": (workers + 2) * flat_bytes["buffers"],
         "lanes": 0 if shares_memory else workers * stream_bytes,
     }
@@ -70,7 +71,7 @@ def compute_worker_traffic_bytes(
 
 
 def compute_busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nodes: int) -> float:
-    """Return the one-way bytes per global batch over the busiest link.
+    """Return the one-way bytes per global batch over the busiest node's link.
 
     A node with w of all W workers may serve a fraction p of the weights P (bytes). Its link then carries w
     (1 - p) P for its workers and (W - w) p P for its servers, each way. Buffers go to server 0 only. With

@@ -24,12 +24,12 @@ from stratbench.cell.text.words import wrap_lines
 from stratbench.strategies import get_strategy_class
 from stratbench.study.config.config import Study
 
-#: Errors that may not occur on a machine with a GPU, or with other files.
+#: Pattern of errors that may not occur on another machine, which has a GPU or other files.
 MAY_BE_MACHINES = re.compile(r"cuda|gpu|nvidia|triton|'CPU' backend|\w*OSError|FileNotFound", re.I)
 
 
 def find_network_faults(
-    config: Mapping[str, Any], study: Study, cells: Iterable[Cell], elsewhere: bool
+    config: Mapping[str, Any], study: Study, cells: Iterable[Cell], on_other_machines: bool
 ) -> list[str]:
     """Return why a user's models and tasks cannot be trained, one sentence per fault.
 
@@ -39,7 +39,7 @@ def find_network_faults(
         config: The validated config.
         study: The study.
         cells: The cells to train.
-        elsewhere: Whether other machines train the models.
+        on_other_machines: Whether other machines train the models.
     """
     by_key = {_make_network_key(study, cell): cell for cell in cells}
     by_key.pop(None, None)
@@ -50,7 +50,7 @@ def find_network_faults(
     done = subprocess.run(
         command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=False
     )
-    if done.returncode != 0:  # the jobs check again and report the fault
+    if done.returncode != 0:  # the check failed; each job checks its model again
         print(
             "your models could not be checked before the start; their jobs check them",
             file=sys.stderr,
@@ -58,7 +58,7 @@ def find_network_faults(
         return []
     faults = []
     for reason, on_gpus in json.loads(done.stdout).items():
-        if (elsewhere or on_gpus) and MAY_BE_MACHINES.search(reason):
+        if (on_other_machines or on_gpus) and MAY_BE_MACHINES.search(reason):
             print(
                 wrap_lines(
                     [
@@ -73,25 +73,25 @@ def find_network_faults(
 
 
 def _make_network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
-    """Return a key that is equal for cells with the same check.
+    """Return a key that is equal for cells whose models have the same check.
 
     Return None if there is nothing to check.
     """
     settings = study.settings(cell)
     own = settings.own_model or settings.own_task
-    # Data sets of users are unknown until a job of this run has prepared them.
     by_command = get_strategy_class(settings.strategy).kind == "own"
+    # The metadata of a user's data set are unknown until a job has prepared it.
     if not own or by_command or not study.get_dataset(cell.dataset).has_known_metadata:
         return None
     return cell.experiment, cell.model
 
 
 def main() -> int:
-    """Check the models of the cells on stdin.
+    """Check the models of the cells that stdin lists as JSON.
 
     Print the faults, and whether their cells train on GPUs.
     """
-    # Imported here, since Snakemake's rules import this file each time that they are read.
+    # Imported here, since Snakemake imports this module often, and the check takes long to import.
     from stratbench.extensions.plan.check import Network, check_networks
     from stratbench.extensions.plan.needs import make_subject
 

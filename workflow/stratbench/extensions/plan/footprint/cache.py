@@ -28,12 +28,12 @@ SOURCES = (
     "extensions/plan/check.py", "extensions/plan/footprint/*.py",
     *(f"extensions/{name}/**/*.py" for name, each in load_extensions().items() if each.strategies),
 )  # fmt: skip
-#: Fault of a job whose process ended without a result.
+#: Fault in the result of a job whose process ended without returning one.
 KILLED = "its process was killed (out of memory?)"
 
 
 class CachedResult(Protocol):
-    """Protocol of a dataclass with a process's result. Results with a `fault` are not cached."""
+    """Protocol of a result that a process returns. It is not cached if it has a `fault`."""
 
     @property
     def fault(self) -> str | None: ...
@@ -46,7 +46,7 @@ class CachedResult(Protocol):
 
 
 class CachedJob(NamedTuple):
-    """Work for a process, whose result is cached.
+    """A call to run in a process, whose result is cached.
 
     Attributes:
         name: Name in progress messages.
@@ -66,42 +66,44 @@ Kept = TypeVar("Kept", bound=CachedResult)
 
 
 def compute_cached_results(
-    doing: str,
-    kind: type[Kept],
-    work: Callable[..., Kept],
+    progress_text: str,
+    result_class: type[Kept],
+    compute_result: Callable[..., Kept],
     jobs: Mapping[Key, CachedJob],
     folder: Path,
-    imported: Sequence[str] = (),
+    preloaded_modules: Sequence[str] = (),
 ) -> dict[Key, Kept]:
-    """Return the result of each job, cached or made by `work` in a process.
+    """Return the result of each job, from the cache or computed in a process.
 
     The results have the order of `jobs`. Missing results are announced with their expected time.
 
     Args:
-        doing: Text on the work, with `{}` for the number of jobs.
-        kind: Class of the results.
-        work: Makes a result.
+        progress_text: Text on the work, with `{}` for the number of jobs.
+        result_class: Class of the results.
+        compute_result: Computes the result of a job from its arguments.
         jobs: The jobs.
         folder: Folder of the cache.
-        imported: Modules that the processes share, if these are the first processes.
+        preloaded_modules: Modules that the processes share, if these are the first processes.
     """
     paths = {key: folder / f"{make_cache_key(job.asked)}.json" for key, job in jobs.items()}
-    results = {key: cached for key, path in paths.items() if (cached := _read_cached(path, kind))}
-    # The longest jobs start first, so that none runs alone at the end.
+    results = {
+        key: cached for key, path in paths.items() if (cached := _read_cached(path, result_class))
+    }
+    # The longest jobs start first, so that no long job runs alone at the end.
     missing = sorted(jobs.keys() - results.keys(), key=lambda key: (-jobs[key].weight, paths[key]))
     if not missing:
         return results
-    print(doing.format(len(missing)), flush=True)
+    print(progress_text.format(len(missing)), flush=True)
     begun, done, whole = time.monotonic(), 0.0, sum(jobs[key].weight for key in missing)
-    with make_pool(min(len(list_usable_cores()), len(missing)), imported) as pool:
-        running = {pool.submit(work, *jobs[key].arguments): key for key in missing}
+    with make_pool(min(len(list_usable_cores()), len(missing)), preloaded_modules) as pool:
+        running = {pool.submit(compute_result, *jobs[key].arguments): key for key in missing}
         for i, future in enumerate(as_completed(running), 1):
             key = running[future]
             job = jobs[key]
             try:
                 result = results[key] = future.result()
             except BrokenProcessPool:
-                result = results[key] = kind.failed(KILLED)
+                result = results[key] = result_class.failed(KILLED)
             if result.fault is None:
                 entry = {"of": list_key_parts(job.asked), "result": asdict(result)}
                 write_atomic(paths[key], json.dumps(entry) + "\n")
@@ -114,7 +116,7 @@ def compute_cached_results(
 
 
 def list_key_parts(request: Any) -> dict[str, Any]:
-    """Return all values that a cached result depends on."""
+    """Return all values on which a cached result depends."""
     return {
         "asked": request,
         "torch": version("torch"),
@@ -124,14 +126,14 @@ def list_key_parts(request: Any) -> dict[str, Any]:
 
 
 def make_cache_key(request: Any) -> str:
-    """Return the name of the file for a result: a hash of `list_key_parts`."""
+    """Return the name of a result's file in the cache: a hash of what the result depends on."""
     text = json.dumps(list_key_parts(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache
 def hash_sources() -> str:
-    """Return the hash of all files that match SOURCES."""
+    """Return a hash of the source files on which results depend."""
     digest = hashlib.sha256()
     for pattern in SOURCES:
         for path in sorted(PACKAGE.glob(pattern)):
@@ -139,8 +141,8 @@ def hash_sources() -> str:
     return digest.hexdigest()
 
 
-def _read_cached(path: Path, kind: type[Kept]) -> Kept | None:
+def _read_cached(path: Path, result_class: type[Kept]) -> Kept | None:
     try:
-        return kind.from_dict(read_json(path)["result"])
+        return result_class.from_dict(read_json(path)["result"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # no file, or a damaged one: the result is made again
+        return None  # without a readable file the result is computed again

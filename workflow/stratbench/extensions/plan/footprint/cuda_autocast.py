@@ -18,7 +18,7 @@ from torch.library import Library, fallthrough_kernel
 from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister_kernels
 from stratbench.workload.torch_internals import get_arguments
 
-#: Operators that compute in float32, to which autocast converts their operands.
+#: Operators that autocast on CUDA runs in float32, after converting their operands.
 FLOAT32 = frozenset({
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
     "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
@@ -32,22 +32,23 @@ FLOAT32 = frozenset({
     "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
     "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"
 })  # fmt: skip
-#: Operators whose `dtype` is float32 unless the caller sets it.
+#: Operators whose argument `dtype` autocast on CUDA sets to float32 if the caller does not set it.
 BY_DTYPE = frozenset({
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"
 })  # fmt: skip
-#: Operators like those of BY_DTYPE, for which an overload has the `dtype`.
+#: Operators without `dtype`, each with the overload that has one. Autocast on CUDA calls this overload with
+#: float32.
 BY_OTHER = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-#: Operators that autocast treats as a whole on a CPU. On CUDA it treats each part separately, so that the
-#: logarithms of cross-entropy have the format of the scores.
+#: Operators that autocast on a CPU runs in one format. On CUDA each part has a format of its own: the
+#: logarithms in cross-entropy have that of the scores.
 BY_PARTS = ("cross_entropy_loss",)
 SHORT = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Make autocast on a CPU cast as on CUDA until the block ends."""
+    """Make autocast on a CPU cast as autocast on CUDA does, until the block ends."""
     library = Library("aten", "IMPL", "AutocastCPU")
     kernels = dict.fromkeys(FLOAT32, _run_in_float32) | dict.fromkeys(
         BY_DTYPE, _run_with_float32_dtype
@@ -57,7 +58,7 @@ def cuda_autocast() -> Iterator[None]:
     }
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that kernels replace others
+            warnings.simplefilter("ignore")  # torch warns of each kernel that replaces another
             for name in BY_PARTS:
                 library.impl(name, fallthrough_kernel)
             for name, kernel in kernels.items():
@@ -73,7 +74,7 @@ def _get_operator(name: str) -> Any:
 
 
 def _without_casts(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of the kernel that runs without casts."""
+    """Return the kernel with autocast disabled while it runs."""
 
     def run_uncast(*args: Any, **kwargs: Any) -> Any:
         with no_autocast():

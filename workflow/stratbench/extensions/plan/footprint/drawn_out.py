@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Number of blocks of the two traced networks. The second has an additional block in the middle, which is
-#: repeated.
+#: Numbers of blocks of the two traced models. The second model has one more block in its middle, which stands
+#: for all blocks that are left out.
 FEW, MORE = 5, 6
-#: Number of blocks that are counted from the start; the others are counted from the end.
+#: Number of first blocks, which are matched by their number from the start. All other blocks are matched by
+#: their number from the end.
 FROM_START = 2
 
 
 def make_footprint_by_blocks(
     request: Request, trial: Trial | None, blocks: Blocks | None
 ) -> Footprint:
-    """Return the footprint of a request, traced with few equal blocks if possible.
+    """Return a request's footprint, from traces with few of the equal blocks if possible.
 
     The result equals that of `make_footprint`.
 
@@ -59,7 +60,7 @@ def make_footprint_by_blocks(
         blocks: Equal blocks of the model, if any.
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
-    # With checkpointing `every-N`, the few blocks might not include one that is computed again.
+    # With checkpointing `every-N`, blocks are not equal: backward computes only some of them again.
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
     if blocks is not None and mesh.stages == 1 and is_uniform:
         try:
@@ -71,29 +72,31 @@ def make_footprint_by_blocks(
     return make_footprint(request, trial)
 
 
-def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Footprint:
-    """Return the footprint of a model with equal `blocks`, of which only few are traced.
+def extrapolate_footprint(trace_blocks: Callable[..., Followed], blocks: Blocks) -> Footprint:
+    """Return the footprint of a model with many equal blocks, from traces with few.
 
     Args:
-        follow: Traces the model with a number of its blocks, its keyword `blocks`.
+        trace_blocks: Traces the model with a number of its blocks, its keyword `blocks`.
         blocks: All blocks.
 
     Raises:
         UnlikeError: If the blocks are not called equally, so that all must be traced.
     """
     try:
-        few, more = (follow(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
-    except Exception as error:  # a trace of all blocks may succeed, or gives a better error
-        raise UnlikeError("the model fails with fewer blocks") from error
+        few, more = (trace_blocks(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
+    except Exception as error:  # a trace of all blocks may succeed, or say more
+        raise UnlikeError("the model cannot be traced with fewer blocks") from error
     if few.other_moments or more.other_moments:
-        raise UnlikeError("the training has several kinds of steps")
+        raise UnlikeError(
+            "blocks are not extrapolated, since the training has several kinds of steps"
+        )
     further, parts = blocks.count - MORE, few.parts
     both = (few, more)
     phases = len(more.step_phases[0])
     steps = [[_split_step(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)] for f in both]
     for f, each in zip(both, steps, strict=True):
         if each[0] != each[1] or len(f.step_phases[0]) != phases:
-            raise UnlikeError("the steps with two batch sizes differ in their marks")
+            raise UnlikeError("the traced steps of the two batch sizes have different marks")
     (a, _), (b, _) = steps
     lives = few.live_bytes_by_batch, more.live_bytes_by_batch
     check_blocks_are_equal(b, lives[1], more.collective_calls)
@@ -104,7 +107,9 @@ def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Fo
     for x, y in pairs:
         for i, j in zip(range(*x.reduction_range), range(*y.reduction_range), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
-                raise UnlikeError("the reductions of both traces differ")
+                raise UnlikeError(
+                    "the traces with few and with more blocks have different reductions"
+                )
             candidates.append((sums[0][i][0], sums[1][j][0], sums[1][j][1]))
     evaluation = _extrapolate_evaluation(both, 1 + 2 * phases, further)
     flops = extrapolate_numbers(few.forward_flops, more.forward_flops, further)
@@ -130,34 +135,35 @@ def extrapolate_footprint(follow: Callable[..., Followed], blocks: Blocks) -> Fo
     )
 
 
-def _split_step(followed: Followed, first: int, stop: int) -> list[EventSegment]:
-    return split_into_segments(followed.trace, followed.blocks.count, first, stop)
+def _split_step(followed: Followed, first_phase: int, stop_phase: int) -> list[EventSegment]:
+    return split_into_segments(followed.trace, followed.blocks.count, first_phase, stop_phase)
 
 
 def _list_reductions_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
-    """Return a step's reductions in order, each with the number of events before it."""
+    """Return the position in the trace and the size of each CUDA reduction of a step."""
     by_sums = list_reductions(followed.step_phases, followed.event_edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
 
 def _extrapolate_moments(
-    both: tuple[Followed, Followed],
-    lives: Sequence[Sequence[Sequence[int]]],
-    candidates: Sequence[tuple[int, int, Sums | None]],
-    further: int,
+    both_traces: tuple[Followed, Followed],
+    live_bytes: Sequence[Sequence[Sequence[int]]],
+    possible_peaks: Sequence[tuple[int, int, Sums | None]],
+    num_further_blocks: int,
 ) -> list[Moment]:
-    """Return the moments that may be a step's peak for some batch."""
-    parts = both[0].parts
+    """Return the moments of a step at which memory may peak for some batch size."""
+    parts = both_traces[0].parts
 
     def fit_line(i: int, j: int) -> Affine:
         pair = (
-            extrapolate_numbers(few[i], more[j], further) for few, more in zip(*lives, strict=True)
+            extrapolate_numbers(few[i], more[j], num_further_blocks)
+            for few, more in zip(*live_bytes, strict=True)
         )
         return Affine.from_two_values(tuple(pair), parts)
 
     moments = []
-    for kind in dict.fromkeys(sums for _, _, sums in candidates):
-        same_kind = [(i, j) for i, j, sums in candidates if sums == kind]
+    for kind in dict.fromkeys(sums for _, _, sums in possible_peaks):
+        same_kind = [(i, j) for i, j, sums in possible_peaks if sums == kind]
         lines = [fit_line(i, j) for i, j in same_kind]
         for number in find_upper_envelope(lines, parts):
             at = same_kind[number]
@@ -165,39 +171,44 @@ def _extrapolate_moments(
                 extrapolate_numbers(
                     *(
                         f.trace.get_device_bytes_by_purpose(f.event_edges[batch] + n)
-                        for f, n in zip(both, at, strict=True)
+                        for f, n in zip(both_traces, at, strict=True)
                     ),
-                    further,
+                    num_further_blocks,
                 )
                 for batch in (0, 1)
             ]
             used = {k: Affine.from_two_values((held[0][k], held[1][k]), parts) for k in held[0]}
-            phase = both[1].trace.get_phase_of_event(both[1].event_edges[1] + max(at[1] - 1, 0))
+            phase = both_traces[1].trace.get_phase_of_event(
+                both_traces[1].event_edges[1] + max(at[1] - 1, 0)
+            )
             used = {k: v for k, v in used.items() if v.fixed or v.per_sample}
             moments.append(Moment(phase, lines[number], used, kind))
     return moments
 
 
 def _extrapolate_evaluation(
-    both: tuple[Followed, Followed], first: int, further: int
+    both_traces: tuple[Followed, Followed], first_phase: int, num_further_blocks: int
 ) -> MemoryPeak:
-    """Return the peak of the evaluation, which has a single batch."""
-    a, b = (_split_step(f, first, first + 1) for f in both)
-    start = [f.event_edges[2] for f in both]
+    """Return the peak memory of an evaluation, which has a single batch size."""
+    a, b = (_split_step(f, first_phase, first_phase + 1) for f in both_traces)
+    start = [f.event_edges[2] for f in both_traces]
     lives = [
-        f.trace.list_live_bytes(at, len(f.trace.events)) for f, at in zip(both, start, strict=True)
+        f.trace.list_live_bytes(at, len(f.trace.events))
+        for f, at in zip(both_traces, start, strict=True)
     ]
     best, where = -1, (0, 0)
     for x, y in match_segments(a, b):
         for i, j in zip(x.moments, y.moments, strict=True):
-            n_bytes = extrapolate_numbers(lives[0][i], lives[1][j], further)
+            n_bytes = extrapolate_numbers(lives[0][i], lives[1][j], num_further_blocks)
             if n_bytes > best:
                 best, where = n_bytes, (i, j)
     held = [
         f.trace.get_device_bytes_by_purpose(at + n)
-        for f, at, n in zip(both, start, where, strict=True)
+        for f, at, n in zip(both_traces, start, where, strict=True)
     ]
-    return MemoryPeak(best, "evaluation", drop_zeros(extrapolate_numbers(*held, further)))
+    return MemoryPeak(
+        best, "evaluation", drop_zeros(extrapolate_numbers(*held, num_further_blocks))
+    )
 
 
 class UnlikeError(Exception):
@@ -206,7 +217,7 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class EventSegment:
-    """Events of a traced step between two marks.
+    """Events of a traced step between two marks, such as the start and end of a block.
 
     Attributes:
         key: The mark's label, its block's number from the start or (negative) from the end, and how
@@ -223,37 +234,39 @@ class EventSegment:
 
     @property
     def block(self) -> int | None:
-        """Number of the segment's block; None between blocks."""
+        """Number of the block to which the segment belongs; None between blocks."""
         return self.key[1]
 
     @property
     def is_middle(self) -> bool:
-        """Whether the segment belongs to the additional block of the longer trace."""
+        """Whether the segment belongs to the block that only the longer trace has."""
         return self.block == FROM_START - MORE
 
 
 def split_into_segments(
-    trace: OperatorTrace, blocks: int, first: int, stop: int
+    trace: OperatorTrace, num_blocks: int, first_phase: int, stop_phase: int
 ) -> list[EventSegment]:
-    """Return the segments of a traced step, between the trace's marks.
+    """Return the segments of a traced step: the events between neighbouring marks.
 
     Args:
         trace: The trace with its marks.
-        blocks: Number of blocks of the traced network.
-        first: Number of the step's first phase in the trace.
-        stop: Number of the first phase after it; the number of phases for the last step.
+        num_blocks: Number of blocks of the traced network.
+        first_phase: Number of the step's first phase in the trace.
+        stop_phase: Number of the first phase after it; the number of phases for the last step.
     """
     starts = [i for i, mark in enumerate(trace.marks) if mark.label == "phase"]
     end = trace.make_mark()
-    marks = trace.marks[starts[first - 1] : starts[stop - 1] if stop <= len(starts) else None]
-    after = trace.marks[starts[stop - 1]] if stop <= len(starts) else end
+    marks = trace.marks[
+        starts[first_phase - 1] : starts[stop_phase - 1] if stop_phase <= len(starts) else None
+    ]
+    after = trace.marks[starts[stop_phase - 1]] if stop_phase <= len(starts) else end
     begin = marks[0]
     seen: dict[tuple[Any, ...], int] = {}
     segments = []
     for mark, following in zip(marks, [*marks[1:], after], strict=True):
         block = mark.block
         if block is not None and block >= FROM_START:
-            block -= blocks
+            block -= num_blocks
         occurrence = seen[mark.label, block] = seen.get((mark.label, block), -1) + 1
         allocations = [
             i + 1 - begin.events
@@ -272,38 +285,38 @@ def split_into_segments(
 
 
 def match_segments(
-    few: Sequence[EventSegment], more: Sequence[EventSegment]
+    few_segments: Sequence[EventSegment], more_segments: Sequence[EventSegment]
 ) -> list[tuple[EventSegment, EventSegment]]:
-    """Return pairs of matching segments of a longer and a shorter model.
+    """Return pairs of matching segments of the shorter and the longer trace.
 
     The longer model's additional block in the middle is left out.
 
     Raises:
         UnlikeError: If the segments do not match.
     """
-    rest = [s for s in more if not s.is_middle]
-    if [s.key for s in few] != [s.key for s in rest]:
-        raise UnlikeError("the marks of both traces differ")
-    pairs = list(zip(few, rest, strict=True))
+    rest = [s for s in more_segments if not s.is_middle]
+    if [s.key for s in few_segments] != [s.key for s in rest]:
+        raise UnlikeError("the traces with few and with more blocks have different marks")
+    pairs = list(zip(few_segments, rest, strict=True))
     for a, b in pairs:
         if len(a.moments) != len(b.moments) or _count_items(a.reduction_range) != _count_items(
             b.reduction_range
         ):
-            raise UnlikeError(f"the numbers of events after mark {a.key} differ")
+            raise UnlikeError(f"the traces have different numbers of events after the mark {a.key}")
     return pairs
 
 
 def check_blocks_are_equal(
     segments: Sequence[EventSegment],
-    lives: Sequence[Sequence[int]],
-    calls: Sequence[CollectiveCall],
+    live_bytes: Sequence[Sequence[int]],
+    collectives: Sequence[CollectiveCall],
 ) -> None:
     """Raise UnlikeError if a block differs from its neighbours.
 
     Args:
         segments: Segments of a step of the longer trace.
-        lives: Bytes after each event of the step, for each batch.
-        calls: Collectives of the step.
+        live_bytes: Bytes after each event of the step, for each batch.
+        collectives: Collectives of the step.
     """
     middle = FROM_START - MORE
     inner = (middle, middle + 1, middle + 2)
@@ -316,117 +329,133 @@ def check_blocks_are_equal(
             continue
         three = [by_key.get((label, i, occurrence)) for i in inner]
         if None in three or len({len(s.moments) for s in three}) > 1:
-            raise UnlikeError(f"neighbouring blocks differ in events at {label}")
-        for live in lives:
+            raise UnlikeError(
+                f"neighbouring blocks have different numbers of events at the mark {label}"
+            )
+        for live in live_bytes:
             for x, y, z in zip(*(s.moments for s in three), strict=True):
                 if live[z] - live[y] != live[y] - live[x]:
-                    raise UnlikeError(f"neighbouring blocks differ in memory at {label}")
-        each = [[calls[i] for i in range(*s.collective_range)] for s in three]
+                    raise UnlikeError(
+                        f"neighbouring blocks add different amounts of memory at the mark {label}"
+                    )
+        each = [[collectives[i] for i in range(*s.collective_range)] for s in three]
         if each[0] != each[1] or each[1] != each[2]:
-            raise UnlikeError(f"neighbouring blocks differ in collectives at {label}")
-        # Buckets that a single block does not fill end at other places in each block.
+            raise UnlikeError(f"neighbouring blocks call different collectives at the mark {label}")
+        # A bucket may hold gradients of several blocks. Its all-reduce then starts in only some blocks.
         if label == "backward" and some_calls and not each[0]:
             raise UnlikeError("a bucket holds gradients of several blocks")
 
 
 def extrapolate_collectives(
-    few: Sequence[EventSegment],
-    more: Sequence[EventSegment],
-    calls: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
-    further: int,
+    few_segments: Sequence[EventSegment],
+    more_segments: Sequence[EventSegment],
+    collectives_of_traces: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
+    num_further_blocks: int,
 ) -> list[CollectiveCall]:
-    """Return the collectives of a step with `further` more blocks than the longer trace.
+    """Return a step's collectives for a model with more blocks than the longer trace.
 
     Args:
-        few: Segments of the shorter trace.
-        more: Segments of the longer trace.
-        calls: Collectives of both traces.
-        further: Number of further blocks.
+        few_segments: Segments of the shorter trace.
+        more_segments: Segments of the longer trace.
+        collectives_of_traces: Collectives of both traces.
+        num_further_blocks: Number of further blocks.
     """
-    by_key = {s.key: s for s in few}
+    by_key = {s.key: s for s in few_segments}
     drawn: list[CollectiveCall] = []
-    for is_middle, run in groupby(more, key=lambda s: s.is_middle):
+    for is_middle, run in groupby(more_segments, key=lambda s: s.is_middle):
         segments = list(run)
         if is_middle:
             first, stop = segments[0].collective_range[0], segments[-1].collective_range[1]
-            drawn += list(calls[1][first:stop]) * (further + 1)
+            drawn += list(collectives_of_traces[1][first:stop]) * (num_further_blocks + 1)
             continue
         for s in segments:
             a, b = (
-                calls[0][slice(*by_key[s.key].collective_range)],
-                calls[1][slice(*s.collective_range)],
+                collectives_of_traces[0][slice(*by_key[s.key].collective_range)],
+                collectives_of_traces[1][slice(*s.collective_range)],
             )
-            drawn += _extrapolate_segment_collectives(a, b, further)
+            drawn += _extrapolate_segment_collectives(a, b, num_further_blocks)
     return drawn
 
 
 def _extrapolate_segment_collectives(
-    a: Sequence[CollectiveCall], b: Sequence[CollectiveCall], further: int
+    few_calls: Sequence[CollectiveCall],
+    more_calls: Sequence[CollectiveCall],
+    num_further_blocks: int,
 ) -> Iterator[CollectiveCall]:
-    if len(a) == len(b):
-        for x, y in zip(a, b, strict=True):
+    if len(few_calls) == len(more_calls):
+        for x, y in zip(few_calls, more_calls, strict=True):
             if replace(x, n_bytes=0, bytes_per_sample=0) != replace(
                 y, n_bytes=0, bytes_per_sample=0
             ):
-                raise UnlikeError("the collectives of both traces differ")
+                raise UnlikeError(
+                    "the traces with few and with more blocks have different collectives"
+                )
             n_bytes, sample_bytes = extrapolate_numbers(
-                (x.n_bytes, x.bytes_per_sample), (y.n_bytes, y.bytes_per_sample), further
+                (x.n_bytes, x.bytes_per_sample), (y.n_bytes, y.bytes_per_sample), num_further_blocks
             )
             yield replace(y, n_bytes=n_bytes, bytes_per_sample=sample_bytes)
         return
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    added = len(b) - len(a)
-    if added < 0 or list(b[same + added :]) != list(a[same:]):
-        raise UnlikeError("the collectives of both traces differ")
-    yield from b[:same]
-    yield from list(b[same : same + added]) * (further + 1)
-    yield from b[same + added :]
+    same = next(
+        (i for i, (x, y) in enumerate(zip(few_calls, more_calls, strict=False)) if x != y),
+        len(few_calls),
+    )
+    added = len(more_calls) - len(few_calls)
+    if added < 0 or list(more_calls[same + added :]) != list(few_calls[same:]):
+        raise UnlikeError("the traces with few and with more blocks have different collectives")
+    yield from more_calls[:same]
+    yield from list(more_calls[same : same + added]) * (num_further_blocks + 1)
+    yield from more_calls[same + added :]
 
 
-def extrapolate_numbers(few: Any, more: Any, further: int) -> Any:
-    """Return numbers extrapolated to `further` more blocks than in the longer trace.
+def extrapolate_numbers(few_values: Any, more_values: Any, num_further: int) -> Any:
+    """Extrapolate numbers of two traces to a model with more blocks.
 
     Numbers may be in dicts, tuples and dataclasses; all other values must be equal.
 
     Args:
-        few: Values of the shorter trace.
-        more: Values of the longer trace.
-        further: Number of further blocks.
+        few_values: Values of the shorter trace.
+        more_values: Values of the longer trace.
+        num_further: Number of blocks that the longer trace lacks.
     """
-    return sum_weighted_numbers((few, more), (-further, 1 + further))
+    return sum_weighted_numbers((few_values, more_values), (-num_further, 1 + num_further))
 
 
-def sum_weighted_numbers(each: Sequence[Any], weights: Sequence[int]) -> Any:
-    """Return the sum of weighted numbers, which may be in dicts, tuples and dataclasses.
+def sum_weighted_numbers(values: Sequence[Any], weights: Sequence[int]) -> Any:
+    """Return the weighted sum of values that contain numbers.
+
+    The numbers may be in dicts, tuples and dataclasses.
 
     Args:
-        each: Values that are equal except for their numbers.
+        values: Values that are equal except for their numbers.
         weights: A weight for each value; the weights add up to one.
 
     Raises:
         UnlikeError: If the values differ in more than their numbers.
     """
-    *others, last = each
+    *others, last = values
     if any(type(x) is not type(last) and not isinstance(x, int | float) for x in others):
-        raise UnlikeError("footprints of few and of more blocks have values of different types")
+        raise UnlikeError("footprints of different traces have values of different types")
     if isinstance(last, bool | str) or last is None:
         if any(x != last for x in others):
-            raise UnlikeError("values to combine differ in more than numbers")
+            raise UnlikeError("footprints of different traces differ in more than their numbers")
         return last
     if isinstance(last, int | float):
         return last + sum((x - last) * w for x, w in zip(others, weights, strict=False))
     if isinstance(last, dict):
-        keys = dict.fromkeys(key for x in each for key in x)
-        return {k: sum_weighted_numbers([x.get(k, 0) for x in each], weights) for k in keys}
+        keys = dict.fromkeys(key for x in values for key in x)
+        return {k: sum_weighted_numbers([x.get(k, 0) for x in values], weights) for k in keys}
     if is_dataclass(last):
         names = [f.name for f in fields(last)]
         return replace(
-            last, **{n: sum_weighted_numbers([getattr(x, n) for x in each], weights) for n in names}
+            last,
+            **{n: sum_weighted_numbers([getattr(x, n) for x in values], weights) for n in names},
         )
     if any(len(x) != len(last) for x in others):
-        raise UnlikeError("values to combine have different lengths")
-    return type(last)(sum_weighted_numbers(numbers, weights) for numbers in zip(*each, strict=True))
+        raise UnlikeError("footprints of different traces have lists of different lengths")
+    return type(last)(
+        sum_weighted_numbers(numbers, weights) for numbers in zip(*values, strict=True)
+    )
 
 
-def _count_items(ends: tuple[int, int]) -> int:
-    return ends[1] - ends[0]
+def _count_items(index_range: tuple[int, int]) -> int:
+    return index_range[1] - index_range[0]

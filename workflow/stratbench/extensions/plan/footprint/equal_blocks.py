@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from stratbench.telemetry.collective_count import iter_tensors
 from stratbench.workload.torch_internals import TorchDispatchMode, get_children, tree_leaves
 
-#: A model with fewer blocks is traced with all of them.
+#: Minimum number of equal blocks of which only few are traced.
 MIN_BLOCKS = 8
-#: Types of attributes that are compared between blocks.
+#: Types of attributes whose values are compared between blocks.
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> Blocks | None:
-    """Return the equal modules that contain most of the parameters, or None without such blocks."""
+    """Return the path and number of the model's largest series of equal modules, or None."""
     best, most = None, 0
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < MIN_BLOCKS:
@@ -41,21 +41,21 @@ def find_blocks(model: nn.Module) -> Blocks | None:
     return best
 
 
-def keep_first_blocks(model: nn.Module, path: str, count: int) -> None:
-    """Remove all but the first blocks from the model.
+def keep_first_blocks(model: nn.Module, path: str, num_blocks: int) -> None:
+    """Remove all blocks from the model except for the first ones.
 
     Args:
         model: The model.
         path: Path of the blocks' container.
-        count: Number of blocks to keep.
+        num_blocks: Number of blocks to keep.
     """
     held = get_children(model.get_submodule(path))
-    for name in list(held)[count:]:
+    for name in list(held)[num_blocks:]:
         del held[name]
 
 
 def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool:
-    """Return whether a forward pass calls each block once, in order, with equal operations.
+    """Return whether forward calls each block once, in order, with equal operations.
 
     Args:
         model: The model.
@@ -76,12 +76,13 @@ def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool
 
 
 def mark_blocks(model: nn.Module, path: str, mark: Callable[[str, int], None]) -> None:
-    """Call `mark` before and after each block's forward, and when its backward begins.
+    """Register hooks that call `mark` at the start and end of each block's passes.
 
     Args:
         model: The model.
         path: Path of the blocks' container.
-        mark: Called with a label and the block's number.
+        mark: Called with a label and the block's number: `before` and `after` its forward, and when its
+            `backward` begins.
     """
     list(_set_hooks(model, path, mark))
 
@@ -92,22 +93,22 @@ def _set_hooks(model: nn.Module, path: str, mark: Callable[[str, int], None]) ->
         yield block.register_forward_hook(partial(_mark_after, mark, i))
 
 
-def _mark_before(mark: Callable[[str, int], None], i: int, *_: Any) -> None:
-    mark("before", i)
+def _mark_before(mark: Callable[[str, int], None], block: int, *_: Any) -> None:
+    mark("before", block)
 
 
 def _mark_after(
-    mark: Callable[[str, int], None], i: int, module: nn.Module, args: Any, out: Any
+    mark: Callable[[str, int], None], block: int, module: nn.Module, args: Any, out: Any
 ) -> None:
-    mark("after", i)
+    mark("after", block)
     for t in tree_leaves(out):
         if torch.is_tensor(t) and t.requires_grad:
-            t.register_hook(lambda _: mark("backward", i))
+            t.register_hook(lambda _: mark("backward", block))
             return
 
 
 class _BlockOperations(TorchDispatchMode):
-    """Mode that logs the operations of each block, and the blocks' order."""
+    """Mode that logs the operations of each block, and the order of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,12 +116,12 @@ class _BlockOperations(TorchDispatchMode):
         self.order: list[int] = []
         self._inside: list[Any] | None = None
 
-    def pass_mark(self, where: str, i: int) -> None:
-        """Begin or end the log of a block."""
+    def pass_mark(self, label: str, block: int) -> None:
+        """Start to log a block's operations at the label `before`, and stop at others."""
         self._inside = None
-        if where == "before":
-            self.order.append(i)
-            self._inside = self.operations.setdefault(i, [])
+        if label == "before":
+            self.order.append(block)
+            self._inside = self.operations.setdefault(block, [])
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
@@ -130,7 +131,7 @@ class _BlockOperations(TorchDispatchMode):
 
 
 def _are_blocks_equal(blocks: list[nn.Module]) -> bool:
-    """Return whether modules have equal parts (except a counter) and no shared parameter."""
+    """Return whether modules are equal except for a running number, and share no parameter."""
     all_parameters = sum(1 for block in blocks for _ in block.parameters())
     if all_parameters != len({p for block in blocks for p in block.parameters()}):
         return False

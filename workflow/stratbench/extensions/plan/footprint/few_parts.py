@@ -1,4 +1,4 @@
-"""Extrapolates the footprint of a step in many parts from steps in few parts.
+"""Extrapolates the footprint of a step with many micro-batches from steps with few.
 
 Counts are linear in the number of parts. Memory is linear in the number of waiting micro-batches, and in
 the size of the batch. Lines through traces of few parts therefore give the memory of many, if the same
@@ -35,19 +35,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Number of accumulated parts of the two traced steps, which replace a step with more parts than both
+#: Numbers of accumulated parts of the two traced steps. They replace a step with more parts than both
 #: together.
 FEW, MORE = 3, 4
-#: Schedules with one stage per worker, whose memory is linear in the micro-batches.
+#: Pipeline schedules with one stage per worker. Their memory is linear in the number of micro-batches.
 PLAIN_SCHEDULES = ("gpipe", "1f1b")
-#: Returns a footprint for a number of micro-batches per step, and how many of them wait at once.
+#: Type of a function that returns a stage's footprint for two numbers: micro-batches per step, and how many
+#: of them wait for backward at once.
 ByMicrobatches = Callable[[int, int], Footprint]
 
 
 def make_footprint_by_few_parts(
     request: Request, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Footprint:
-    """Return the footprint of a request, traced with few parts and blocks if possible.
+    """Return a request's footprint, from traces with few parts of a batch if possible.
 
     The result equals that of `make_footprint`.
 
@@ -61,7 +62,7 @@ def make_footprint_by_few_parts(
     if steps > FEW + MORE:
         try:
             return extrapolate_steps(request, make)
-        # A trace of all parts raises the error again, or succeeds.
+        # The error is dropped, since the trace of all parts below either raises it again or succeeds.
         except (
             UnlikeError,
             ModelError,
@@ -72,17 +73,19 @@ def make_footprint_by_few_parts(
     return make(request)
 
 
-def extrapolate_steps(request: Request, make: Callable[[Request], Footprint]) -> Footprint:
-    """Return the footprint of a step in many accumulated parts.
+def extrapolate_steps(
+    request: Request, make_footprint: Callable[[Request], Footprint]
+) -> Footprint:
+    """Extrapolate the footprint of a step to many accumulated parts of a batch.
 
     Raises:
         UnlikeError: If steps in few parts differ in more than numbers.
     """
     steps = request.gradient_accumulation_steps
 
-    def make_for_parts(n: int) -> Footprint:
-        settings = replace(request.settings, gradient_accumulation_steps=n)
-        return make(replace(request, settings=settings))
+    def make_for_parts(num_parts: int) -> Footprint:
+        settings = replace(request.settings, gradient_accumulation_steps=num_parts)
+        return make_footprint(replace(request, settings=settings))
 
     each = [make_for_parts(n) for n in (FEW, MORE)]
     parts = [request.num_accumulated_parts // steps * n for n in (FEW, MORE, steps)]
@@ -105,8 +108,8 @@ def _make_footprint_by_stages(
     return make_footprint(request, trial)
 
 
-def extrapolate_stages(request: Request, stages: int, trial: Trial | None = None) -> Footprint:
-    """Return the footprint of a pipeline with `stages` stages, from few micro-batches.
+def extrapolate_stages(request: Request, num_stages: int, trial: Trial | None = None) -> Footprint:
+    """Extrapolate the footprint of a pipeline from traces with few micro-batches.
 
     Raises:
         UnlikeError: If few micro-batches are not scheduled like many.
@@ -114,100 +117,109 @@ def extrapolate_stages(request: Request, stages: int, trial: Trial | None = None
     from stratbench.extensions.plan.footprint import fake
 
     strategy, units = fake.cut_into_stages(request, trial)
-    # A kind is the work of a stage, and whether the stage takes samples or returns a loss.
-    kinds = [(tuple(each), i == 0, i == stages - 1) for i, each in enumerate(units)]
+    # Stages of one kind have equal layers. The first stage differs, since it takes samples, and the last,
+    # since it returns the loss.
+    kinds = [(tuple(each), i == 0, i == num_stages - 1) for i, each in enumerate(units)]
 
     @cache
-    def follow_stage(kind: Any, microbatches: int, waiting: int) -> Footprint:
-        turns = Turns(microbatches, waiting)
+    def follow_stage(kind: Any, microbatches: int, num_waiting: int) -> Footprint:
+        turns = Turns(microbatches, num_waiting)
         return trace_two_steps(request, kinds.index(kind), trial, turns=turns).make_footprint()
 
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps
     found = [
         extrapolate_microbatches(partial(follow_stage, kind), many, waits, steps)
-        for kind, waits in zip(kinds, strategy.count_pending_microbatches(stages), strict=True)
+        for kind, waits in zip(kinds, strategy.count_pending_microbatches(num_stages), strict=True)
     ]
     return replace(found[0], stage_footprints=found)
 
 
 def extrapolate_microbatches(
-    followed: ByMicrobatches, microbatches: int, waiting: int, steps: int = 1
+    make_stage_footprint: ByMicrobatches,
+    microbatches: int,
+    num_waiting: int,
+    num_accumulated_parts: int = 1,
 ) -> Footprint:
-    """Return the footprint of a stage with many micro-batches.
+    """Extrapolate the footprint of one pipeline stage to many micro-batches.
 
     Args:
-        followed: Traces the stage with few micro-batches, some of which wait.
+        make_stage_footprint: Traces the stage with few micro-batches, some of which wait.
         microbatches: Number of micro-batches of a step.
-        waiting: Number of micro-batches that wait for their backward at once.
-        steps: Number of accumulated parts of a batch, each of `microbatches` micro-batches.
+        num_waiting: Number of micro-batches that wait for their backward at once.
+        num_accumulated_parts: Number of accumulated parts of a batch, each of `microbatches` micro-batches.
     """
     if microbatches <= FEW + 1:
-        return followed(microbatches, waiting)
-    if 1 < waiting < microbatches:
+        return make_stage_footprint(microbatches, num_waiting)
+    if 1 < num_waiting < microbatches:
         few = [(4, 3), (3, 2), (4, 2)]
-        weights = [waiting - 2, 4 - microbatches, microbatches - waiting - 1]
-    else:  # each backward follows its forward, or all backwards follow all forwards
-        few = [(2, 1), (3, 1)] if waiting == 1 else [(2, 2), (3, 3)]
+        weights = [num_waiting - 2, 4 - microbatches, microbatches - num_waiting - 1]
+    else:  # one micro-batch waits at a time, or all of them wait
+        few = [(2, 1), (3, 1)] if num_waiting == 1 else [(2, 2), (3, 3)]
         weights = [3 - microbatches, microbatches - 2]
-    parts = [steps * n for n in (*(n for n, _ in few), microbatches)]
-    return extrapolate_parts([followed(*each) for each in few], parts, weights)
+    parts = [num_accumulated_parts * n for n in (*(n for n, _ in few), microbatches)]
+    return extrapolate_parts([make_stage_footprint(*each) for each in few], parts, weights)
 
 
 def extrapolate_parts(
-    each: Sequence[Footprint], parts: Sequence[int], weights: Sequence[int]
+    footprints: Sequence[Footprint], part_counts: Sequence[int], weights: Sequence[int]
 ) -> Footprint:
-    """Return the weighted sum of the footprints of steps in few parts.
+    """Extrapolate a step's footprint as a weighted sum of footprints with few parts.
 
     Args:
-        each: The footprints; the last two differ only in the number of parts.
-        parts: Number of parts of each footprint, and last of the result.
+        footprints: The footprints; the last two differ only in the number of parts.
+        part_counts: Number of parts of each footprint, and last of the result.
         weights: Weight of each footprint; the weights add up to one.
 
     Raises:
         UnlikeError: If the footprints have other moments or collectives.
     """
-    if any(f.stage_footprints for f in each):
-        alike = zip(*(f.stage_footprints for f in each), strict=True)
-        stages = [extrapolate_parts(of_stage, parts, weights) for of_stage in alike]
+    if any(f.stage_footprints for f in footprints):
+        alike = zip(*(f.stage_footprints for f in footprints), strict=True)
+        stages = [extrapolate_parts(of_stage, part_counts, weights) for of_stage in alike]
         return replace(stages[0], stage_footprints=stages)
-    of_parts = [_scale_lines(f, n) for f, n in zip(each, parts, strict=False)]
+    of_parts = [_scale_lines(f, n) for f, n in zip(footprints, part_counts, strict=False)]
     few, more = of_parts[-2:]
-    further = (parts[-1] - parts[-2]) // (parts[-2] - parts[-3])
+    further = (part_counts[-1] - part_counts[-2]) // (part_counts[-2] - part_counts[-3])
     collectives = extrapolate_collective_entries(few.collectives, more.collectives, further)
     plain = [replace(f, collectives=[]) for f in of_parts]
     drawn = replace(sum_weighted_numbers(plain, weights), collectives=collectives)
-    return _scale_lines(drawn, 1 / parts[-1])
+    return _scale_lines(drawn, 1 / part_counts[-1])
 
 
 def extrapolate_collective_entries(
-    few: Sequence[tuple[Any, ...]], more: Sequence[tuple[Any, ...]], further: int
+    few_collectives: Sequence[tuple[Any, ...]],
+    more_collectives: Sequence[tuple[Any, ...]],
+    num_further_parts: int,
 ) -> list[tuple[Any, ...]]:
-    """Return the collectives of a step with `further` more parts.
+    """Extrapolate a step's collectives to a step with more parts.
 
     Raises:
         UnlikeError: If collectives are not repeated from part to part.
     """
-    a, b = ([tuple(map(_round_bytes, call)) for call in each] for each in (few, more))
+    a, b = (
+        [tuple(map(_round_bytes, call)) for call in each]
+        for each in (few_collectives, more_collectives)
+    )
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     added = len(b) - len(a)
     if added < 0 or b[same + added :] != a[same:]:
-        raise UnlikeError("the collectives of both traces differ")
-    return b[:same] + b[same : same + added] * (further + 1) + b[same + added :]
+        raise UnlikeError("the traces with few and with more parts have different collectives")
+    return b[:same] + b[same : same + added] * (num_further_parts + 1) + b[same + added :]
 
 
 def _round_bytes(value: Any) -> Any:
-    """Return a number of bytes without the rounding error of a division."""
+    """Remove the rounding error of a division from a number of bytes."""
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _scale_lines(f: Footprint, times: float) -> Footprint:
-    """Return the footprint with the slope of each line over the batch multiplied by `times`.
+def _scale_lines(f: Footprint, factor: float) -> Footprint:
+    """Return the footprint with all its bytes per sample multiplied by a factor.
 
-    Lines per part of a batch become lines per batch.
+    Bytes per sample of a part become bytes per sample of a batch.
     """
 
     def scale_line(line: Affine) -> Affine:
-        return replace(line, per_sample=line.per_sample * times)
+        return replace(line, per_sample=line.per_sample * factor)
 
     return replace(
         f,
@@ -226,5 +238,5 @@ def _scale_lines(f: Footprint, times: float) -> Footprint:
             )
             for m in f.peak_moments
         ],
-        collectives=[(*c[:3], c[3] * times, *c[4:]) if len(c) > 3 else c for c in f.collectives],
+        collectives=[(*c[:3], c[3] * factor, *c[4:]) if len(c) > 3 else c for c in f.collectives],
     )

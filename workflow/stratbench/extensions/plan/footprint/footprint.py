@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stratbench.telemetry.collectives import CollectiveCall
     from stratbench.workload.network.trial import Trial
 
-#: Number of samples per part of a batch, in the two traced steps.
+#: Numbers of samples per part of a batch in the two traced steps.
 BATCHES = (16, 32)
 
 
@@ -44,14 +44,14 @@ class Affine:
 
     @classmethod
     def from_two_values(cls, values: tuple[float, float], parts: int = 1) -> Affine:
-        """Return the line through two values, measured at `parts` times BATCHES."""
+        """Return the line through two values, for batches of BATCHES times `parts` samples."""
         slope = (values[1] - values[0]) / (parts * (BATCHES[1] - BATCHES[0]))
         return cls(values[0] - slope * parts * BATCHES[0], slope)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Size of a CUDA reduction (see `Reduction`) as linear functions of the batch.
+    """Size of a CUDA reduction, as linear functions of the batch size.
 
     Attributes:
         outputs: Number of sums.
@@ -77,7 +77,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at a moment of a step that is the peak for some batch size.
+    """Memory at a moment of a step, at which memory peaks for some batch size.
 
     `reduction_sums` are sums at this moment, whose buffer on a GPU is not included in the bytes.
     """
@@ -88,7 +88,7 @@ class Moment:
     reduction_sums: Sums | None = None
 
     def compute_buffer_bytes(self, batch: int, resident_threads: int) -> int:
-        """Return the bytes of the sums' buffer on a GPU.
+        """Return the bytes of the buffer of the reductions at this moment, on a GPU.
 
         The GPU holds `resident_threads` threads at once. The bytes are 0 if this number is unknown.
         """
@@ -104,7 +104,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """Peak bytes of one rank, with the phase of the peak and the bytes by purpose."""
+    """Peak memory of one rank in bytes, with the phase of the peak and the bytes by purpose."""
 
     n_bytes: int
     phase: str
@@ -113,7 +113,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory and traffic of rank 0, which has the largest share.
+    """Predicted memory and traffic of rank 0, whose shards are the largest.
 
     Attributes:
         model_states_bytes: Bytes of each kind of model state.
@@ -165,7 +165,10 @@ class Footprint:
         return self.stage_footprints or [self]
 
     def find_fullest_rank(self, batch: int, resident_threads: int = 0) -> Footprint:
-        """Return the footprint of the rank that needs most memory, with all `stage_footprints`."""
+        """Return the footprint of the rank that needs most memory.
+
+        It has the `stage_footprints` of all stages.
+        """
         fullest = max(
             self.footprint_per_stage, key=lambda f: f.compute_needed_bytes(batch, resident_threads)
         )
@@ -173,7 +176,7 @@ class Footprint:
 
     @property
     def computed_flops_per_sample(self) -> float:
-        """Operations per sample of a step, including those that checkpointed blocks compute again."""
+        """Operations per sample of a step, with those that checkpointed blocks compute again."""
         return self.training_flops_per_sample + self.recomputed_flops_per_sample
 
     @property
@@ -221,28 +224,28 @@ class Footprint:
 
     @property
     def warmup_copy_host_bytes(self) -> int:
-        """Bytes in host memory of the warm-up's copy of trained parameters and buffers."""
+        """Bytes of host memory for the warm-up's copy of trained parameters and buffers."""
         held = self.between_steps_bytes
         trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
         return trained_bytes + held.get("buffers", 0)
 
     @property
     def warmup_copy_device_bytes(self) -> int:
-        """Bytes of the warm-up's copy in device memory, 0 on GPUs."""
+        """Bytes of device memory for the warm-up's copy of the states: 0 on GPUs."""
         return 0 if self.is_on_cuda else self.warmup_copy_host_bytes
 
     def largest_batch(
         self,
         available_bytes: float,
         resident_threads: int = 0,
-        data_bytes: Callable[[int], int] = lambda _: 0,
+        compute_data_bytes: Callable[[int], int] = lambda _: 0,
     ) -> int:
-        """Return the maximum samples that fit into `available_bytes` on every rank, or 0.
+        """Return the maximum samples per rank that fit into `available_bytes` on every rank, or 0.
 
         Args:
             available_bytes: Memory of a device.
             resident_threads: Threads that the GPU holds at once.
-            data_bytes: Returns the bytes of the data for a number of samples.
+            compute_data_bytes: Returns the bytes of the data for a number of samples.
         """
         return bisect_right(
             range(1, 1 << 24),
@@ -252,7 +255,7 @@ class Footprint:
                     f.compute_needed_bytes(batch, resident_threads)
                     for f in self.footprint_per_stage
                 )
-                + data_bytes(batch)
+                + compute_data_bytes(batch)
             ),
         )
 
@@ -288,7 +291,7 @@ class Footprint:
 
 
 def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
-    """Return the footprint of a request, from a run on fake tensors.
+    """Return the footprint of a request, from a complete trace on fake tensors.
 
     With a `trial` of its model, Refused is raised if the strategy does not support the model.
     """
@@ -305,7 +308,7 @@ def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
 
 @dataclass(frozen=True)
 class Followed:
-    """Traces of two steps of a worker on fake tensors, with different batches.
+    """Trace of two training steps of one worker on fake tensors, with different batch sizes.
 
     Attributes:
         request: The traced request.
@@ -331,19 +334,19 @@ class Followed:
 
     @property
     def live_bytes_by_batch(self) -> list[list[int]]:
-        """Allocated bytes after each event of a step, for both batch sizes."""
+        """Allocated bytes after each event, for each of the two steps."""
         length = self.event_edges[1] - self.event_edges[0]
         return [self.trace.list_live_bytes(edge, edge + length) for edge in self.event_edges[:2]]
 
     @property
     def forward_flops(self) -> tuple[int, int]:
-        """Operations of the second step's forward, and the part of them in fused attention."""
+        """Operations of the second step's forward, and how many of them are fused attention."""
         forward = [phase for phase in self.step_phases[1] if phase.name == "forward"]
         return sum(p.flops for p in forward), sum(p.attention_flops for p in forward)
 
     @property
     def recomputed_flops(self) -> int:
-        """Operations of the second step that checkpointed blocks compute again."""
+        """Operations of the second step that checkpointed blocks compute a second time."""
         return sum(phase.recomputed_flops for phase in self.step_phases[1])
 
     @cached_property
@@ -352,23 +355,25 @@ class Followed:
         forward_flops = self.forward_flops[0] / (self.parts * BATCHES[1])
         return _count_flops(self.request, forward_flops, self.blocks)
 
-    def compute_training_flops(self, counted: dict[str, float], flops: int) -> float:
-        """Return the operations of a sample's forward and backward on a rank.
+    def compute_training_flops(
+        self, model_flops_per_sample: dict[str, float], forward_flops_of_rank: int
+    ) -> float:
+        """Return the operations per sample of forward and backward on one rank.
 
         With divided layers, a rank computes a part of the forward. Otherwise it computes all of it.
 
         Args:
-            counted: Operations per sample of the whole model, like the attribute.
-            flops: Operations of the second step's forward on this rank.
+            model_flops_per_sample: Operations per sample of the whole model, like the attribute.
+            forward_flops_of_rank: Operations of the second step's forward on this rank.
         """
-        training_flops = counted["training_flops_per_sample"]
+        training_flops = model_flops_per_sample["training_flops_per_sample"]
         if self.strategy.worker.mesh.workers_per_replica == 1:
             return training_flops
-        forward_flops = flops / (self.parts * BATCHES[1])
-        return training_flops * (forward_flops / counted["forward_flops_per_sample"])
+        forward_flops = forward_flops_of_rank / (self.parts * BATCHES[1])
+        return training_flops * (forward_flops / model_flops_per_sample["forward_flops_per_sample"])
 
     def make_footprint(self) -> Footprint:
-        """Return the footprint that follows from the traces."""
+        """Return the footprint that follows from the two traced steps."""
         request, trace, strategy, edges = self.request, self.trace, self.strategy, self.event_edges
         parts, (flops, attention_flops) = self.parts, self.forward_flops
         touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.step_phases]
@@ -405,7 +410,7 @@ def trace_two_steps(
     blocks: Blocks | None = None,
     turns: Turns | None = None,
 ) -> Followed:
-    """Return traces of two steps of a stage's first rank, with different batches.
+    """Trace two steps of a pipeline stage's first rank, with different batch sizes.
 
     Args:
         request: The request.
@@ -440,7 +445,8 @@ def trace_two_steps(
             call = replace(call, n_bytes=line.fixed, bytes_per_sample=line.per_sample)
         collectives.append(call)
     others = []
-    # Other kinds of steps are traced, too, since the peak is the maximum over all kinds.
+    # A strategy may have several kinds of steps. All are traced, since the peak is the maximum over all
+    # kinds.
     for number in strategy.list_first_steps_by_kind[1:]:
         other, _ = fake.trace_steps(request, batches, number, stage, trial)
         lives_of = Followed(request, parts, None, other, strategy, *_split_steps(other), [], [])
@@ -453,12 +459,12 @@ def trace_two_steps(
 def _split_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
-    """Return the phases of both traced steps, and the first events of steps and evaluation.
+    """Return the phases of both traced steps, and where steps and evaluation begin.
 
-    The two steps and the evaluation begin at these events.
+    The beginnings are numbers of events.
     """
-    # The phases are setup, then forward and backward of each part and optimizer for both steps, then
-    # evaluate.
+    # The phases are, in order: setup, forward and backward and optimizer of the first step, the same of the
+    # second step, and evaluate. Thus a step has n phases.
     n = len(trace.phases) // 2 - 1
     steps = (trace.phases[1 : 1 + n], trace.phases[1 + n : 1 + 2 * n])
     return steps, [p.first_event for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
@@ -477,7 +483,7 @@ def _compute_frozen_bytes(strategy: Strategy) -> int:
 
 
 def _count_flops(request: Request, forward_flops: float, blocks: Blocks | None) -> dict[str, float]:
-    """Return operations per sample of the whole model, as a job counts them.
+    """Return floating-point operations per sample of the whole model, as a job counts them.
 
     `forward_flops` are those of the traced forward, for a user's model that cannot be counted separately.
     """
@@ -485,7 +491,7 @@ def _count_flops(request: Request, forward_flops: float, blocks: Blocks | None) 
     own = json.dumps(s.own_model, sort_keys=True)
     try:
         return _count_model_flops(s.model, own, request.classes, request.input_shape, blocks)
-    except Exception:  # a model may raise anything
+    except Exception:  # a user's model may raise any exception
         if s.own_model is None:
             raise
         return {
@@ -496,54 +502,54 @@ def _count_flops(request: Request, forward_flops: float, blocks: Blocks | None) 
 
 @cache
 def _count_model_flops(
-    model: str, own: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
+    model: str, own_model_json: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
 ) -> dict[str, int]:
-    """Return operations per sample of the model alone, which is built once per process."""
+    """Count a model's floating-point operations per sample, once per process."""
     from stratbench.extensions.plan.footprint.fake import build_fake_model
 
-    network = models.make_model_metadata(model, json.loads(own))
+    network = models.make_model_metadata(model, json.loads(own_model_json))
     return count_flops(partial(build_fake_model, network, classes, shape, blocks), shape)
 
 
 def _find_peak_moments(
     trace: OperatorTrace,
     steps: tuple[list[Phase], list[Phase]],
-    lives: list[list[int]],
-    edges: list[int],
+    live_bytes: list[list[int]],
+    first_events: list[int],
     parts: int,
 ) -> list[Moment]:
     """Return the moments at which a step's memory peaks for some batch size.
 
     The batches have at least one sample per part.
     """
-    lines = [Affine.from_two_values(pair, parts) for pair in zip(*lives, strict=True)]
+    lines = [Affine.from_two_values(pair, parts) for pair in zip(*live_bytes, strict=True)]
     chosen: list[tuple[int, Sums | None]] = [(i, None) for i in find_upper_envelope(lines, parts)]
-    for sums, at in list_reductions(steps, edges, parts).items():
+    for sums, at in list_reductions(steps, first_events, parts).items():
         chosen += [(at[i], sums) for i in find_upper_envelope([lines[i] for i in at], parts)]
     moments = []
     for i, sums in chosen:
-        both = [trace.get_device_bytes_by_purpose(edge + i) for edge in edges[:2]]
+        both = [trace.get_device_bytes_by_purpose(edge + i) for edge in first_events[:2]]
         held = {k: Affine.from_two_values((both[0][k], both[1][k]), parts) for k in both[0]}
         used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
-        # After i events, event number i - 1 is the last one.
-        phase = trace.get_phase_of_event(edges[1] + max(i - 1, 0))
+        # The last of the first i events has the number i - 1.
+        phase = trace.get_phase_of_event(first_events[1] + max(i - 1, 0))
         moments.append(Moment(phase, lines[i], used, sums))
     return moments
 
 
 def list_reductions(
-    steps: tuple[list[Phase], list[Phase]], edges: list[int], parts: int
+    steps: tuple[list[Phase], list[Phase]], first_events: list[int], parts: int
 ) -> dict[Sums, list[int]]:
-    """Return a step's reductions that may need a buffer, with their positions in the trace.
+    """Return the positions in the trace of reductions that may need a buffer, by their size.
 
     Args:
         steps: Phases of both steps.
-        edges: Events at which the steps begin.
+        first_events: Events at which the steps begin.
         parts: Number of parts of a batch.
     """
     made = [
         [(at - edge, r) for phase in step for at, r in phase.reductions]
-        for step, edge in zip(steps, edges[:2], strict=True)
+        for step, edge in zip(steps, first_events[:2], strict=True)
     ]
     indices: dict[Sums, list[int]] = {}
     for (at, one), (_, other) in zip(*made, strict=True):
@@ -557,28 +563,28 @@ def list_reductions(
     return indices
 
 
-def _select_highest(moments: list[Moment], least: int) -> list[Moment]:
-    """Return the moments with the highest memory for some batch size, per kind of reduction.
+def _select_highest(moments: list[Moment], min_batch: int) -> list[Moment]:
+    """Return the moments that have the most memory for some batch size.
 
-    `least` is the number of samples of the smallest batch.
+    Moments with different reductions are compared separately. `min_batch` is the smallest batch.
     """
     highest = []
     for sums in dict.fromkeys(m.reduction_sums for m in moments):
         same_sums = [m for m in moments if m.reduction_sums == sums]
         highest += [
-            same_sums[i] for i in find_upper_envelope([m.total_bytes for m in same_sums], least)
+            same_sums[i] for i in find_upper_envelope([m.total_bytes for m in same_sums], min_batch)
         ]
     return highest
 
 
-def find_upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
-    """Return the indices of lines that are highest for some batch >= `least`.
+def find_upper_envelope(lines: list[Affine], min_batch: int = 1) -> list[int]:
+    """Return the indices of the lines that are highest for some batch of `min_batch` or more.
 
     The indices are ordered by ascending slope.
     """
-    batch, envelope = float(least), []
+    batch, envelope = float(min_batch), []
     current = max(
-        range(len(lines)), key=lambda i: (lines[i].evaluate_at(least), lines[i].per_sample)
+        range(len(lines)), key=lambda i: (lines[i].evaluate_at(min_batch), lines[i].per_sample)
     )
     while True:
         envelope.append(current)
@@ -596,12 +602,12 @@ def find_upper_envelope(lines: list[Affine], least: int = 1) -> list[int]:
         current, batch = best, best_at
 
 
-def _find_evaluation_peak(trace: OperatorTrace, first: int) -> MemoryPeak:
+def _find_evaluation_peak(trace: OperatorTrace, first_event: int) -> MemoryPeak:
     stop = len(trace.events)
-    live = trace.list_live_bytes(first, stop)
+    live = trace.list_live_bytes(first_event, stop)
     at = max(range(len(live)), key=live.__getitem__)
     return MemoryPeak(
-        live[at], "evaluation", drop_zeros(trace.get_device_bytes_by_purpose(first + at))
+        live[at], "evaluation", drop_zeros(trace.get_device_bytes_by_purpose(first_event + at))
     )
 
 

@@ -10,18 +10,20 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-#: Constants of PyTorch's kernel: threads per block, lanes per warp, and the minimum and maximum of numbers
-#: that a thread adds before a sum is divided.
-BLOCK_THREADS, WARP, MIN_NUMBERS, MAX_NUMBERS = 512, 32, 16, 256
-#: Bytes of the counter of finished blocks.
+#: Threads per block of PyTorch's reduction kernel, and threads per warp.
+BLOCK_THREADS, WARP = 512, 32
+#: Minimum and maximum number of terms per thread, if PyTorch divides a sum over blocks of threads.
+MIN_NUMBERS, MAX_NUMBERS = 16, 256
+#: Bytes of each counter of finished thread blocks, which follow the partial sums in the buffer.
 COUNTER_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """`outputs` sums of `inputs` numbers each, where neighbours in memory belong to different sums.
+    """A reduction on CUDA: `outputs` sums of `inputs` numbers each.
 
-    Sums along neighbours in memory are left out, since their buffers are tiny.
+    Numbers that are neighbours in memory belong to different sums. Sums along neighbours are left out, since
+    their buffers are tiny.
 
     Attributes:
         together: Sums that a thread computes at once: 1, 2 or 4.
@@ -42,7 +44,7 @@ class Reduction:
         offset: int,
         item_bytes: int,
     ) -> Reduction | None:
-        """Return the reduction of a tensor over `dims`, or None if the reduction is contiguous.
+        """Return the reduction of a tensor over `dims`, or None if it adds up neighbours in memory.
 
         16-bit numbers are added up in 32 bits.
 
@@ -54,7 +56,8 @@ class Reduction:
             item_bytes: Bytes of a number.
         """
         dims_of = [(strides[d], shape[d], d in dims) for d in range(len(shape)) if shape[d] > 1]
-        # PyTorch orders dimensions by neighbours in the result, whose last dimension is the nearest.
+        # PyTorch orders the result's dimensions by their distance in memory. The last dimension is the
+        # nearest.
         merged = _merge_dimensions(
             (stride, size) for stride, size, is_added in reversed(dims_of) if not is_added
         )
@@ -70,35 +73,35 @@ class Reduction:
         return cls(_count_numbers(merged), _count_numbers(added), together, max(4, item_bytes))
 
     def compute_buffer_bytes(self, resident_threads: int) -> int:
-        """Return the bytes of the buffer and its counters on a GPU with `resident_threads` threads.
+        """Return the bytes of the buffer and its counters on a GPU.
 
-        The formula is that of PyTorch 2.11 (setReduceConfig and global_memory_size,
-        ATen/native/cuda/Reduce.cuh).
+        The GPU holds `resident_threads` threads at once. The formula is that of PyTorch 2.11 (setReduceConfig
+        and global_memory_size, ATen/native/cuda/Reduce.cuh).
         """
         most = BLOCK_THREADS // self.together
         width = min(_floor_power_of_two(self.outputs // self.together, most), WARP)
         height = min(_floor_power_of_two(self.inputs, most), most // width)
         width = min(_floor_power_of_two(self.outputs // self.together, most), most // height)
         if self.inputs < min(height * MIN_NUMBERS, MAX_NUMBERS):
-            return 0  # a warp computes each sum, without a buffer
+            return 0  # one warp computes each sum, without a buffer
         each = _divide_rounding_up(self.inputs, height)
         blocks = _divide_rounding_up(self.outputs // self.together, width)
         at_once = resident_threads // (width * height)
         if each < MAX_NUMBERS or blocks > at_once:
-            return 0  # a block computes each sum, without a buffer
+            return 0  # one thread block computes each sum, without a buffer
         parts = max(
             min(_divide_rounding_up(at_once, blocks), _divide_rounding_up(each, MIN_NUMBERS)),
             _divide_rounding_up(each, MAX_NUMBERS),
         )
         if parts == 1:
             return 0
-        # The buffer is larger than its content, since PyTorch counts the sums of a block twice.
+        # The buffer is larger than its content, since PyTorch counts the sums of a thread block twice.
         buffer_bytes = self.sum_bytes * self.outputs * parts * width * self.together
         return buffer_bytes + COUNTER_BYTES * blocks
 
 
 def _merge_dimensions(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return dimensions (stride, size) with contiguous ones merged, the nearest first."""
+    """Merge contiguous dimensions (stride, size), which are given from the nearest on."""
     merged: list[tuple[int, int]] = []
     for stride, size in dims:
         if merged and merged[-1][0] * merged[-1][1] == stride:
@@ -120,6 +123,6 @@ def _floor_power_of_two(n: int, maximum: int) -> int:
     return maximum if n >= maximum else 1 << (max(n, 1).bit_length() - 1)
 
 
-def _divide_rounding_up(n: int, size: int) -> int:
-    """Return `n` / `size`, rounded up to an integer."""
-    return -(-n // size)
+def _divide_rounding_up(dividend: int, divisor: int) -> int:
+    """Return the quotient of two integers, rounded up."""
+    return -(-dividend // divisor)

@@ -15,7 +15,7 @@ from stratbench.workload.torch_internals import assign_buckets, replace_attribut
 
 
 class Replica(nn.Module):
-    """Substitute that allocates and sends like DistributedDataParallel in its steady state.
+    """Substitute for DistributedDataParallel, with its allocations and sends after first steps.
 
     DDP's C++ part does not support fake tensors. The interface is the same. Gradients are copied into flat
     buckets in the order in which backward completes them. A full bucket is all-reduced, or passed to the
@@ -36,7 +36,7 @@ class Replica(nn.Module):
         self._hook: Callable[[GradBucket], Any] | None = None
         self._under_way: list[tuple[torch.futures.Future, Tensor]] = []
         self.synchronises, self._sends_buffers = True, True
-        # Backward completes gradients in about the reverse order of the forward.
+        # Backward completes gradients in about the reverse order of the model's parameters.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self._hooked: list[GradBucket] = []
         groups = assign_buckets(parameters, bucket_cap_mb << 20)
@@ -57,7 +57,7 @@ class Replica(nn.Module):
                 parameters[i].register_post_accumulate_grad_hook(taken)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
-        """Replace the all-reduce of gradients by a communication hook.
+        """Use a communication hook in place of the all-reduce of gradients.
 
         Only a hook with `holds_backward` is known to leave a bucket in progress. Other hooks may wait for
         it, and here nothing else would complete it.
@@ -91,32 +91,36 @@ class Replica(nn.Module):
         return self.module(x)
 
     def _add_to_bucket(
-        self, index: int, view: Tensor, waiting: list[int], parameter: Tensor
+        self,
+        bucket_index: int,
+        gradient_view: Tensor,
+        remaining_and_total: list[int],
+        parameter: Tensor,
     ) -> None:
         if not self.synchronises:
             return
-        fresh = parameter.grad  # backward holds the gradient until this hook returns
-        view.copy_(fresh)
+        fresh = parameter.grad  # keeps the gradient until the hook returns, as in DDP
+        gradient_view.copy_(fresh)
         if self.as_view:
-            parameter.grad = view
-        waiting[0] -= 1
-        if waiting[0] == 0:
-            waiting[0] = waiting[1]
-            self._reduce_bucket(index)
+            parameter.grad = gradient_view
+        remaining_and_total[0] -= 1
+        if remaining_and_total[0] == 0:
+            remaining_and_total[0] = remaining_and_total[1]
+            self._reduce_bucket(bucket_index)
 
-    def _reduce_bucket(self, index: int) -> None:
+    def _reduce_bucket(self, bucket_index: int) -> None:
         if self._hook is None:
-            dist.all_reduce(self.buckets[index], async_op=True)
+            dist.all_reduce(self.buckets[bucket_index], async_op=True)
             return
         self._complete_pending()
         under_way = None if self._waits else self._under_way
         with replace_attribute(dist, "all_reduce", partial(_start_hook_all_reduce, under_way)):
-            self._hook(self._hooked[index])
-        if self._hooked[index].comes_last:
+            self._hook(self._hooked[bucket_index])
+        if self._hooked[bucket_index].comes_last:
             self._complete_pending()
 
     def _complete_pending(self) -> None:
-        """Complete the all-reduce of the pending bucket. At most one bucket is pending."""
+        """Complete the all-reduce of the bucket in progress, of which there is at most one."""
         for future, tensor in self._under_way:
             future.set_result([tensor])
         self._under_way.clear()
@@ -141,26 +145,26 @@ class _Reduced:
 
 
 def _start_hook_all_reduce(
-    under_way: list[tuple[torch.futures.Future, Tensor]] | None,
+    pending_reductions: list[tuple[torch.futures.Future, Tensor]] | None,
     tensor: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> _Reduced:
-    """Start an all-reduce, and return an object whose future is or will be completed.
+    """Start an all-reduce for a hook, and return an object with the hook's future.
 
-    The future is completed at once if `under_way` is None.
+    The future is completed at once if `pending_reductions` is None.
     """
     all_reduce(tensor, group=kwargs.get("group"), async_op=True)
     future = torch.futures.Future()
-    if under_way is None:
+    if pending_reductions is None:
         future.set_result([tensor])
     else:
-        under_way.append((future, tensor))
+        pending_reductions.append((future, tensor))
     return _Reduced(future)
 
 
 class GradBucket(NamedTuple):
-    """The part of DistributedDataParallel's GradBucket that communication hooks use."""
+    """Substitute for DDP's GradBucket, with the methods that communication hooks use."""
 
     number: int
     flat: Tensor

@@ -21,19 +21,19 @@ from stratbench.workload.tasks import LossKind, Task
 if TYPE_CHECKING:
     import torch
 
-#: Name of the option that decides when gathered parameters are freed.
+#: Name of the option that says when gathered parameters are freed.
 RESHARDING = "reshard_after_forward"
 
 
 @cache
 def get_served_stand_in() -> str:
-    """Return the name of the strategy that the plan uses for all parameter-server strategies."""
+    """Return the name of the strategy with which the plan predicts all parameter servers."""
     return next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
 
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that determines one rank's footprint, except the batch size.
+    """All that determines one rank's footprint, except for the batch size.
 
     Attributes:
         settings: The settings that affect the work; others have fixed values.
@@ -51,7 +51,7 @@ class Request:
 
     @classmethod
     def from_settings(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
-        """Return the request of a cell.
+        """Return the request of a cell with these settings and data.
 
         A worker of a parameter server does the same under every policy. A rank's memory depends on the
         number of ranks only if something is sharded.
@@ -68,12 +68,12 @@ class Request:
         if planned.kind == "server":
             strategy, most = get_served_stand_in(), 1
             options = get_option_defaults(strategy)
-        elif planned.kind == "own":  # only the network of a user's command is traced
+        elif planned.kind == "own":  # of a user's command, only the model is traced
             options, most = get_option_defaults(strategy), 1
         elif planned.alike_on_any_count:
             one, two = (get_traits(strategy, options, n) for n in (1, 2))
-            # If a single worker differs from two, the request has two workers. The number of workers on a
-            # node then does not matter either.
+            # With these strategies, all numbers of workers from two on have the same footprint. A single
+            # worker has it too, unless its traits differ.
             most = of_node = 2 if one == two else min(2, s.gpus)
         settings = Settings(
             strategy=strategy,
@@ -95,7 +95,7 @@ class Request:
         )
 
     def make_example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of some samples, in the shapes that the model takes."""
+        """Return a batch of inputs and targets, in the shapes that the model takes."""
         import torch
 
         shape, device = self.input_shape, torch.device("cpu")
@@ -112,7 +112,7 @@ class Request:
         )
 
     def make_task_by_trial(self) -> tuple[Task, LossKind]:
-        """Return the task and its kind of loss, from a trial as in a training."""
+        """Return the task and its kind of loss, after a trial as in a training."""
         return run_task_trial(self.settings, self.input_shape, self.classes, self.values)
 
     def as_dict(self) -> dict[str, Any]:
@@ -155,12 +155,12 @@ class Request:
 
     @property
     def by_command(self) -> bool:
-        """Whether a user's command trains the cell, so that its footprint is unknown."""
+        """Whether a user's command trains the cell. Its footprint is then unknown."""
         return get_strategy_class(self.strategy).kind == "own"
 
     @property
     def traits(self) -> Traits:
-        """Traits of the strategy with these options and workers."""
+        """Properties of the strategy, with its options and this number of workers."""
         return get_traits(self.strategy, self.options, self.world_size)
 
     @property
@@ -174,7 +174,7 @@ class Request:
 
     @property
     def may_reshard(self) -> bool:
-        """Whether the strategy has an option for when gathered parameters are freed."""
+        """Whether the strategy has an option that says when gathered parameters are freed."""
         return RESHARDING in self.options
 
     @property
@@ -195,14 +195,14 @@ class Request:
 
 
 class Turns(NamedTuple):
-    """Number of micro-batches that a pipeline stage computes, and how many of them wait for backward."""
+    """Numbers of a pipeline stage's micro-batches: all, and those that wait for backward."""
 
     microbatches: int
     waiting: int
 
 
 def select_planned_settings(s: Settings) -> dict[str, Any]:
-    """Return the settings that affect a footprint, as their declarations say."""
+    """Return the settings that affect a footprint, as the metadata of settings say."""
     selected = {}
     for field in fields(Settings):
         value, planned = getattr(s, field.name), field.metadata["planned"]
@@ -212,7 +212,7 @@ def select_planned_settings(s: Settings) -> dict[str, Any]:
 
 
 def compute_data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: bool) -> int:
-    """Return the bytes of the whole data set on the device.
+    """Return the bytes of the whole data set, if it is on the device.
 
     Images count at the model's size, with the stored channels and type. Texts, waveforms and targets count as
     they are stored. The order of an epoch is int64, and augmentation has three int64 numbers per training
@@ -231,16 +231,16 @@ def compute_data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: boo
 
 
 def compute_target_bytes(data: Dataset) -> int:
-    """Return the bytes of a sample's target, as it is stored."""
+    """Return the bytes of one sample's target, as the data set stores it."""
     kind, shape = data.target_type_and_shape
     return {"uint8": 1, "int32": 4, "float32": 4, "int64": 8}[kind] * math.prod(shape)
 
 
 def compute_batch_buffer_bytes(data: Dataset, samples: int, augment: bool) -> int:
-    """Return the bytes of waiting batches on the device.
+    """Return the bytes of the batches that are copied to the device in advance.
 
-    Batches wait there if the data are in host memory. They are as stored, with their targets, and three int64
-    numbers per augmented sample.
+    These batches exist if the data are in host memory. They are as stored, with their targets, and three
+    int64 numbers per augmented sample.
 
     Args:
         data: The data set.

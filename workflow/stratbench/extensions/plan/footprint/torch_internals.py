@@ -40,13 +40,13 @@ SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class FakeTensors(KnownFakes):
-    """Fake tensor mode with faster look-ups of cached results than `KnownFakes`.
+    """Fake tensor mode that finds cached results of operators faster than `KnownFakes`.
 
     The results of operators are cached, and most time goes into describing operands for a look-up. Here the
     keys are shorter, but still distinguish all strided tensors.
     """
 
-    #: Shared by the whole process, like the cache.
+    #: PyTorch's cache key by short key. The whole process shares them, like the cache itself.
     keys: ClassVar[dict[Any, Any]] = {}
 
     def _cache_key(self, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -64,20 +64,20 @@ class FakeTensors(KnownFakes):
             key = self.keys[call] = super()._cache_key(state, func, args, kwargs)
         return key
 
-    def _describe_values(self, values: Any) -> tuple[Any, ...]:
-        """Return the properties of operands that determine an operator's result.
+    def _describe_values(self, operands: Any) -> tuple[Any, ...]:
+        """Return the properties of operands on which an operator's result depends.
 
         Raises:
             _IndescribableOperand: If an operand has other properties.
         """
-        words: list[Any] = [type(values)]
-        for value in values:
+        words: list[Any] = [type(operands)]
+        for value in operands:
             if isinstance(value, Tensor):
                 words.append(self._describe_tensor(value))
             elif isinstance(value, list | tuple):
                 words.append(self._describe_values(value))
             elif type(value) in _PLAIN:
-                words += type(value), value  # 1 and 1.0 are equal, but their results differ
+                words += type(value), value  # 1 == 1.0, but their results differ
             else:
                 raise _IndescribableOperand
         return tuple(words)
@@ -94,12 +94,12 @@ class FakeTensors(KnownFakes):
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in (torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.fsdp.chunk_cat.default):
-            return None  # these operators fill existing tensors
+            return None  # these operators have no result: they fill existing tensors
         return super()._dispatch_impl(func, types, args, kwargs)
 
 
 class _IndescribableOperand(Exception):
-    """Raised for an operand that a short key cannot describe."""
+    """Raised for an operand that the short cache key cannot describe."""
 
 
 #: Types of operands whose value describes them completely.
@@ -111,7 +111,7 @@ _PLAIN = frozenset(
 
 @contextmanager
 def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Context with a fake process group, in which only this rank exists.
+    """Create a fake process group of any size, in which only this rank exists.
 
     The group exists until the block ends.
     """
@@ -128,7 +128,9 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> Iterator[None]:
-    """Make torch support fake tensors, and a missing device, until the block ends.
+    """Replace functions of torch that fail on fake tensors or without a GPU.
+
+    They are restored when the block ends.
 
     Args:
         on_cuda: Whether torch behaves as on CUDA; otherwise as with gloo.
@@ -142,7 +144,7 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
     make_mesh, sgd = device_mesh.init_device_mesh, torch.optim.SGD
 
     def make_real_mesh(*args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
-        with unset_fake_temporarily():  # the mesh reads the ranks out of a tensor
+        with unset_fake_temporarily():  # the mesh reads ranks from a tensor
             return make_mesh(*args, **kwargs)
 
     def fused_sgd(*args: Any, **kwargs: Any) -> torch.optim.SGD:
@@ -156,18 +158,19 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
 
     with ExitStack() as stack:
         stack.enter_context(replace_attribute(device_mesh, "init_device_mesh", make_real_mesh))
-        # Profiler marks, about twenty per block of FSDP, are operators without a GPU kernel.
+        # FSDP's marks for the profiler are operators, but launch no kernel on a GPU. They are skipped.
         stack.enter_context(replace_attribute(record_function, "__enter__", lambda mark: mark))
         stack.enter_context(replace_attribute(record_function, "__exit__", lambda *_: None))
         of_meshes = staticmethod(join_real_meshes)
         stack.enter_context(replace_attribute(device_mesh.DeviceMesh, "_concatenate", of_meshes))
-        # Otherwise every rank's share of every parameter would be cut, which takes minutes for a thousand
-        # ranks.
+        # Without this replacement FSDP would cut every rank's shard of every parameter, which takes minutes
+        # for a thousand ranks.
         stack.enter_context(replace_attribute(_fsdp_param, "_chunk_with_empty", _take_first_chunk))
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def propagate_untraced(*args: Any) -> Any:
-            # The rules compute shapes of whole tensors, which no worker makes.
+            # DTensor computes the shapes of whole tensors here. No worker allocates them, so that they are
+            # not traced.
             with _disable_current_modes():
                 return rules(*args)
 
@@ -183,7 +186,8 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
         if fused:
             stack.enter_context(replace_attribute(torch.optim, "SGD", fused_sgd))
         if counts_steps:
-            # This module is imported first, because its import compiles the function that is replaced here.
+            # This module is imported first, since its import compiles the function that the following lines
+            # replace.
             import_module("torch.distributed.optim")
             adam = import_module("torch.optim.adam")
             stack.enter_context(replace_attribute(adam, "_get_value", lambda _: 1.0))
@@ -192,7 +196,7 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
 
 @contextmanager
 def no_autocast() -> Iterator[None]:
-    """Disable the casts of all operators on a CPU in the block."""
+    """Disable autocast on the CPU until the block ends."""
     with torch._C._ExcludeDispatchKeyGuard(_CPU_AUTOCAST):
         yield
 
@@ -202,21 +206,24 @@ def unregister_kernels(library: Library) -> None:
     library._destroy()
 
 
-def _take_first_chunk(t: Tensor, chunks: int, dim: int) -> list[Tensor]:
-    """Return rank 0's share, which is the largest; the plan uses no other."""
-    return [t.narrow(dim, 0, -(-t.size(dim) // chunks))]
+def _take_first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+    """Return rank 0's shard of a tensor, which is the largest.
+
+    The plan uses no other shard.
+    """
+    return [tensor.narrow(dim, 0, -(-tensor.size(dim) // num_chunks))]
 
 
 def _scatter_like_gloo(
     scatter: Callable[..., Any], output: Tensor, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Reduce-scatter as gloo does: a concurrent call retains the copy that gloo reduces."""
+    """Reduce and scatter as gloo does: an asynchronous call keeps a copy of its input."""
     work = scatter(output, input, *args, **kwargs)
     return TorchReduction(work, input.clone()) if kwargs.get("async_op") else work
 
 
 class TorchReduction(NamedTuple):
-    """A collective in progress, which retains its tensors until it is no longer referenced."""
+    """A collective in progress, which keeps its copied input for as long as it is referenced."""
 
     work: dist.Work
     copy: Tensor
@@ -229,7 +236,7 @@ class TorchReduction(NamedTuple):
 def _fused_sgd(
     _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
 ) -> None:
-    """Run SGD's fused kernel on fake tensors, which torch does not support."""
+    """Stand in for SGD's fused kernel, which torch cannot run on fake tensors."""
     _run_fused(options, params, grads, momenta)
 
 
@@ -245,20 +252,23 @@ def _fused_adamw(
     _steps: Any,
     **options: Any,
 ) -> None:
-    """Run AdamW's fused kernel on fake tensors, without `amsgrad`."""
+    """Stand in for AdamW's fused kernel, which torch cannot run on fake tensors.
+
+    It does not support `amsgrad`.
+    """
     _run_fused(options, params, grads, means, squares)
 
 
-def _run_fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> None:
-    """Run a fused kernel on fake tensors, with the restrictions of the one on CUDA.
+def _run_fused(options: dict[str, Any], params: Any, grads: Any, *moments: Any) -> None:
+    """Raise RuntimeError for operands that the fused optimizer kernels on CUDA would reject.
 
-    The kernel works in place and allocates nothing. `kept` has the moments.
+    The kernels work in place, so that nothing is allocated. `moments` are those of the optimizer.
 
     Raises:
         RuntimeError: If the conditions of check_fast_path_restrictions in
             aten/src/ATen/native/ForeachUtils.h do not hold.
     """
-    for lists in zip(params, grads, *filter(None, kept), strict=True):
+    for lists in zip(params, grads, *filter(None, moments), strict=True):
         described = [
             (
                 t.device,
@@ -275,11 +285,12 @@ def _run_fused(options: dict[str, Any], params: Any, grads: Any, *kept: Any) -> 
     for flag in (options.get("grad_scale"), options.get("found_inf")):
         if flag is not None and flag.device != params[0].device:
             raise RuntimeError(
-                f"the loss scaler's tensors are on {flag.device}, the parameters on {params[0].device}"
+                f"the fused kernel needs the loss scaler's tensors on {params[0].device}, like the "
+                f"parameters, but they are on {flag.device}"
             )
 
 
 def shorten_schedule(schedule: Any, microbatches: int, waiting: int) -> None:
-    """Make a schedule of one stage run `microbatches` micro-batches, `waiting` of which wait for backward."""
+    """Limit one stage's schedule to few micro-batches, of which `waiting` wait for backward."""
     schedule._n_microbatches = microbatches
     schedule._num_stages = schedule._stage.stage_index + waiting

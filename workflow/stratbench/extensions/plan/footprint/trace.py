@@ -29,26 +29,26 @@ from stratbench.workload.torch_internals import (
     get_storage_key,
 )
 
-#: Storages of at most this size count as empty, since the loss scaler's scalars exist at other times in its
-#: first step.
+#: Storages of at most this many bytes are ignored. They include the loss scaler's scalars, which exist at
+#: other times in the first step.
 SCALAR_BYTES = 8
 
 
 @dataclass
 class Phase:
-    """Events of a step between two marks, with what they compute and send."""
+    """Events of a part of a step, such as forward, with what they compute and send."""
 
     name: str
     first_event: int  # number of the phase's first event
-    operations: int = 0  # number of operations that are not views, about one kernel each
-    touched_bytes: int = 0  # bytes that these operations read and write
+    operations: int = 0  # number of operations, about one kernel each; views do not count
+    touched_bytes: int = 0  # bytes that the phase's operations read and write
     flops: int = 0
     attention_flops: int = 0  # part of `flops` in fused attention
     recomputed_flops: int = 0  # part of `flops` that checkpointed blocks compute again
     collectives: list[CollectiveCall] = field(default_factory=list)
-    #: FLOPs and bytes of the phase before each collective started.
+    #: FLOPs and touched bytes of the phase up to the start of each of its collectives.
     reached: list[tuple[int, int]] = field(default_factory=list)
-    #: Sums that may need a buffer on CUDA, with the number of events before each.
+    #: Reductions that may need a buffer on CUDA, each with the number of events before it.
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
 
@@ -67,7 +67,7 @@ class TraceMark(NamedTuple):
 
 
 class OperatorTrace(TorchDispatchMode):
-    """Mode that logs changes of tensor storages' sizes, and collectives.
+    """Mode that logs each allocation, resize and free of a storage, and each collective.
 
     Attributes:
         events: Storage number and change in bytes of each event.
@@ -87,16 +87,16 @@ class OperatorTrace(TorchDispatchMode):
         super().__init__()
         self.events: list[tuple[int, int]] = []
         self.tags: dict[int, str] = {}
-        #: Numbers of storages that FSDP makes in separate streams, to gather and to scatter.
+        #: Numbers of the storages that FSDP allocates in separate streams for its collectives.
         self.streamed: set[int] = set()
         self.marks: list[TraceMark] = []
         self.phases = [Phase("setup", 0)]
         self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
-        # Number, bytes and weak reference of a storage, by its address.
+        # Existing storages by address: their number, bytes and weak reference.
         self._known: dict[int, list[Any]] = {}
         self._count = 0
 
-    # --- what the caller says ----------------------------------------------------------------------
+    # --- phases, marks and purposes ----------------------------------------------------------------
 
     def begin_phase(self, phase: str) -> None:
         """Start a named phase, to which the following events belong."""
@@ -113,13 +113,13 @@ class OperatorTrace(TorchDispatchMode):
         sums = sum(len(phase.reductions) for phase in self.phases)
         return TraceMark(label, block, len(self.events), calls, sums)
 
-    def tag_storages(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Set the purpose of tensors' storages. Storages not seen before are logged from now on."""
+    def tag_storages(self, purpose: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Set the purpose of the tensors' storages. Unknown storages are logged from now on."""
         for t in tensors:
             if t is not None:
-                self.tags[self._register_storage(get_local_shard(t))] = part
+                self.tags[self._register_storage(get_local_shard(t))] = purpose
 
-    # --- what is logged ----------------------------------------------------------------------------
+    # --- logging of operators --------------------------------------------------------------------
 
     def __enter__(self) -> OperatorTrace:
         # FSDP resizes the storages of its gathered parameters, which operators do not show.
@@ -141,14 +141,14 @@ class OperatorTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t is DTensor for t in types):
-            return NotImplemented  # the operations on local tensors follow
+            return NotImplemented  # DTensor then calls this mode with its local tensors
         kwargs = kwargs or {}
         collective = self._log_collective(op, args, kwargs)
         out = op(*args, **kwargs)
         made = [self._register_storage(t) for t in iter_tensors(out)]
         phase = self.phases[-1]
         reached = phase.flops, phase.touched_bytes
-        # C++ asks a fake tensor for its device by `prim`, which launches no kernel.
+        # Operators of the namespace `prim` only ask a tensor for its device. They launch no kernel.
         if not op.is_view and op.namespace != "prim":
             phase.operations += 1
             phase.touched_bytes += sum(map(_count_bytes, iter_tensors((args, kwargs)))) + sum(
@@ -176,7 +176,7 @@ class OperatorTrace(TorchDispatchMode):
         return out
 
     def _log_collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
-        """Log an operator's memory if it is a collective, and return the collective or None."""
+        """Log the memory that a collective takes, and return it. None for other operators."""
         collective = detect_collective(op, args, kwargs)
         if collective is None:
             return None
@@ -187,24 +187,24 @@ class OperatorTrace(TorchDispatchMode):
             self._log_temporary("staging", [compute_staging_bytes(collective)])
         return collective
 
-    def _tag_fsdp_buffers(self, name: str, args: Any, kwargs: Any, made: list[int]) -> None:
+    def _tag_fsdp_buffers(self, name: str, args: Any, kwargs: Any, new_storages: list[int]) -> None:
         match name.partition(".")[0]:
             case "all_gather_copy_in":
-                self.tags.update(dict.fromkeys(made, "communication"))
-                self.streamed.update(made)
-            case "chunk_cat":  # copies gradients of gathered parameters into the tensor to scatter
+                self.tags.update(dict.fromkeys(new_storages, "communication"))
+                self.streamed.update(new_storages)
+            case "chunk_cat":  # copies full gradients into the tensor that is scattered
                 for t in iter_tensors(args):
                     self.tags.setdefault(self._register_storage(t), "gathered")
                 scattered = [self._register_storage(t) for t in iter_tensors(kwargs)]
                 self.tags.update(dict.fromkeys(scattered, "communication"))
                 self.streamed.update(scattered)
 
-    def _log_temporary(self, part: str, sizes: list[int]) -> None:
-        """Log temporary allocations that exist at the same time."""
-        numbers = range(self._count + 1, self._count + 1 + len(sizes))
-        self._count += len(sizes)
-        self.tags.update(dict.fromkeys(numbers, part))
-        made = list(zip(numbers, sizes, strict=True))
+    def _log_temporary(self, purpose: str, sizes_bytes: list[int]) -> None:
+        """Log allocations that exist together while one operator runs."""
+        numbers = range(self._count + 1, self._count + 1 + len(sizes_bytes))
+        self._count += len(sizes_bytes)
+        self.tags.update(dict.fromkeys(numbers, purpose))
+        made = list(zip(numbers, sizes_bytes, strict=True))
         self.events += made
         self.events += [(number, -n_bytes) for number, n_bytes in reversed(made)]
 
@@ -220,46 +220,46 @@ class OperatorTrace(TorchDispatchMode):
         self._log_change(entry, storage.size())
         return entry[0]
 
-    def _log_change(self, entry: list[Any], n_bytes: int) -> None:
+    def _log_change(self, storage_entry: list[Any], n_bytes: int) -> None:
         if n_bytes <= SCALAR_BYTES:
             n_bytes = 0
         n_bytes = -(-n_bytes // self._round_bytes) * self._round_bytes
-        if n_bytes != entry[1]:
-            self.events.append((entry[0], n_bytes - entry[1]))
-            entry[1] = n_bytes
+        if n_bytes != storage_entry[1]:
+            self.events.append((storage_entry[0], n_bytes - storage_entry[1]))
+            storage_entry[1] = n_bytes
 
-    def _log_free(self, key: int, _: object) -> None:
-        number, n_bytes, _reference = self._known.pop(key)
+    def _log_free(self, address_key: int, _: object) -> None:
+        number, n_bytes, _reference = self._known.pop(address_key)
         if n_bytes:
             self.events.append((number, -n_bytes))
 
-    # --- what came of it ---------------------------------------------------------------------------
+    # --- results of the trace --------------------------------------------------------------------
 
     def list_live_bytes(self, first: int, stop: int) -> list[int]:
-        """Return the bytes that existed after `first`, first + 1, ..., `stop` events."""
+        """Return the device's allocated bytes after each event from number `first` to `stop`."""
         away = {number for number, part in self.tags.items() if part in self._on_host}
         changes = (0 if number in away else n for number, n in self.events[:stop])
         return list(accumulate(changes, initial=0))[first:]
 
     def find_max_streamed_bytes(self, first: int, stop: int) -> int:
-        """Return the maximum bytes of `streamed` storages that exist between two events."""
+        """Return the maximum bytes of FSDP's communication buffers between two events."""
         changes = (n if number in self.streamed else 0 for number, n in self.events[:stop])
         return max(list(accumulate(changes, initial=0))[first:])
 
-    def get_device_bytes_by_purpose(self, at: int) -> dict[str, int]:
-        """Return the bytes on the device that existed after `at` events, by purpose."""
-        parts = self._get_all_bytes_by_purpose(at)
+    def get_device_bytes_by_purpose(self, num_events: int) -> dict[str, int]:
+        """Return the bytes on the device after the first `num_events` events, by purpose."""
+        parts = self._get_all_bytes_by_purpose(num_events)
         return parts | dict.fromkeys(self._on_host, 0)
 
-    def get_host_bytes_by_purpose(self, at: int) -> dict[str, int]:
-        """Return the bytes on the host that existed after `at` events, by purpose."""
-        parts = self._get_all_bytes_by_purpose(at)
+    def get_host_bytes_by_purpose(self, num_events: int) -> dict[str, int]:
+        """Return the bytes on the host after the first `num_events` events, by purpose."""
+        parts = self._get_all_bytes_by_purpose(num_events)
         return {part: parts[part] for part in self._on_host}
 
-    def _get_all_bytes_by_purpose(self, at: int) -> dict[str, int]:
+    def _get_all_bytes_by_purpose(self, num_events: int) -> dict[str, int]:
         sizes: dict[int, int] = {}
         born: dict[int, int] = {}
-        for i, (number, change) in enumerate(self.events[:at]):
+        for i, (number, change) in enumerate(self.events[:num_events]):
             sizes[number] = sizes.get(number, 0) + change
             born.setdefault(number, i)
         parts = dict.fromkeys(PARTS, 0)
@@ -271,10 +271,10 @@ class OperatorTrace(TorchDispatchMode):
         """Return the name of the phase that an event belongs to."""
         return [p.name for p in self.phases if p.first_event <= event][-1]
 
-    def _find_purpose(self, number: int, event: int) -> str:
-        if number in self.tags:
-            return self.tags[number]
-        in_forward = self.get_phase_of_event(event) in ("forward", "evaluate")
+    def _find_purpose(self, storage_number: int, first_event: int) -> str:
+        if storage_number in self.tags:
+            return self.tags[storage_number]
+        in_forward = self.get_phase_of_event(first_event) in ("forward", "evaluate")
         return "activations" if in_forward else "temporaries"
 
 
@@ -283,7 +283,7 @@ def _count_bytes(tensor: torch.Tensor) -> int:
 
 
 def _list_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
-    """Return the bytes of oneDNN's copies in forward.
+    """Return the bytes of oneDNN's copies in the forward of a convolution.
 
     The copies are of input, weight and result, in oneDNN's blocked layout.
     """
@@ -291,7 +291,7 @@ def _list_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
 
 
 def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
-    """Return the bytes of oneDNN's copies in backward.
+    """Return the bytes of oneDNN's copies in the backward of a convolution.
 
     The copies are for the input's gradient and for the weight's.
     """
@@ -311,7 +311,7 @@ def _make_sum_over_dims(args: Any) -> Reduction | None:
 
 
 def _make_bias_sum(args: Any) -> Reduction | None:
-    """Return the sum for the bias at the end of a convolution's backward, or None."""
+    """Return the sum for the gradient of a convolution's bias, or None without a bias."""
     grad, wanted = args[0], args[-1]
     return _make_reduction(grad, {d for d in range(grad.dim()) if d != 1}) if wanted[2] else None
 
@@ -329,7 +329,7 @@ _SUMS = {
 
 
 def _list_flash_attention_bytes(query: torch.Tensor) -> list[int]:
-    """Return the bytes of flash attention's buffers in backward.
+    """Return the bytes of each buffer of flash attention in backward.
 
     The buffers are the query's padded gradient, and row sums. Both have 32 bits, as in PyTorch 2.11 (mha_bwd,
     transformers/cuda/flash_attn/flash_api.cpp). Flash attention only supports 16-bit inputs.

@@ -10,7 +10,7 @@ from typing import Any
 
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: Purposes of memory. The first seven persist between steps; the rest are temporary.
+#: Purposes of memory. The first seven exist between steps, and the others only during a step.
 PARTS = (
     "parameters", "gradients", "optimizer", "buffers", "buckets", "data", "received",
     "gathered", "communication", "staging", "scratch", "activations", "temporaries",
@@ -20,7 +20,7 @@ GLOO_SEGMENTS_BYTES = 2 << 20
 
 
 def compute_staging_bytes(call: CollectiveCall) -> int:
-    """Return the bytes of gloo's temporary memory for a collective.
+    """Return the bytes of temporary memory that gloo needs for a collective.
 
     Gloo gathers into a flat tensor, which is then copied. It scatters from a copy of the whole input.
     """
@@ -42,7 +42,7 @@ def compute_wire_bytes(
     samples: int = 0,
     within: int | None = None,
 ) -> float:
-    """Return the bytes that a rank sends for a step's collectives.
+    """Return the bytes that a rank sends in the collectives of a step.
 
     Gloo scatters by an all-reduce.
 

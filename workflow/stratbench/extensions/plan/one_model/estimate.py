@@ -1,4 +1,4 @@
-"""Estimates memory and speed of a PyTorch module on GPUs, for your own loop: `stratbench.estimate`."""
+"""Estimates memory and speed of a PyTorch module on GPUs: `stratbench.estimate`."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from stratbench.workload.network.models import Model
 from stratbench.workload.network.own import OwnModel
 from stratbench.workload.tasks import LossKind, Task
 
-#: Default options of a strategy, as trainers of FSDP use them.
+#: Default options of `estimate` by strategy, where they differ from those in config.yaml.
 USUAL_OPTIONS: dict[str, dict[str, Any]] = {"fsdp": {"mixed_precision": "policy"}}
-#: Number of steps of the assumed training; its first steps may differ.
+#: Number of steps of the assumed training, so that its first steps count little.
 MANY_STEPS = 1000
 Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and speed of a training step on each GPU.
+    """Memory on each GPU, and speed, of a training step.
 
     Attributes:
         strategy: Name of the strategy.
@@ -150,7 +150,7 @@ def estimate(
         settings=_make_settings(
             name, resolved, gpus, optimizer, precision, activation_checkpointing
         ),
-        input_shape=(1,),  # unused: the example batch has the shapes
+        input_shape=(1,),  # unused, since the example batch has the real shape
         classes=0,
         workers_per_node=min(gpus, gpus_per_node),
         eval_batch=0,
@@ -198,8 +198,8 @@ def estimate(
 
 
 def _find_equal_blocks(request: Request) -> tuple[str, int] | None:
-    """Return the path and number of the model's equal blocks, if any."""
-    # Errors of the model are reported when the whole model is traced.
+    """Return the path and number of the model's equal blocks, or None."""
+    # Errors are dropped here, since the trace of the whole model reports them.
     with suppress(Exception), fake.fake_worker_environment(request):
         model, _, _ = fake.build_worker(request)
         return find_equal_blocks(request, model)
@@ -208,7 +208,7 @@ def _find_equal_blocks(request: Request) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Input of a caller: a module, an example batch on the meta device, and the loss."""
+    """Input of `estimate`: a module, an example batch on the meta device, and the loss."""
 
     model: nn.Module
     inputs: Tensor
@@ -250,7 +250,10 @@ class _GivenTask(Task):
 
 
 def copy_given_model(given: Given) -> nn.Module:
-    """Return a copy of a caller's module with fake tensors, in the active fake mode."""
+    """Return a copy of the caller's module whose tensors are fake.
+
+    The tensors belong to the active fake mode.
+    """
     memo: dict[int, Any] = {}
     for p in given.model.parameters():
         empty = torch.empty(p.shape, dtype=p.dtype)
@@ -260,7 +263,7 @@ def copy_given_model(given: Given) -> nn.Module:
     return deepcopy(given.model, memo)
 
 
-#: Gives each module of this process a number, which is its key in caches.
+#: Numbers for the models' names, so that each module has keys of its own in caches.
 _numbers = count(1)
 
 
@@ -294,11 +297,11 @@ def _make_settings(
     )
 
 
-def _check_name(key: str, value: str, allowed: Iterable[str]) -> None:
+def _check_name(argument: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
-        listed = ", ".join(allowed)
+        suggestion, allowed_names = suggest_closest_name(value, allowed), ", ".join(allowed)
         raise ValueError(
-            f"{key} = {value!r}: is unknown.{suggest_closest_name(value, allowed)} Allowed: {listed}"
+            f"{argument} = {value!r}: is unknown.{suggestion} Allowed: {allowed_names}"
         )
 
 

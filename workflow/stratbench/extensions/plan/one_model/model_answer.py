@@ -56,13 +56,13 @@ from stratbench.workload.data.dataset import Dataset, get_sample_kind
 TEMPLATE = Path(__file__).parent / "templates" / "model_answer.yaml"
 #: Number of GPUs per node if no config sets it.
 NODE_GPUS = 8
-#: Length of a training if none is set, in tokens and in images.
+#: Length of the training if the question sets none: in tokens for texts, and in samples for other data.
 USUAL_TOKENS, USUAL_IMAGES = 1e9, 1e6
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest GPU in a training step.
+    """Bytes on the GPU that needs most memory in a training step.
 
     Attributes:
         allocated_bytes: Value that torch.cuda.max_memory_allocated shows.
@@ -77,7 +77,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class StrategyAnswer:
-    """A strategy with or without activation checkpointing, at its largest micro-batch that fits.
+    """Prediction for a strategy, with or without activation checkpointing, at its largest batch.
 
     Attributes:
         strategy: Name of the strategy or variant.
@@ -138,7 +138,7 @@ class Answer:
 
     @property
     def training_amount(self) -> float:
-        """Number of tokens or samples of the whole training."""
+        """Number of tokens (for texts) or samples of the whole training."""
         if self.data.is_text:
             return self.question.tokens or USUAL_TOKENS
         return self.question.samples or USUAL_IMAGES
@@ -153,14 +153,16 @@ class Answer:
 
 
 def answer_question(
-    config: Mapping[str, Any], question: Question, tell: Callable[[Answer], None] = lambda _: None
+    config: Mapping[str, Any],
+    question: Question,
+    report_first: Callable[[Answer], None] = lambda _: None,
 ) -> Answer:
-    """Return the answer to a question about a model.
+    """Answer which strategies fit a model on a number of GPUs.
 
     Args:
         config: Raw config with models, data sets and cluster; it may be empty.
         question: The question.
-        tell: Called with the answer for the first strategy, as soon as it is known.
+        report_first: Called with the answer for the first strategy, as soon as it is known.
 
     Raises:
         ConfigError: If the model, data set or GPU is unknown, or the config has mistakes.
@@ -188,12 +190,12 @@ def answer_question(
     dry_runs: dict[Any, Rehearsal] = {}
     networks: dict[Network, Any] = {}
 
-    def make_answer(some: Iterable[Subject]) -> Answer:
+    def make_answer(subjects_to_answer: Iterable[Subject]) -> Answer:
         choices = [
             _answer_strategy(
                 s, networks[Network.from_request(s.request)], dry_runs[s.request], sheet, cluster
             )
-            for s in some
+            for s in subjects_to_answer
         ]
         return Answer(
             question, sheet, cluster, data, first.optimizer, first.precision,
@@ -209,7 +211,7 @@ def answer_question(
         networks |= of_networks
         dry_runs |= of_requests
         if some is early and len(early) < len(subjects):
-            tell(make_answer(early))
+            report_first(make_answer(early))
     return make_answer(subjects)
 
 
@@ -224,26 +226,27 @@ def _find_datasheet(question: Question, config: Mapping[str, Any]) -> Datasheet:
 
 
 def _check_amount(question: Question, data: Dataset) -> None:
-    """Raise ConfigError if the training's length is in a unit that the data lack."""
-    amount, kind, other = question.samples, "texts", "tokens"
+    """Raise ConfigError for `--samples` with texts, or `--tokens` with other data."""
+    length, data_kind = question.samples, "texts"
+    wrong_option, right_option = "--samples", "--tokens"
     if not data.is_text:
-        amount, kind, other = question.tokens, get_sample_kind(data.shape), "samples"
-    if amount is not None:
-        wrong = "samples" if data.is_text else "tokens"
+        length, data_kind = question.tokens, get_sample_kind(data.shape)
+        wrong_option, right_option = "--tokens", "--samples"
+    if length is not None:
         raise ConfigError(
-            f"--{wrong} {amount:g}: does not apply, since {question.model} is trained on {kind}; "
-            f"give --{other}"
+            f"{wrong_option} {length:g}: does not apply, since {question.model} is trained on {data_kind}; "
+            f"give {right_option}"
         )
 
 
 def _choose_node_gpus(question: Question, config: Mapping[str, Any]) -> int:
-    """Return the GPUs per node, or the largest smaller number that divides all GPUs evenly."""
+    """Return the largest number of GPUs per node that fills all nodes evenly."""
     node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
     return next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
 
 
 def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the study of the template file, adapted to the question's number of GPUs.
+    """Return the template's study, adapted to the question's number of GPUs.
 
     The study has the form that `make_model_study` takes.
     """
@@ -253,29 +256,35 @@ def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, A
     divided = list_divided_variants(node)
     template["variants"] |= divided
     strategies += divided
-    # This batch only has to be divisible by all strategies. The footprint gives the largest batch that
-    # fits.
+    # All strategies can divide this batch. The largest batch that fits follows later, from the footprint.
     template["experiment"]["global_batch"] = question.gpus * node * MICROBATCHES_A_STAGE
     template["numbers"] = {"gpus": {"strategies": strategies, "gpus": [question.gpus]}}
     return template
 
 
 def _without_evaluation(s: Subject) -> Subject:
-    """Return the cell without an evaluation, whose batch size a model question leaves open."""
+    """Return a copy of the cell without evaluation.
+
+    A question about a model leaves the batch size of an evaluation open.
+    """
     return replace(s, request=replace(s.request, eval_batch=0))
 
 
 def _answer_strategy(
-    s: Subject, network: Any, dry_run: Rehearsal, sheet: Datasheet, cluster: Mapping[str, Any]
+    s: Subject,
+    network_check: Any,
+    dry_run: Rehearsal,
+    datasheet: Datasheet,
+    cluster: Mapping[str, Any],
 ) -> StrategyAnswer:
     checkpointing = s.settings.activation_checkpointing
-    reason = cell_refusal_reason(s, network, dry_run) or dry_run.unpredicted_reason
+    reason = cell_refusal_reason(s, network_check, dry_run) or dry_run.unpredicted_reason
     if dry_run.footprint is None or reason:
         return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
     least = acceptance.compute_min_samples(
-        network.has_batchnorm, s.settings.gradient_accumulation_steps
+        network_check.has_batchnorm, s.settings.gradient_accumulation_steps
     )
-    return choose_batch(s, dry_run.footprint, make_gpu_device(sheet, s.settings.precision, cluster),
+    return choose_batch(s, dry_run.footprint, make_gpu_device(datasheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
 
 
@@ -284,18 +293,20 @@ def choose_batch(
     footprint: Footprint,
     device: Device,
     cluster: Mapping[str, Any],
-    least: int = 1,
+    min_samples: int = 1,
     batch: int | None = None,
     reads_text: bool | None = None,
 ) -> StrategyAnswer:
-    """Return a cell at the largest batch that fits a device, or the smallest batch.
+    """Predict memory and time of a cell at the largest batch that fits a device.
+
+    If none fits, the smallest batch is predicted.
 
     Args:
         s: The cell, with any batch.
         footprint: Footprint of the cell's model and strategy.
         device: One GPU.
         cluster: The block `cluster` of the config.
-        least: Minimum number of samples that a copy of the model must compute at once.
+        min_samples: Minimum number of samples that a copy of the model must compute at once.
         batch: Samples per step of a copy of the model, in place of the largest that fits.
         reads_text: Whether the cell's samples are texts; None if the data set says so.
     """
@@ -304,7 +315,7 @@ def choose_batch(
     if batch is None:
         data_bytes = partial(compute_subject_data_bytes, s)
         batch = footprint.largest_batch(device.compute_room_bytes(margin), threads, data_bytes)
-        batch = max(batch // parts * parts, -(-least // parts) * parts)
+        batch = max(batch // parts * parts, -(-min_samples // parts) * parts)
     settings = replace(s.settings, per_worker_batch=batch, global_batch=batch * s.mesh.replicas)
     samples = max(s.data.train_samples, settings.global_batch)
     s = replace(s, settings=settings, data=replace(s.data, train_samples=samples))
@@ -316,7 +327,7 @@ def choose_batch(
     if device.flops_per_s is not None:
         *ends, usual = [plan_step(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
         is_text = s.data.is_text if reads_text is None else reads_text
-        runs = estimate_from_runs(device.name, settings, is_text, usual, steps=1)
+        runs = estimate_from_runs(device.name, settings, is_text, usual, num_steps=1)
         step_s = (*(runs or (step.seconds for step in ends)), usual.seconds)
     return StrategyAnswer(
         s.cell.strategy,
@@ -335,7 +346,7 @@ def choose_batch(
 
 
 def _make_sort_key(choice: StrategyAnswer) -> tuple[int, float]:
-    """Return a sort key: the fastest choice that fits first, unpredicted ones last."""
+    """Return a key that sorts the fastest strategy that fits first, unpredicted ones last."""
     order = 2 if not choice.verdict else 0 if choice.verdict == FITS else 1
     if choice.samples_per_s and order == 0:
         return order, -choice.samples_per_s[2]

@@ -17,9 +17,9 @@ from stratbench.workload.network.libraries import find_library_of_entry
 from stratbench.workload.network.own import list_torchvision_names
 
 TEMPLATE = Path(__file__).parent / "templates" / "one_network.yaml"
-#: Keys of a config that also apply to a single model.
+#: Keys of config.yaml that also apply to the plan of a single model.
 KEPT = ("results", "cluster", "models", "code", "data", "datasets")
-#: Keys of an experiment that define how a user's model is trained.
+#: Keys of an experiment that also apply to the plan of its model alone.
 OF_AN_EXPERIMENT = ("dataset", "task", "optimizer")
 
 
@@ -30,7 +30,7 @@ def make_model_study(
     sequence: int | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Study, list[str]]:
-    """Return a config and a study of `model` only, and the reasons for omitted strategies.
+    """Return a config and a study of one model only, and why strategies are left out.
 
     Args:
         config: Raw config with models, data sets and cluster; it may be empty.
@@ -45,7 +45,7 @@ def make_model_study(
     """
     overrides = overrides or yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     whole = {key: config[key] for key in KEPT if key in config}
-    # An extension that makes some of them may have been deleted.
+    # A data set of the template is left out if the extension that makes it is not installed.
     usual = {name: e for name, e in overrides["datasets"].items() if e["source"] in SPECS}
     whole["datasets"] = usual | (whole.get("datasets") or {})
     known = (*DATASETS, *whole["datasets"])
@@ -84,7 +84,7 @@ def make_model_study(
         return None
 
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
-    # This call raises for faults that all experiments share.
+    # Loading a single experiment raises ConfigError for mistakes that all experiments share.
     _, alone = load_experiments({"network": block | {"strategies": first, "gpus": [1]}})
     if "optimizer" not in block and alone.get_dataset(block["dataset"]).is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
@@ -104,26 +104,28 @@ def make_model_study(
     return *load_experiments(experiments), left_out
 
 
-def _set_sequence(datasets: dict[str, Any], name: str, sequence: int) -> None:
-    """Set the tokens per text of a data set.
+def _set_sequence(datasets: dict[str, Any], dataset: str, tokens_per_text: int) -> None:
+    """Set the number of tokens per text of a data set.
 
     Raises:
         ConfigError: If the data set's length is fixed.
     """
-    values = datasets.get(name) or {}
+    values = datasets.get(dataset) or {}
     if "sequence" not in values:
-        made = ", ".join(key for key, entry in datasets.items() if "sequence" in entry)
+        text_datasets = ", ".join(key for key, entry in datasets.items() if "sequence" in entry)
         raise ConfigError(
-            f"--sequence {sequence}: the data set {name} has no texts of variable length; remove --sequence, "
-            f"or choose texts by --dataset: {made}"
+            f"--sequence {tokens_per_text}: the data set {dataset} has no texts of variable length; remove "
+            f"--sequence, or choose texts by --dataset: {text_datasets}"
         )
-    datasets[name] = {**values, "sequence": sequence}
+    datasets[dataset] = {**values, "sequence": tokens_per_text}
 
 
 def _find_training_data(
     config: Mapping[str, Any], model: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the data and settings with which a model is trained, or {} if unknown.
+    """Return the keys of an experiment that set a model's data, task and optimizer.
+
+    The result is empty if they are unknown.
 
     Raises:
         ConfigError: If the model is invalid.

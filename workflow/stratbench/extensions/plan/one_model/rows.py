@@ -1,6 +1,4 @@
-"""Variants of one model's answer that split the model over groups of GPUs.
-
-Strategies declare such variants by their options.
+"""Makes the variants of strategies that split one model over several GPUs.
 
 The options of a strategy declare the size of such groups, and the values to try (`tried`). Nothing here
 names a strategy.
@@ -21,26 +19,26 @@ from stratbench.strategies import (
     get_traits,
 )
 
-#: Number of micro-batches per pipeline stage in a step, which keeps the bubble below a fifth of the step.
+#: Number of micro-batches per pipeline stage in a step. It keeps the bubble below a fifth of the step.
 MICROBATCHES_A_STAGE = 4
-#: Option with the number of micro-batches.
+#: Name of the option that sets a pipeline's number of micro-batches.
 MICROBATCHES = "microbatches"
 
 
-def list_divided_variants(node: int) -> dict[str, dict[str, Any]]:
-    """Return the variants that split a model over 2 to `node` GPUs, by name.
+def list_divided_variants(gpus_per_node: int) -> dict[str, dict[str, Any]]:
+    """Return the variants of strategies that split a model over 2 or more GPUs, by name.
 
     Tensor parallelism has a variant for each group size that divides a node evenly. Each has another one for
-    each option that its strategy declares to try as true. Pipelines take longest to plan, since each stage
-    is traced with several micro-batches; their group size is the whole node.
+    each option that its strategy declares to try as true. Pipelines take longest to plan, since each stage is
+    traced with several micro-batches; their group size is the whole node.
 
     Args:
-        node: GPUs of a node.
+        gpus_per_node: GPUs of a node.
     """
-    sizes = [n for n in range(2, node + 1) if node % n == 0]
+    sizes = [n for n in range(2, gpus_per_node + 1) if gpus_per_node % n == 0]
     variants = {}
     for strategy in REGISTRY:
-        if (option := find_size_option(strategy, node)) is None:
+        if (option := find_size_option(strategy, gpus_per_node)) is None:
             continue
         switches = [key for key, tried in iter_tried_values(strategy) if tried is True]
         is_pipeline = MICROBATCHES in get_option_defaults(strategy)
@@ -56,50 +54,54 @@ def list_divided_variants(node: int) -> dict[str, dict[str, Any]]:
     return variants
 
 
-def find_size_option(strategy: str, node: int) -> str | None:
+def find_size_option(strategy: str, gpus_per_node: int) -> str | None:
     """Return the option that sets how many GPUs share one copy of the model.
 
     The result is None if there is no such option.
 
     Args:
         strategy: Name of the strategy.
-        node: GPUs of a node.
+        gpus_per_node: GPUs of a node.
     """
-    if node == 1:
+    if gpus_per_node == 1:
         return None
     defaults = get_option_defaults(strategy)
     for key in defaults:
-        # Sizes of other groups, such as those that divide states, leave each GPU a copy of the network.
+        # Sizes of other groups do not count, such as of those that shard states: each GPU then computes the
+        # whole model.
         if key.endswith("_size"):
             one, all_ = (
-                get_mesh(strategy, defaults | {key: n}, node).workers_per_replica for n in (1, node)
+                get_mesh(strategy, defaults | {key: n}, gpus_per_node).workers_per_replica
+                for n in (1, gpus_per_node)
             )
-            if (one, all_) == (1, node):
+            if (one, all_) == (1, gpus_per_node):
                 return key
     return None
 
 
 def iter_tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
-    """Yield each value to try of a strategy's options, as pairs of option and value."""
+    """Yield pairs of an option and a value that the strategy declares worth trying."""
     for option in fields(get_strategy_class(strategy).Options):
         for value in option.metadata.get("tried", ()):
             yield option.name, value
 
 
-def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a text with the number and the names of variants that are not planned.
+def describe_unplanned(
+    gpus: int, gpus_per_node: int, planned_rows: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Return a text on the variants that are not planned: how many, and which.
 
-    The text is on strategies with DDP's updates.
+    The variants are of strategies with DDP's updates.
 
     Args:
         gpus: Number of GPUs.
-        node: GPUs of a node.
-        rows: Options of each planned row other than the defaults, and its strategy.
+        gpus_per_node: GPUs of a node.
+        planned_rows: Options of each planned row other than the defaults, and its strategy.
     """
     rest = "selective checkpointing, accumulated gradients"
     if gpus == 1:
         return rest
-    planned = {row["strategy"] for row in rows.values()}
+    planned = {row["strategy"] for row in planned_rows.values()}
     similar = [name for name in REGISTRY if has_ddp_updates(name, gpus)]
     others = [name for name in similar if name not in planned]
     values = [
@@ -107,12 +109,14 @@ def describe_unplanned(gpus: int, node: int, rows: Mapping[str, Mapping[str, Any
         for name in similar
         if name in planned
         for key, value in iter_tried_values(name)
-        if key != find_size_option(name, node) or node % value == 0
+        if key != find_size_option(name, gpus_per_node) or gpus_per_node % value == 0
     ]
     missing = [
         f"{name} {key}={value}"
         for name, key, value in values
-        if not any(row["strategy"] == name and row.get(key) == value for row in rows.values())
+        if not any(
+            row["strategy"] == name and row.get(key) == value for row in planned_rows.values()
+        )
     ]
     return (
         f"{len(others)} of {len(similar)} strategies with DDP's updates{_join_names(others)}; "

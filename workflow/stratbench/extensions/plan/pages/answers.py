@@ -13,7 +13,7 @@ from stratbench.extensions.plan.needs import compute_subject_data_bytes
 from stratbench.extensions.plan.quantities import format_span, group_cells_by
 from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned
 
-#: Name of each part of the memory in a sentence.
+#: How a sentence names each purpose of memory.
 PART_NAMES = {
     "parameters": "the weights",
     "gradients": "the gradients",
@@ -30,12 +30,13 @@ PART_NAMES = {
     "temporaries": "temporary results of backward and optimizer",
 }
 
-#: Parts of the memory that are proportional to the number of parameters.
+#: Purposes of memory that is proportional to the number of parameters.
 STATES = ("parameters", "gradients", "optimizer", "buckets", "gathered")
-#: Maximum relative difference of two predicted times that count as equal.
+#: Two predicted times count as equal if they differ by at most this fraction.
 ALIKE = 0.03
-#: A planned time up to this share above the shortest one counts as near. In each of 36 published sweeps of
-#: PyTorch, the fastest strategy was among the near ones (benchmarks/results/public-sweeps.md).
+#: A planned time counts as near if it exceeds the shortest one by at most this fraction. In each of 36
+#: published sweeps of PyTorch, the fastest strategy was among the near ones
+#: (benchmarks/results/public-sweeps.md).
 NEAR = 0.1
 
 
@@ -73,12 +74,12 @@ def _list_if_answered(question: str, sentences: list[str]) -> list[tuple[str, li
 
 
 def _list_predicted(plan: Plan) -> list[Planned]:
-    """Return the first cell of each set of repeats that has a prediction."""
+    """Return the cells with a predicted footprint, without further repeats."""
     return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
 
 
 def _iter_largest_counts(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
-    """Yield the cells on the largest worker count, per experiment and model."""
+    """Yield a label and the cells on the most workers, per experiment and model."""
     for (experiment, model), cells in group_cells_by(
         _list_predicted(plan), "experiment", "model"
     ).items():
@@ -98,23 +99,25 @@ def _answer_batches(plan: Plan) -> Iterator[str]:
             * (c.subject.settings.global_batch // c.subject.settings.per_worker_batch)
             for c in there
         }
-        low, high = min(most, key=most.get), max(most, key=most.get)
-        several = f", and {most[high]:,} with {high}" if most[high] != most[low] else ""
-        fit = f"The largest batch that fits is {most[low]:,} samples with {low}{several}."
-        if most[low] >= samples:
+        strategy, other = min(most, key=most.get), max(most, key=most.get)
+        and_with_other = (
+            f", and {most[other]:,} with {other}" if most[other] != most[strategy] else ""
+        )
+        fit = f"The largest batch that fits is {most[strategy]:,} samples with {strategy}{and_with_other}."
+        if most[strategy] >= samples:
             fit = f"A batch of all {samples:,} training samples would fit."
         yield f"{where}: the study's global batch is {settings.global_batch:,}. {fit}"
 
 
 def compute_parameter_growth(
-    footprint: Footprint, batch: int, room_bytes: float, threads: int = 0
+    footprint: Footprint, batch: int, available_bytes: float, threads: int = 0
 ) -> tuple[float, float]:
-    """Return by what factor the number of parameters can grow within `room_bytes`.
+    """Return the factors by which the number of parameters can grow within a memory.
 
     Args:
         footprint: Predicted memory of one worker.
         batch: Samples per worker.
-        room_bytes: Memory of a worker for everything but the data set.
+        available_bytes: Memory of a worker for everything but the data set.
         threads: Threads that the GPU holds at once.
 
     Returns:
@@ -127,12 +130,12 @@ def compute_parameter_growth(
     )
     states_bytes = sum(peak.parts_bytes.get(part, 0) for part in STATES)
     rest_bytes = peak.n_bytes - states_bytes
-    least = room_bytes / footprint.compute_needed_bytes(batch, threads)
-    return least, max(least, (room_bytes - rest_bytes) / (states_bytes + copied_bytes))
+    least = available_bytes / footprint.compute_needed_bytes(batch, threads)
+    return least, max(least, (available_bytes - rest_bytes) / (states_bytes + copied_bytes))
 
 
 def _answer_sizes(plan: Plan) -> Iterator[str]:
-    """Yield sentences on which strategy is fastest as the model grows, among those that fit."""
+    """Yield sentences on which strategy is fastest if the model grows, among those that fit."""
     for where, there in _iter_largest_counts(plan):
         growth = {
             c.cell.strategy: compute_parameter_growth(
@@ -153,15 +156,17 @@ def _answer_sizes(plan: Plan) -> Iterator[str]:
             if not chain or growth[name] > growth[chain[-1]]:
                 chain.append(name)
         if chain:
-            told = [f"{name} up to {_format_growth(growth[name])}" for name in chain]
+            strategies_up_to_growth = ", then ".join(
+                f"{name} up to {_format_growth(growth[name])}" for name in chain
+            )
             yield (
-                f"{where}, with this batch: the fastest strategy that fits is {', then '.join(told)} "
+                f"{where}, with this batch: the fastest strategy that fits is {strategies_up_to_growth} "
                 "the number of parameters."
             )
 
 
-def _format_growth(growth: tuple[float, float]) -> str:
-    low, high = (f"{n:,.0f}" if n >= 10 else f"{n:.1f}" for n in growth)
+def _format_growth(growth_factors: tuple[float, float]) -> str:
+    low, high = (f"{n:,.0f}" if n >= 10 else f"{n:.1f}" for n in growth_factors)
     return f"{low} times" if low == high else f"{low} to {high} times"
 
 
@@ -177,8 +182,8 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
         if len(there) == 1:
             continue
         if not able:
-            needs = format_bytes(least.fit.needed_bytes)
-            yield f"{where}: no cell fits; {least.cell.strategy} needs the least memory, {needs}."
+            strategy, needed_memory = least.cell.strategy, format_bytes(least.fit.needed_bytes)
+            yield f"{where}: no cell fits; {strategy} needs the least memory, {needed_memory}."
             continue
         fit = len(able) - tight
         count = "all cells fit" if fit == len(there) else f"{fit} of {len(there)} cells fit"
@@ -199,17 +204,17 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
         yield f"{told}."
 
 
-def _select_fastest(cells: list[Planned], within: float) -> list[Planned]:
-    """Return the cells whose usual time exceeds the shortest by at most the fraction `within`.
+def _select_fastest(cells: list[Planned], max_excess: float) -> list[Planned]:
+    """Return the cells whose compared time is close to the shortest, fastest first.
 
-    The fastest cell comes first.
+    A time is close if it exceeds the shortest by at most the fraction `max_excess`.
     """
     timed = sorted((c for c in cells if c.fit.device_rate_span), key=lambda c: c.fit.usual_s)
-    return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + within)]
+    return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + max_excess)]
 
 
 def _answer_divisions(plan: Plan) -> Iterator[str]:
-    """Yield a sentence on model splits: the fastest, and the one with least memory.
+    """Yield a sentence on the splits of the model: the fastest, and the least memory.
 
     T is the degree of tensor parallelism, and S the number of pipeline stages.
     """
@@ -236,7 +241,7 @@ def _answer_divisions(plan: Plan) -> Iterator[str]:
 
 
 def _format_division(c: Planned) -> str:
-    """Return a cell's strategy with its degrees, such as `fsdp-tensor (T = 2, 4 replicas)`."""
+    """Return how a cell splits its model, such as `fsdp-tensor (T = 2, 4 replicas)`."""
     mesh = c.subject.mesh
     told = [f"{name} = {n}" for name, n in (("T", mesh.tensor), ("S", mesh.stages)) if n > 1]
     told += [f"{mesh.replicas} replicas"] if mesh.replicas > 1 else []
@@ -259,10 +264,11 @@ def _answer_worker_counts(plan: Plan) -> Iterator[str]:
         if rows:
             best = max(rows, key=lambda r: r[3])
             worst = min(rows, key=lambda r: r[3])
-            other = f", and with {worst[0]} by {worst[3]:.2f}" if worst[3] < best[3] else ""
+            strategy, fewest_workers, most_workers, factor = best
+            and_with_other = f", and with {worst[0]} by {worst[3]:.2f}" if worst[3] < factor else ""
             yield (
-                f"{experiment}, {model}: from {best[1]} to {best[2]} workers the peak memory of a training "
-                f"step shrinks by a factor of {best[3]:.2f} with {best[0]}{other}."
+                f"{experiment}, {model}: from {fewest_workers} to {most_workers} workers the peak memory of "
+                f"a training step shrinks by a factor of {factor:.2f} with {strategy}{and_with_other}."
             )
 
 
@@ -275,7 +281,7 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
     for (experiment, model, workers), cells in group_cells_by(
         followed, "experiment", "model", "gpus"
     ).items():
-        # Cells that differ only in this choice count as one kind, like cells with equal requests.
+        # Cells that differ only in this option count as one kind.
         kinds = {
             c.subject.request.with_options(**{RESHARDING: "always"}): c for c in reversed(cells)
         }
@@ -288,16 +294,18 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
             largest = never.largest_batch(
                 c.fit.room_bytes, threads, partial(compute_subject_data_bytes, c.subject)
             )
-            answer = (
+            whether_batch_fits = (
                 "the batch fits"
                 if largest >= batch
                 else f"the batch does not fit (at most {largest:,} samples do)"
             )
-            name = f", {c.cell.strategy}" if len(kinds) > 1 else ""
+            strategy = f", {c.cell.strategy}" if len(kinds) > 1 else ""
+            num_workers = format_count(workers, "worker")
+            more_bytes = format_bytes(peaks[1] - peaks[0])
+            fewer_bytes = format_bytes(gathers[0] - gathers[1])
             yield (
-                f"{experiment}, {model}, {format_count(workers, 'worker')}{name}: keeping gathered weights "
-                f"takes {format_bytes(peaks[1] - peaks[0])} more memory, and each step gathers "
-                f"{format_bytes(gathers[0] - gathers[1])} less; {answer}."
+                f"{experiment}, {model}, {num_workers}{strategy}: keeping gathered weights takes "
+                f"{more_bytes} more memory, and each step gathers {fewer_bytes} less; {whether_batch_fits}."
             )
 
 
@@ -306,14 +314,16 @@ def _answer_largest_parts(plan: Plan) -> Iterator[str]:
         _list_predicted(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)
-        # Strategies with equal work on a worker, such as all parameter servers, are listed once.
+        # Strategies whose workers do the same work are listed once, such as all parameter servers.
         distinct = {c.subject.request: c for c in reversed(cells) if c.cell.gpus == workers}
         for c in reversed(distinct.values()):
             parts = sorted(c.fit.peak.parts_bytes.items(), key=lambda p: -p[1])[:2]
-            told = " and ".join(
+            largest_parts = " and ".join(
                 f"{PART_NAMES[name]} ({100 * n_bytes / c.fit.peak.n_bytes:.0f} %)"
                 for name, n_bytes in parts
             )
             if each := c.fit.stage_peaks_bytes:
-                told += f"; the peaks of the stages are {', '.join(map(format_bytes, each))}"
-            yield f"{experiment}, {model}, {c.cell.strategy} on {workers}: {told}."
+                largest_parts += (
+                    f"; the peaks of the stages are {', '.join(map(format_bytes, each))}"
+                )
+            yield f"{experiment}, {model}, {c.cell.strategy} on {workers}: {largest_parts}."

@@ -19,9 +19,11 @@ from stratbench.study.reasons import (
 from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.tasks import OwnTask
 
-#: Maximum number of shard groups that are listed; of more, only the largest and the smallest.
+#: Maximum number of shard groups that are listed. Of more groups, only the smallest and the largest size are
+#: named.
 MAX_GROUPS = 16
-#: Text on a parameter in a step that has no gradient for it, by `updates_by_zeros`.
+#: Text on what happens to a parameter in a step that has no gradient for it, by the strategy's
+#: `updates_by_zeros`.
 WITHOUT_GRADIENT = {
     False: "left as it is",
     True: "updated by zeros, so that momentum and decay go on",
@@ -48,8 +50,9 @@ def _iter_lines(checked: Checked) -> Iterator[str]:
         )
     yield ""
     if checked.refusal_reasons_by_cell:
-        n = len(checked.refusal_reasons_by_cell)
-        yield f"{n} of {format_count(len(checked.subjects), 'cell')} would end as unsupported:"
+        num_refused = len(checked.refusal_reasons_by_cell)
+        all_cells = format_count(len(checked.subjects), "cell")
+        yield f"{num_refused} of {all_cells} would end as unsupported:"
         yield from (
             f"  {line}" for line in format_skip_reasons(checked.refusal_reasons_by_cell.items())
         )
@@ -63,7 +66,7 @@ def _iter_lines(checked: Checked) -> Iterator[str]:
 
 def _describe_network(
     network: Network,
-    found: CheckResult,
+    check_result: CheckResult,
     subjects: list[Subject],
     refused: Mapping[Cell, str],
     unchecked: Mapping[Cell, str],
@@ -72,11 +75,11 @@ def _describe_network(
     own = json.loads(network.own_task_json)
     task = f", {OwnTask(own['call'])}" if own else ""
     yield f"{network.model} on {datasets}{task}"
-    if found.fault is not None:
-        yield f"   cannot be trained: {found.fault}"
+    if check_result.fault is not None:
+        yield f"   cannot be trained: {check_result.fault}"
         return
-    if found.unchecked_reason is not None:
-        yield f"   not checked: {found.unchecked_reason}"
+    if check_result.unchecked_reason is not None:
+        yield f"   not checked: {check_result.unchecked_reason}"
         return
     shape = ", ".join(map(str, network.input_shape))
     kind = get_sample_kind(network.input_shape).replace("texts", "tokens")
@@ -84,27 +87,29 @@ def _describe_network(
     if network.values:
         gives = format_count(network.classes, "value")
     frozen = (
-        f", {found.num_frozen_parameters:,} of them frozen" if found.num_frozen_parameters else ""
+        f", {check_result.num_frozen_parameters:,} of them frozen"
+        if check_result.num_frozen_parameters
+        else ""
     )
     yield (
-        f"   {found.num_parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"
+        f"   {check_result.num_parameters:,} parameters{frozen}; takes {kind} [batch, {shape}], gives {gives}"
     )
     normalises = (
         "BatchNorm: each worker normalises over its own batch"
-        if found.has_batchnorm
+        if check_result.has_batchnorm
         else "no BatchNorm"
     )
-    yield f"   {normalises}; {'dropout' if found.has_dropout else 'no dropout'}"
-    yield f"   shard groups, {found.wrap_rule}: {_describe_groups(found)}"
+    yield f"   {normalises}; {'dropout' if check_result.has_dropout else 'no dropout'}"
+    yield f"   shard groups, {check_result.wrap_rule}: {_describe_groups(check_result)}"
     trained = [s for s in subjects if s.cell not in refused]
-    if found.writes_buffers and trained:
+    if check_result.writes_buffers and trained:
         said = _group_by_note(trained, lambda strategy: strategy.buffers_note)
         yield f"   buffers that forward writes: {said}"
-    if found.parameters_without_gradient and trained:
+    if check_result.parameters_without_gradient and trained:
         said = _group_by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
-        names = format_names(found.parameters_without_gradient)
+        names = format_names(check_result.parameters_without_gradient)
         yield f"   without a gradient in some steps, {names}: {said}"
-    yield from (f"   {remark}" for remark in found.remarks)
+    yield from (f"   {remark}" for remark in check_result.remarks)
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
         own = [s.cell for s in subjects if s.cell.strategy == strategy]
         if next(s for s in subjects if s.cell.strategy == strategy).request.by_command:
@@ -122,33 +127,33 @@ def _describe_network(
             yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {reason}"
 
 
-def _group_by_note(subjects: list[Subject], note_of: Callable[[type[Strategy]], str]) -> str:
-    """Return each note with the names of the strategies that it applies to."""
+def _group_by_note(subjects: list[Subject], get_note: Callable[[type[Strategy]], str]) -> str:
+    """Return each note on strategies with the names of these strategies, as text."""
     names: dict[str, list[str]] = {}
     for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
-        names.setdefault(note_of(get_strategy_class(used)), []).append(name)
+        names.setdefault(get_note(get_strategy_class(used)), []).append(name)
     return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
 
 
-def _describe_groups(found: CheckResult) -> str:
-    if not found.shard_groups:
+def _describe_groups(check_result: CheckResult) -> str:
+    if not check_result.shard_groups:
         return "none, so that fsdp gathers all at once"
-    groups = found.shard_groups
+    groups = check_result.shard_groups
     if len(groups) <= MAX_GROUPS:
         said = ", ".join(f"{label} {size:,}" for label, size in groups)
     else:
         sizes = sorted(size for _, size in groups)
         said = f"{len(groups)} of {sizes[0]:,} to {sizes[-1]:,}"
-    return f"{said}; in none: {found.num_root_parameters:,}"
+    return f"{said}; in none: {check_result.num_root_parameters:,}"
 
 
-def _describe_counts(cells: list[Cell], of: list[Cell]) -> str:
-    """Return the worker counts of cells as text.
+def _describe_counts(cells: list[Cell], all_cells: list[Cell]) -> str:
+    """Return a text on the numbers of workers that cells have.
 
-    The text names their experiments if others in `of` differ.
+    The text names their experiments if cells in `all_cells` have others.
     """
     names = dict.fromkeys(c.experiment for c in cells)
-    others = {c.experiment for c in of} - names.keys()
+    others = {c.experiment for c in all_cells} - names.keys()
     return format_worker_counts({c.gpus for c in cells}) + (
         f" in {', '.join(names)}" if others else ""
     )

@@ -10,14 +10,20 @@ from stratbench.extensions.plan.quantities import format_in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.study.resources import count_nodes_of_workers
 
-NOTES = """\
-micro: largest number of samples that fit at once on a GPU, or on the GPUs that share one copy of the model. \
-fits: needs at most 81 % of the GPU's memory. tight: needs at most 103 %, so that only a short run shows \
-whether it fits. alloc.: value of torch.cuda.max_memory_allocated. reserv.: memory of PyTorch's allocator \
-with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without it up to a third more. smi: value of \
-nvidia-smi, with the CUDA context and NCCL. {counts}/s: one value to compare by, and its range{runs}. \
-GPU-hours follow from the value to compare by."""
-#: Columns with words or ranges, which are aligned to the left.
+#: Explanations of the table's columns, which follow the table.
+NOTES = (
+    "micro: largest number of samples that fit at once on a GPU, or on the GPUs that share one copy of the "
+    "model.",
+    "fits: needs at most 81 % of the GPU's memory.",
+    "tight: needs at most 103 % of the GPU's memory, so that only a short run shows whether it fits.",
+    "alloc.: value of torch.cuda.max_memory_allocated.",
+    "reserv.: memory of PyTorch's allocator with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without "
+    "this setting up to a third more.",
+    "smi: memory that nvidia-smi shows, with the CUDA context and NCCL.",
+    "{throughput_unit}/s: one throughput to compare by, and its range{from_public_runs}.",
+    "GPU-hours follow from the throughput to compare by.",
+)
+#: Indices of the table's columns that are aligned to the left, since they have words or ranges.
 LEFT = (0, 1, 2, 7)
 
 
@@ -31,13 +37,16 @@ def format_answer(answer: Answer) -> str:
         below += ["", f"In config.yaml: variants: {{{variants}}}"]
     below.append("")
     sources = {c.time_source for c in answer.strategy_answers if c.time_source}
-    runs = f", with * from {sources.pop()}" if sources else ""
-    below.append(NOTES.format(counts=answer.throughput_unit, runs=runs))
+    from_public_runs = f", with * from {sources.pop()}" if sources else ""
+    notes = " ".join(NOTES)
+    below.append(
+        notes.format(throughput_unit=answer.throughput_unit, from_public_runs=from_public_runs)
+    )
     return "\n".join([above, *_list_table_lines(answer), wrap_lines(below)])
 
 
 def format_first_traced(answer: Answer) -> str:
-    """Return a line on the first strategy that was traced."""
+    """Return a line on the strategy that was traced first."""
     return wrap_lines([f"first: {_describe_choice(answer, answer.strategy_answers[0])}"])
 
 
@@ -63,20 +72,19 @@ def _describe_best(answer: Answer) -> str:
         tight = [c for c in answer.strategy_answers if c.verdict and c.verdict != DOES_NOT_FIT]
         if not tight:
             known = any(c.verdict for c in answer.strategy_answers)
-            return "No strategy fits: take more GPUs or larger ones." if known else "No prediction."
+            return "No strategy fits: use more or larger GPUs." if known else "No prediction."
         return f"No strategy fits for certain. {_describe_choice(answer, tight[0])}"
-    said = _describe_choice(answer, first)
+    fits_with_speed = _describe_choice(answer, first)
     if first.step_s is None:
-        return said
+        return fits_with_speed
     gpu_hours = _compute_gpu_hours(answer, first)
     cost = _format_cost(answer, gpu_hours)
     amount = f"{answer.training_amount:g} {answer.throughput_unit}".replace("e+0", "e").replace(
         "e+", "e"
     )
-    return (
-        f"{said} Training on {amount} takes {format_hours(gpu_hours / answer.question.gpus)} h, "
-        f"{format_hours(gpu_hours)} GPU-hours{f', at a cost of {cost}' if cost else ''}."
-    )
+    hours, total_gpu_hours = format_hours(gpu_hours / answer.question.gpus), format_hours(gpu_hours)
+    at_a_cost = f", at a cost of {cost}" if cost else ""
+    return f"{fits_with_speed} Training on {amount} takes {hours} h, {total_gpu_hours} GPU-hours{at_a_cost}."
 
 
 def _describe_choice(answer: Answer, choice: StrategyAnswer) -> str:
@@ -84,17 +92,20 @@ def _describe_choice(answer: Answer, choice: StrategyAnswer) -> str:
         return f"{_format_choice_name(choice)}: {choice.reason}"
     noun = answer.throughput_unit.removesuffix("s") if not answer.data.is_text else "text"
     verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
-    text = f"{_format_choice_name(choice)} {verdict} with {format_count(choice.micro_batch, noun)} at once"
-    held = f"{text}: {format_bytes(choice.memory.allocated_bytes)} per GPU."
+    samples = format_count(choice.micro_batch, noun)
+    fits_at_once = f"{_format_choice_name(choice)} {verdict} with {samples} at once"
+    fits_with_memory = f"{fits_at_once}: {format_bytes(choice.memory.allocated_bytes)} per GPU."
     if choice.verdict == DOES_NOT_FIT:
-        return held
+        return fits_with_memory
+    gpu, precision, unit = answer.gpu.name, answer.precision, answer.throughput_unit
     if choice.step_s is None:
-        return f"{held} Its time is unknown, since {answer.gpu.name} has no rate for {answer.precision}."
+        return f"{fits_with_memory} Its time is unknown, since {gpu} has no rate for {precision}."
     low, high, usual = answer.compute_throughput(choice)
+    from_public_runs = f", from {choice.time_source}" if choice.time_source else ""
+    batch = choice.global_batch
     return (
-        f"{text}, {choice.global_batch} per step on all GPUs: {usual:,.0f} {answer.throughput_unit} "
-        f"per second ({low:,.0f} to {high:,.0f}"
-        f"{f', from {choice.time_source}' if choice.time_source else ''})."
+        f"{fits_at_once}, {batch} per step on all GPUs: {usual:,.0f} {unit} per second "
+        f"({low:,.0f} to {high:,.0f}{from_public_runs})."
     )
 
 
@@ -149,7 +160,7 @@ def _compute_gpu_hours(answer: Answer, choice: StrategyAnswer) -> float:
 
 
 def _format_rate(number: float) -> str:
-    """Return a rate with three digits, such as 4.21, 68.4k or 1.2M."""
+    """Return a throughput with three digits, such as 4.21, 68.4k or 1.2M."""
     for unit, name in ((1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{format_in_unit(number, unit)}{name}"
@@ -162,7 +173,7 @@ def _format_cost(answer: Answer, gpu_hours: float) -> str:
 
 
 def _group_by_reason(answer: Answer) -> dict[str, str]:
-    """Return why choices have no prediction: each reason once, with the names of its choices."""
+    """Return the reasons for missing predictions, each with the names of its strategies."""
     names: dict[str, list[str]] = {}
     for c in answer.strategy_answers:
         if c.reason:
@@ -173,7 +184,7 @@ def _group_by_reason(answer: Answer) -> dict[str, str]:
 
 
 def _format_variants(answer: Answer) -> str:
-    """Return the entries of `variants` for the strategies that may fit."""
+    """Return the strategies that may fit as entries of `variants` in config.yaml."""
     used = {c.strategy for c in answer.strategy_answers if c.verdict not in ("", DOES_NOT_FIT)}
     entries = {name: values for name, values in answer.variants.items() if name in used}
     return ", ".join(

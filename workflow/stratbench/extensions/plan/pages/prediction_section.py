@@ -14,7 +14,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "prediction.html.j2"
 
 
 def make_prediction_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Yield the section if a planned cell has a record."""
+    """Yield the report's section on the plan's errors, if a planned cell has a record."""
     path = inputs.folder / "prediction.csv"
     if path.exists() and (lines := read_prediction_lines(path)):
         on_cpu = (inputs.cells["device_kind"] == "cpu").any()
@@ -23,7 +23,7 @@ def make_prediction_sections(inputs: ReportInput) -> Iterator[Section]:
 
 
 def read_prediction_lines(path: Path) -> list[dict[str, Any]]:
-    """Return a row per experiment and strategy with the plan's errors, from prediction.csv."""
+    """Read the plan's errors from prediction.csv, in a row per experiment and strategy."""
     rows = pd.read_csv(path)
     lines = []
     for (experiment, strategy), held in rows.groupby(["experiment", "strategy"], sort=False):
@@ -38,14 +38,15 @@ def read_prediction_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def describe_errors(percent: pd.Series) -> str:
+def describe_errors(errors_percent: pd.Series) -> str:
     """Return the plan's errors in percent as text.
 
     Several errors become the median and the one farthest from 0. The text is empty without errors.
     """
-    if len(percent) < 2:
-        return "".join(f"{error:+.1f} %" for error in percent)
-    return f"median {percent.median():+.1f} %, worst {percent[percent.abs().idxmax()]:+.1f} %"
+    if len(errors_percent) < 2:
+        return "".join(f"{error:+.1f} %" for error in errors_percent)
+    worst = errors_percent[errors_percent.abs().idxmax()]
+    return f"median {errors_percent.median():+.1f} %, worst {worst:+.1f} %"
 
 
 READING = Reading(list_sections=make_prediction_sections)

@@ -18,7 +18,7 @@ from stratbench.study import plan_file
 
 
 class Unit(NamedTuple):
-    """Format of one kind of quantity in plan.csv.
+    """How plan.csv and texts show one kind of quantity.
 
     Attributes:
         csv: Returns the number for plan.csv.
@@ -43,7 +43,7 @@ RANGE = Unit(lambda end: f"{end:.6g}", format_span, ("_low", "_high"))
 
 
 class PlanColumn(NamedTuple):
-    """A quantity of a cell, by its attribute path in `Planned` or `DeviceFit`."""
+    """A column of plan.csv: the attribute path of its value in the plan, and its format."""
 
     path: str
     unit: Unit = PLAIN
@@ -64,7 +64,7 @@ class PlanColumn(NamedTuple):
         return "" if value is None else self.unit.text(value)
 
 
-#: Columns of plan.csv after a cell's coordinates. The text and the page show the same quantities.
+#: Columns of plan.csv after the cell's coordinates. The text and the page show the same quantities.
 COLUMNS = {
     "state": PlanColumn("state"),
     "reason": PlanColumn("reason"),
@@ -97,7 +97,7 @@ COLUMNS = {
     "cost": PlanColumn("fit.cost", RANGE),
     "cut_off": PlanColumn("fit.time_limit_verdict"),
 }
-#: Columns of plan.csv after those of other devices.
+#: Last columns of plan.csv: what the cell's job requests from SLURM.
 REQUEST_COLUMNS = {
     "host_mem_mib_needed": PlanColumn("needs.host_bytes", IN_MIB),
     **{
@@ -108,13 +108,13 @@ REQUEST_COLUMNS = {
 }
 
 
-def make_row(c: Planned, others: Iterable[str]) -> dict[str, Any]:
-    """Return a cell's row of plan.csv, with its fit and time on the devices `others`.
+def make_row(c: Planned, other_devices: Iterable[str]) -> dict[str, Any]:
+    """Return a cell's row of plan.csv, with its fit and time also on other devices.
 
     Unknown values are empty.
     """
     columns = dict(COLUMNS)
-    for device in others:
+    for device in other_devices:
         columns[f"fits {device}"] = PlanColumn("memory_verdict", PLAIN, device)
         columns[f"train_time_s {device}"] = PlanColumn("train_span", RANGE, device)
     row = c.cell.as_dict()
@@ -133,7 +133,7 @@ def write_csv(plan: Plan, path: Path) -> None:
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:
-    """Write rows with equal columns as CSV; without rows only the `header` is written."""
+    """Write rows with equal columns as CSV, or only the `header` if there are no rows."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0] if rows else header), lineterminator="\n")
     writer.writeheader()

@@ -36,7 +36,7 @@ from stratbench.study.reasons import format_skip_reasons
 TEMPLATES = Path(__file__).parent / "templates"
 #: Indentation of a table's lines, in characters.
 INDENT = 5
-#: From this number on, strategies with equal values are listed below the table.
+#: Minimum number of strategies with equal values that are named below the table instead of in it.
 MANY_ALIKE = 3
 
 
@@ -48,10 +48,10 @@ def _format_time_mark(c: Planned) -> str:
     return {"no": "", "possible": "?", "certain": "!"}[c.fit.time_limit_verdict]
 
 
-#: Tables per experiment: a column of the plan, the title over its table, and the mark of a field.
+#: Tables per experiment, by column of plan.csv: the title, and a function that returns a value's mark.
 TABLES: dict[str, tuple[str, Callable[[Planned], str]]] = {
     "needed_mib": (
-        "{unit} per worker that {who} needs, at {workers} workers (! does not fit, ? tight)",
+        "{unit} per worker that {cell} needs, at {workers} workers (! does not fit, ? tight)",
         _format_fit_mark,
     ),
     "train_time_s": (
@@ -70,6 +70,8 @@ def format_plan(plan: Plan) -> str:
     states = Counter(c.state for c in plan.cells)
     values = _collect_values(plan) | {
         "tables": TABLES,
+        "too_large_cells": plan.unheld,
+        "mixed_gpu_types": plan.gpu_types,
         "lines_of": _format_table,
         "states": ", ".join(f"{n} {state}" for state, n in states.items()),
         "reasons": _list_reasons(plan),
@@ -145,8 +147,8 @@ def _list_reasons(plan: Plan) -> dict[str, list[str]]:
     }
 
 
-def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
-    """Return a title and a table of one quantity of an experiment's cells.
+def _format_table(cells: list[Planned], column_name: str, subject: str = "a cell") -> str:
+    """Return a title and a table with one quantity of an experiment's cells.
 
     Rows are strategies, columns are models, and each field has the values of all worker counts. Models that
     do not fit the terminal's width are in a further table below. Strategies with equal fields share a row.
@@ -154,18 +156,18 @@ def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
 
     Args:
         cells: Cells of an experiment.
-        name: Column of plan.csv.
-        who: Subject of the title.
+        column_name: Column of plan.csv.
+        subject: Subject of the title.
     """
-    title, mark = TABLES[name]
-    column, workers = COLUMNS[name], sorted({c.cell.gpus for c in cells})
+    title, mark = TABLES[column_name]
+    column, workers = COLUMNS[column_name], sorted({c.cell.gpus for c in cells})
     first = {
         (c.cell.strategy, c.cell.model, c.cell.gpus): c for c in reversed(cells) if c.footprint
     }
     unit, n_bytes = "", 0
     if column.unit is not RANGE:
         most = max(map(column.get_value, first.values()), default=0)
-        # If nothing is sent, 0 has the unit of the network's weights.
+        # If all values are 0, they have the unit that suits the model's weights.
         weights = COLUMNS["state_parameters_bytes"]
         unit, n_bytes = choose_byte_unit(
             most or max(map(weights.get_value, first.values()), default=0)
@@ -192,12 +194,12 @@ def _format_table(cells: list[Planned], name: str, who: str = "a cell") -> str:
     lines += [
         f"equal values: {', '.join(names)}" for names in alike.values() if len(names) >= MANY_ALIKE
     ]
-    told = title.format(unit=unit, who=who, workers=", ".join(map(str, workers)))
+    told = title.format(unit=unit, cell=subject, workers=", ".join(map(str, workers)))
     return "\n".join([f"   {told}", *(f"{' ' * INDENT}{line}".rstrip() for line in lines)])
 
 
 def _sort_by_time(cells: list[Planned]) -> list[str]:
-    """Return the strategies by their usual time on the most workers.
+    """Return strategies sorted by their compared time on the most workers.
 
     The other strategies follow in their order.
     """
@@ -217,7 +219,7 @@ def _format_time(c: Planned) -> str:
 
 
 def group_columns(widths: list[int]) -> list[list[int]]:
-    """Return the columns from the second on, in groups that fit the terminal."""
+    """Divide a table's columns after the first into groups that fit the terminal's width."""
     groups: list[list[int]] = [[]]
     for i in range(1, len(widths)):
         together = sum(3 + widths[j] for j in (*groups[-1], i))

@@ -28,8 +28,8 @@ from stratbench.extensions.plan.schedule import Plan, Planned
 from stratbench.strategies.base import Strategy
 from stratbench.telemetry.machine.hardware import Datasheet, list_datasheets
 
-#: Segments of the page's memory bar, with the PARTS that each of them sums up. A further segment, `copy`,
-#: is the copy of the warm-up.
+#: Segments of the page's memory bar, each with the purposes of memory (PARTS) that it sums up. A further
+#: segment, `copy`, is the warm-up's copy of the states.
 GROUPS = {
     "weights": ("parameters", "buffers"),
     "gradients": ("gradients",),
@@ -38,19 +38,19 @@ GROUPS = {
     "activations": ("activations",),
     "temporary": ("temporaries", "scratch"),
 }
-#: Length of a training that is long enough to show whether workers exchange in every step.
+#: Number of steps of an assumed long training, which shows whether workers exchange data in every step.
 MANY_STEPS = 1 << 20
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16-true")
 #: Precisions in the order of the page's control.
 SHOWN_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true", "fp64")
-#: Maximum number of workers up to which the page extends lines in 1 / workers.
+#: Maximum number of workers to which the page extrapolates.
 MAX_WORKERS = 1024
-#: GPUs of common memory sizes, which the page compares if the config names none of that size.
+#: GPUs of common memory sizes. The page compares one if the config names no GPU with this size.
 USUAL_CARDS = ("A10G", "L40S", "A100 SXM 80 GB", "H200 SXM")
 
 
 def collect_page_data(plan: Plan) -> dict[str, Any]:
-    """Return all values that the page needs, in bytes and seconds."""
+    """Return all values that the page needs. Sizes are in bytes, and times in seconds."""
     cells = [c for c in plan.cells if c.cell.repeat == 0]
     footprints: dict[str, int] = {}
     networks = [
@@ -87,11 +87,11 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _pair_by_kind(gpu: tuple[float, ...], cpu: tuple[float, ...]) -> dict[str, Any]:
-    return {"gpu": gpu, "cpu": cpu}
+def _pair_by_kind(gpu_rates: tuple[float, ...], cpu_rates: tuple[float, ...]) -> dict[str, Any]:
+    return {"gpu": gpu_rates, "cpu": cpu_rates}
 
 
-# --- devices ---------------------------------------------------------------------------------------
+# --- devices of the page ---------------------------------------------------------------------------------
 
 
 def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
@@ -107,12 +107,12 @@ def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
     return found
 
 
-def _choose_compared(named: list[str]) -> list[str]:
-    """Return the devices to compare: `named`, and one per common memory size."""
+def _choose_compared(plan_devices: list[str]) -> list[str]:
+    """Return the devices that the page compares: the plan's, and one per common memory size."""
     size = {gpu.name: gpu.memory_gib for gpu in list_datasheets()}
-    known = {size.get(name) for name in named}
+    known = {size.get(name) for name in plan_devices}
     usual = [name for name in USUAL_CARDS if size[name] not in known]
-    return sorted([*named, *usual], key=lambda name: size.get(name, 0))
+    return sorted([*plan_devices, *usual], key=lambda name: size.get(name, 0))
 
 
 def _describe_gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,19 +127,19 @@ def _describe_gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the CPU with the rate of all cores, which the workers share."""
+    """Return the values of this host's CPU, whose rate all workers share."""
     device = device_rates.make_cpu_device(cluster, 1)
     whole_bytes = cluster["mem_mib_per_gpu"] * MIB
     return {**asdict(device), "whole_bytes": whole_bytes, "flops_per_s": {"": device.flops_per_s}}
 
 
-# --- networks --------------------------------------------------------------------------------------
+# --- networks of the page ---------------------------------------------------------------------------------
 
 
 def _group_by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
-    """Return the cells grouped by network, with the page's label as key.
+    """Group the cells by network. The keys are the networks' labels on the page.
 
-    Cells belong to one network if they differ only in settings that the page has controls for.
+    Cells belong to one network if they differ only in settings that the page can change.
     """
     alike: dict[str, list[Planned]] = {}
     for c in cells:
@@ -158,8 +158,9 @@ def _group_by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
 
 
 def _make_network_key(s: Subject) -> str:
-    """Return a key that ignores the settings for which the page has controls."""
-    # The control for checkpointing is on or off. Cells with partial checkpointing are a separate network.
+    """Return a key of a cell's network, without the settings that the page can change."""
+    # The page can switch checkpointing on or off. Cells with partial checkpointing are a network of their
+    # own.
     mode = s.settings.activation_checkpointing
     own_mode = isinstance(mode, str) and mode
     same: dict[str, Any] = {
@@ -170,14 +171,14 @@ def _make_network_key(s: Subject) -> str:
 
 
 def _describe_network(
-    plan: Plan, label: str, cells: list[Planned], footprints: dict[str, int]
+    plan: Plan, label: str, cells: list[Planned], footprint_indices: dict[str, int]
 ) -> dict[str, Any]:
     first = cells[0].subject
     kinds: dict[str, dict[str, dict[int, Any]]] = {}
     for c in cells:
         kind = kinds.setdefault(make_settings_key(c.subject.settings), {})
         by_count = kind.setdefault(c.cell.strategy, {})
-        by_count.setdefault(c.cell.gpus, _describe_strategy(plan, c, footprints))
+        by_count.setdefault(c.cell.gpus, _describe_strategy(plan, c, footprint_indices))
     s, samples = first.settings, f"{first.data.train_samples:,} samples"
     counts = sorted({c.cell.gpus for c in cells})
     lines = any(
@@ -206,7 +207,7 @@ def _describe_network(
 
 
 def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Return projected times on worker counts that the study lacks.
+    """Return projected times for numbers of workers that the study does not have.
 
     The keys are the kind of cell and the strategy.
     """
@@ -223,7 +224,7 @@ def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, lis
 
 
 def _describe_recorded_time(kind: str, batch: int, span: Span) -> dict[str, Any]:
-    """Return a training's time from records as a dict, with its kind and source.
+    """Return a training's recorded or projected time for the page, with its source.
 
     `kind` is measured, projected, or nearby (scaled from another cell's record).
     """
@@ -233,12 +234,12 @@ def _describe_recorded_time(kind: str, batch: int, span: Span) -> dict[str, Any]
 
 
 def make_settings_key(s: Settings) -> str:
-    """Return the precision, and whether activations are checkpointed, as a key of the page's data."""
+    """Return a key of the page's data: the precision, with a suffix for checkpointing."""
     return s.precision + ("+checkpointing" if s.activation_checkpointing else "")
 
 
-def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> dict[str, Any]:
-    """Return the page's values of a strategy on a worker count.
+def _describe_strategy(plan: Plan, c: Planned, footprint_indices: dict[str, int]) -> dict[str, Any]:
+    """Return the values with which the page plans a strategy on a number of workers.
 
     The only value without a footprint is `reason`.
     """
@@ -251,7 +252,7 @@ def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> di
     )
     return {
         "footprints": [
-            _get_footprint_index(f, footprints) for f in c.footprint.footprint_per_stage
+            _get_footprint_index(f, footprint_indices) for f in c.footprint.footprint_per_stage
         ],
         "slowest": _find_slowest_index(c.footprint),
         "regular": _is_regular(s),
@@ -279,7 +280,7 @@ def _describe_strategy(plan: Plan, c: Planned, footprints: dict[str, int]) -> di
 
 
 def _find_evidence_kind(plan: Plan, c: Planned) -> str:
-    """Return the kind of record behind a time: measured, projected or nearby."""
+    """Return what a time is based on: a measured, a projected or a nearby record."""
     if c.state == "done":
         return "measured"
     return "projected" if c.cell in plan.projected_durations else "nearby"
@@ -297,7 +298,7 @@ def _is_regular(s: Subject) -> bool:
 
 
 def _find_slowest_index(footprint: Footprint) -> int:
-    """Return the index of the stage that computes most."""
+    """Return the index of the pipeline stage that computes most."""
     return next(
         i for i, f in enumerate(footprint.footprint_per_stage) if f is footprint.slowest_rank
     )
@@ -318,10 +319,10 @@ def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str,
     on_gloo, gpus = not s.request.is_on_cuda, s.cell.gpus
     node_ranks = -(-gpus // nodes)
 
-    def fit_line(within: int | None = None) -> tuple[float, float]:
+    def fit_line(ranks_per_node: int | None = None) -> tuple[float, float]:
         at = [
             fmean(
-                compute_wire_bytes(f.collectives, gpus, on_gloo, n, within)
+                compute_wire_bytes(f.collectives, gpus, on_gloo, n, ranks_per_node)
                 for f in footprint.footprint_per_stage
             )
             for n in (0, 1)
@@ -344,20 +345,23 @@ def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str,
 
 
 def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
-    """Return in how many first steps workers exchange data, and the period of later exchanges."""
+    """Return how many first steps exchange data, and the period of later exchanges."""
     if strategy.count_exchanges(MANY_STEPS) == MANY_STEPS:
         return 0, 1
     return strategy.list_first_steps_by_kind[-1], strategy.steps_per_period
 
 
-def _get_footprint_index(footprint: Footprint, footprints: dict[str, int]) -> int:
-    """Return a footprint's index in the page's list of distinct footprints."""
+def _get_footprint_index(footprint: Footprint, footprint_indices: dict[str, int]) -> int:
+    """Return a footprint's index in the page's list of distinct footprints.
+
+    A new footprint is added to the list.
+    """
     text = json.dumps(_select_page_values(footprint), separators=(",", ":"))
-    return footprints.setdefault(text, len(footprints))
+    return footprint_indices.setdefault(text, len(footprint_indices))
 
 
-def _select_page_values(f: Footprint) -> dict[str, Any]:
-    """Return the values of a footprint that the page uses: moments, evaluation, FLOPs and bytes."""
+def _select_page_values(footprint: Footprint) -> dict[str, Any]:
+    """Return the values of a footprint with which the page predicts memory and time."""
     return {
         "moments": [
             [
@@ -365,14 +369,14 @@ def _select_page_values(f: Footprint) -> dict[str, Any]:
                 _sum_group_lines(m.parts_bytes),
                 m.reduction_sums and _list_sum_values(m.reduction_sums),
             ]
-            for m in f.peak_moments
+            for m in footprint.peak_moments
         ],
-        "evaluation": _sum_groups(f.evaluation_peak.parts_bytes),
-        "copy": f.warmup_copy_device_bytes,
-        "flops": f.computed_flops_per_sample,
-        "attention": f.attention_share,
-        "operations": f.operations_per_step,
-        "touched": _make_pair(f.touched_bytes),
+        "evaluation": _sum_groups(footprint.evaluation_peak.parts_bytes),
+        "copy": footprint.warmup_copy_device_bytes,
+        "flops": footprint.computed_flops_per_sample,
+        "attention": footprint.attention_share,
+        "operations": footprint.operations_per_step,
+        "touched": _make_pair(footprint.touched_bytes),
     }
 
 
@@ -380,18 +384,18 @@ def _make_pair(line: Affine) -> tuple[float, float]:
     return line.fixed, line.per_sample
 
 
-def _sum_group_lines(parts: Mapping[str, Affine]) -> list[float]:
-    """Return the fixed bytes and the bytes per sample of each group, alternately."""
+def _sum_group_lines(lines_by_purpose: Mapping[str, Affine]) -> list[float]:
+    """Return the fixed bytes and the bytes per sample of each segment, alternately."""
     none = Affine(0, 0)
     return [
-        sum(getattr(parts.get(part, none), of) for part in members)
+        sum(getattr(lines_by_purpose.get(part, none), of) for part in members)
         for members in GROUPS.values()
         for of in ("fixed", "per_sample")
     ]
 
 
-def _sum_groups(parts: Mapping[str, int]) -> list[int]:
-    return [sum(parts.get(part, 0) for part in members) for members in GROUPS.values()]
+def _sum_groups(bytes_by_purpose: Mapping[str, int]) -> list[int]:
+    return [sum(bytes_by_purpose.get(part, 0) for part in members) for members in GROUPS.values()]
 
 
 def _list_sum_values(sums: Sums) -> list[float]:
