@@ -135,7 +135,7 @@ def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_in
     alone = compute_paired_ratios([pairs[8]], [False])[0]
     assert alone.value == short.value
     assert alone.high - alone.low > short.high - short.low, "the others tell of the noise, too"
-    wider = compute_paired_ratios(pairs, [False] * 10, together=10)[8]
+    wider = compute_paired_ratios(pairs, [False] * 10, num_simultaneous=10)[8]
     assert wider.low < short.low < short.high < wider.high
     assert compute_paired_ratios([], []) == []
 

@@ -87,6 +87,6 @@ class Report:
         losses, self._losses = [float(loss) for loss in self._losses], []
         return losses
 
-    def _write_event(self, event: str, **told: Any) -> None:
+    def _write_event(self, event: str, **fields: Any) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({"event": event, "t": time.monotonic(), **told}) + "\n")
+            self._file.write(json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n")

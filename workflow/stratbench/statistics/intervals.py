@@ -54,7 +54,16 @@ class IntervalEstimate(NamedTuple):
         return f"{format_value(self.value)} [{low}, {high}]"
 
 
-def compute_median_and_spread(values: Sequence[float]) -> tuple[float, float, float, str]:
+class MedianAndSpread(NamedTuple):
+    """A median with the low and high end of its spread, which is a range or quartiles."""
+
+    median: float
+    low: float
+    high: float
+    kind: str
+
+
+def compute_median_and_spread(values: Sequence[float]) -> MedianAndSpread:
     """Return the median of values, the low and high end of their spread, and its kind.
 
     The kind is `quartiles` (first and third, with linear interpolation), or `range` (minimum and maximum)
@@ -63,7 +72,7 @@ def compute_median_and_spread(values: Sequence[float]) -> tuple[float, float, fl
     name = "quartiles" if len(values) >= QUARTILES_FROM else "range"
     at = [25, 50, 75] if name == "quartiles" else [0, 50, 100]
     low, median, high = np.percentile(np.asarray(values, dtype=float), at)
-    return float(median), float(low), float(high), name
+    return MedianAndSpread(float(median), float(low), float(high), name)
 
 
 def compute_mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
@@ -73,7 +82,7 @@ def compute_mean_ratio(numerators: Sequence[float], denominators: Sequence[float
 
 
 def compute_paired_ratios(
-    pairs: Sequence[np.ndarray], served: Sequence[bool], together: int = 1
+    pairs: Sequence[np.ndarray], has_servers: Sequence[bool], num_simultaneous: int = 1
 ) -> list[IntervalEstimate]:
     """Return each pair's geometric mean ratio over repeats, with its 95 % moderated t interval.
 
@@ -82,8 +91,8 @@ def compute_paired_ratios(
 
     Args:
         pairs: Arrays of shape [2, repeats]: numerators and denominators.
-        served: Whether parameter servers take part, by pair.
-        together: The number of intervals that hold simultaneously (Bonferroni); 1 for pointwise intervals.
+        has_servers: Whether parameter servers take part, by pair.
+        num_simultaneous: Number of intervals that hold together (Bonferroni); 1 for pointwise intervals.
     """
     if not pairs:
         return []
@@ -91,8 +100,8 @@ def compute_paired_ratios(
     for i, pair in enumerate(pairs):
         values[:, i, : pair.shape[1]] = pair
     differences = compute_paired_differences(*np.log(values))
-    variance, dof = moderate_variances(differences, np.array(served))
-    half = compute_half_widths(variance, dof, differences.repeats, ALPHA / 2 / together)
+    variance, dof = moderate_variances(differences, np.array(has_servers))
+    half = compute_half_widths(variance, dof, differences.repeats, ALPHA / 2 / num_simultaneous)
     ends = np.exp(np.stack([differences.mean - half, differences.mean + half], axis=-1))
     return [
         IntervalEstimate(

@@ -46,7 +46,7 @@ class Differences(NamedTuple):
         return self.repeats - 1
 
 
-def compute_paired_differences(logs: np.ndarray, others: np.ndarray) -> Differences:
+def compute_paired_differences(logs: np.ndarray, other_logs: np.ndarray) -> Differences:
     """Return the differences between two arrays of logarithms, paired by repeat (the last axis).
 
     NaN in an input marks a missing repeat. The mean is NaN without a common repeat, and the variance is NaN
@@ -54,9 +54,9 @@ def compute_paired_differences(logs: np.ndarray, others: np.ndarray) -> Differen
 
     Args:
         logs: Logarithms, shape [..., repeats].
-        others: Logarithms to subtract, of a shape that broadcasts to that of `logs`.
+        other_logs: Logarithms to subtract, of a shape that broadcasts to that of `logs`.
     """
-    d = np.asarray(logs, dtype=float) - np.asarray(others, dtype=float)
+    d = np.asarray(logs, dtype=float) - np.asarray(other_logs, dtype=float)
     is_present = np.isfinite(d)
     n = is_present.sum(-1)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -76,42 +76,42 @@ class Prior(NamedTuple):
 def estimate_variance_prior(
     variances: np.ndarray,
     dof: np.ndarray,
-    known: np.ndarray,
-    fewest: int = MIN_VARIANCES,
-    few_dof: float = FEW_DOF,
+    is_used: np.ndarray,
+    min_variances: int = MIN_VARIANCES,
+    max_dof_of_few: float = FEW_DOF,
 ) -> Prior:
     """Return the prior that variances have in common, as arrays of shape [...].
 
     Its `dof` is infinite if the variances differ no more than estimates of a common variance would. It is at
-    most `few_dof` for fewer than ENOUGH_VARIANCES variances, and 0 for fewer than `fewest`.
+    most `max_dof_of_few` for fewer than ENOUGH_VARIANCES variances, and 0 for fewer than `min_variances`.
 
     Args:
         variances: Variances, shape [..., G].
         dof: Degrees of freedom of the variances, shape [..., G].
-        known: Mask of the variances to use, shape [..., G].
-        fewest: Minimum number of variances for a prior.
-        few_dof: Maximum degrees of freedom from few variances.
+        is_used: Mask of the variances to use, shape [..., G].
+        min_variances: Minimum number of variances for a prior.
+        max_dof_of_few: Maximum degrees of freedom from few variances.
     """
-    count = known.sum(-1)
-    if np.all(count < fewest):
+    count = is_used.sum(-1)
+    if np.all(count < min_variances):
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
     from scipy.special import digamma  # the import of scipy takes 0.2 s
 
     # Few degrees of freedom are distinct, so digamma and trigamma are computed once for each of them.
-    several, place = np.unique(np.where(known, dof, 1.0), return_inverse=True)
-    place, half = place.reshape(known.shape), several / 2
-    logs = np.log(np.where(known, variances, 1.0))
-    e = np.where(known, logs - digamma(half)[place] + np.log(half)[place], 0.0)
+    several, place = np.unique(np.where(is_used, dof, 1.0), return_inverse=True)
+    place, half = place.reshape(is_used.shape), several / 2
+    logs = np.log(np.where(is_used, variances, 1.0))
+    e = np.where(is_used, logs - digamma(half)[place] + np.log(half)[place], 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = e.sum(-1) / count
-        scatter = np.where(known, (e - mean[..., None]) ** 2, 0.0).sum(-1) / (count - 1)
-        excess = scatter - np.where(known, trigamma(half)[place], 0.0).sum(-1) / count
+        scatter = np.where(is_used, (e - mean[..., None]) ** 2, 0.0).sum(-1) / (count - 1)
+        excess = scatter - np.where(is_used, trigamma(half)[place], 0.0).sum(-1) / count
     spread = excess > 1e-8
     d0 = np.where(spread, 2 * trigamma_inverse(np.where(spread, excess, 1.0)), np.inf)
     finite = np.where(spread, d0, 2.0)
     correction = np.where(spread, digamma(finite / 2) - np.log(finite / 2), 0.0)
-    d0 = np.where(count < ENOUGH_VARIANCES, np.minimum(d0, few_dof), d0)
-    d0 = np.where(count < fewest, 0.0, d0)
+    d0 = np.where(count < ENOUGH_VARIANCES, np.minimum(d0, max_dof_of_few), d0)
+    d0 = np.where(count < min_variances, 0.0, d0)
     return Prior(d0, np.where(d0 > 0, np.exp(mean + correction), 0.0))
 
 
@@ -140,7 +140,7 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 
 
 def moderate_variances(
-    differences: Differences, kinds: np.ndarray
+    differences: Differences, has_servers: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return variances shrunk to a prior per kind of strategy, and their degrees of freedom.
 
@@ -149,16 +149,16 @@ def moderate_variances(
 
     Args:
         differences: Paired differences.
-        kinds: Whether parameter servers take part, since their variances differ; shape [G] or [..., G].
+        has_servers: Whether parameter servers take part, since their variances differ; shape [G] or [..., G].
     """
     own_dof = np.maximum(differences.dof, 0)
     known = (own_dof > 0) & (np.nan_to_num(differences.variance) > 0)
-    prior = estimate_prior_by_kind(differences.variance, own_dof, known, kinds)
+    prior = estimate_prior_by_kind(differences.variance, own_dof, known, has_servers)
     return shrink_variances(prior._replace(dof=np.minimum(prior.dof, 2 * own_dof + 4)), differences)
 
 
 def estimate_prior_by_kind(
-    variances: np.ndarray, dof: np.ndarray, known: np.ndarray, kinds: np.ndarray, **few: Any
+    variances: np.ndarray, dof: np.ndarray, is_used: np.ndarray, kinds: np.ndarray, **limits: Any
 ) -> Prior:
     """Return a prior for each variance, from all variances of the same kind.
 
@@ -167,16 +167,18 @@ def estimate_prior_by_kind(
     Args:
         variances: The variances.
         dof: Degrees of freedom of the variances.
-        known: Mask of the variances to use.
+        is_used: Mask of the variances to use.
         kinds: Kind of each variance.
-        few: Further arguments of `estimate_variance_prior`.
+        limits: Further arguments of `estimate_variance_prior`.
     """
-    kinds = np.broadcast_to(kinds, known.shape)
-    d0, s0 = np.zeros(known.shape), np.zeros(known.shape)
+    kinds = np.broadcast_to(kinds, is_used.shape)
+    d0, s0 = np.zeros(is_used.shape), np.zeros(is_used.shape)
     for kind in np.unique(kinds):
-        same_kind = known & (kinds == kind)
+        same_kind = is_used & (kinds == kind)
         enough = same_kind.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
-        prior = estimate_variance_prior(variances, dof, np.where(enough, same_kind, known), **few)
+        prior = estimate_variance_prior(
+            variances, dof, np.where(enough, same_kind, is_used), **limits
+        )
         d0 = np.where(kinds == kind, prior.dof[..., None], d0)
         s0 = np.where(kinds == kind, prior.variance[..., None], s0)
     return Prior(d0, s0)
@@ -233,14 +235,17 @@ def compute_group_variances(logs: np.ndarray) -> GroupScatter:
         return GroupScatter(squares / dof, dof)
 
 
-def nanmedian_or_zero(values: np.ndarray) -> np.ndarray:
+def nanmedian_or_zero(values_of_groups: np.ndarray) -> np.ndarray:
     """Return the median over the second-last axis without NaN. Return 0 if all values are NaN."""
-    known = np.isfinite(values)
-    return np.nanmedian(np.where(known | known.any(-2, keepdims=True), values, 0.0), -2)
+    known = np.isfinite(values_of_groups)
+    return np.nanmedian(np.where(known | known.any(-2, keepdims=True), values_of_groups, 0.0), -2)
 
 
 def moderate_variances_by_groups(
-    differences: Differences, groups: GroupScatter, served: np.ndarray, first: np.ndarray
+    differences: Differences,
+    group_variances: GroupScatter,
+    has_servers: np.ndarray,
+    subtracted_group: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return variances of differences between groups, shrunk to the variances within the groups.
 
@@ -248,67 +253,74 @@ def moderate_variances_by_groups(
     The prior's degrees of freedom are limited by those of the other groups, and are few for two repeats.
 
     Args:
-        differences: Differences of group i from group `first`[i].
-        groups: Variances of the groups.
-        served: Mask of the groups with parameter servers.
-        first: Index of the group that is subtracted, on the last axis.
+        differences: Differences of group i from group `subtracted_group`[i].
+        group_variances: Variances of the groups.
+        has_servers: Mask of the groups with parameter servers.
+        subtracted_group: Index of the group that is subtracted, on the last axis.
 
     Returns:
         The shrunk variances and their degrees of freedom.
     """
-    known = (groups.dof > 0) & (np.nan_to_num(groups.variance) > 0)
+    known = (group_variances.dof > 0) & (np.nan_to_num(group_variances.variance) > 0)
     prior = estimate_prior_by_kind(
-        groups.variance, groups.dof, known, served, fewest=MIN_GROUPS, few_dof=FEW_DOF_OF_GROUPS
+        group_variances.variance,
+        group_variances.dof,
+        known,
+        has_servers,
+        min_variances=MIN_GROUPS,
+        max_dof_of_few=FEW_DOF_OF_GROUPS,
     )
-    d0, s0 = (np.stack([part, np.take_along_axis(part, first, -1)]) for part in prior)
+    d0, s0 = (np.stack([part, np.take_along_axis(part, subtracted_group, -1)]) for part in prior)
     own_dof = np.maximum(differences.dof, 0)
-    others = np.maximum(groups.dof.sum(-1, keepdims=True) - own_dof, 0.0)
+    others = np.maximum(group_variances.dof.sum(-1, keepdims=True) - own_dof, 0.0)
     most = np.minimum(others, np.maximum(0, 4 * own_dof - 2))
     return shrink_variances(Prior(np.minimum(d0.min(0), most), s0.sum(0)), differences)
 
 
 def compute_half_widths(
-    variance: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail: Any
+    variances: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail_probability: Any
 ) -> np.ndarray:
     """Return the half-widths of t intervals of mean differences. Infinite with 0 degrees of freedom.
 
     Args:
-        variance: Variances of the differences.
+        variances: Variances of the differences.
         dof: Degrees of freedom of the variances.
         repeats: Numbers of repeats.
-        tail: Probability beyond each end of an interval.
+        tail_probability: Probability beyond each end of an interval.
     """
     known = dof > 0
     if not known.any():
-        return np.full(np.broadcast(variance, dof, repeats, tail).shape, np.inf)
+        return np.full(np.broadcast(variances, dof, repeats, tail_probability).shape, np.inf)
     from scipy.special import stdtrit  # the import of scipy takes 0.2 s
 
-    known, dof, tail = np.broadcast_arrays(known, dof, tail)
+    known, dof, tail_probability = np.broadcast_arrays(known, dof, tail_probability)
     quantile = np.full(known.shape, np.inf)
-    quantile[known] = -stdtrit(dof[known], tail[known])
+    quantile[known] = -stdtrit(dof[known], tail_probability[known])
     with np.errstate(invalid="ignore", divide="ignore"):
-        half = quantile * np.sqrt(variance / np.where(known, repeats, 1))
+        half = quantile * np.sqrt(variances / np.where(known, repeats, 1))
     return np.where(known, half, np.inf)
 
 
-def compute_alternatives_tail(rivals: int | np.ndarray) -> np.ndarray:
+def compute_alternatives_tail(num_rivals: int | np.ndarray) -> np.ndarray:
     """Return the tail probability of each interval when a leader is compared with its rivals.
 
     The allowed rate of false conclusions is divided among the alternatives and the interim analyses. A
     conclusion uses one end of each interval. At least two alternatives count, because the same repeats
     also selected the candidate to compare with.
     """
-    return ALPHA / (REPEATED_LOOKS * np.maximum(2, rivals))
+    return ALPHA / (REPEATED_LOOKS * np.maximum(2, num_rivals))
 
 
-def compute_decision_tail(candidates: int | np.ndarray, looks: float = 1.0) -> np.ndarray:
+def compute_decision_tail(
+    num_candidates: int | np.ndarray, looks_divisor: float = 1.0
+) -> np.ndarray:
     """Return the tail probability of each interval in a decision among candidates.
 
     Every pair of candidates counts with both ends, because the same repeats also selected the candidate to
     compare with.
 
     Args:
-        candidates: Number of candidates.
-        looks: 1 if the number of repeats was fixed in advance, else REPEATED_LOOKS.
+        num_candidates: Number of candidates.
+        looks_divisor: 1 if the number of repeats was fixed in advance, else REPEATED_LOOKS.
     """
-    return ALPHA / (looks * np.square(np.maximum(2, candidates), dtype=float))
+    return ALPHA / (looks_divisor * np.square(np.maximum(2, num_candidates), dtype=float))

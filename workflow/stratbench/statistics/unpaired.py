@@ -19,19 +19,23 @@ def compute_geometric_mean(times: Sequence[float]) -> float:
     return math.prod(t ** (1 / len(times)) for t in times)
 
 
-def compute_time_ratio(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
+def compute_time_ratio(new_times: Sequence[float], old_times: Sequence[float]) -> IntervalEstimate:
     """Return the ratio of the geometric means of times, with its 95 % interval (Welch 1947).
 
     All values must be above 0. There is no interval if either side has fewer than two repeats, or if both
     have no variance.
     """
-    logs = np.log(np.asarray(new, dtype=float)), np.log(np.asarray(old, dtype=float))
+    logs = np.log(np.asarray(new_times, dtype=float)), np.log(np.asarray(old_times, dtype=float))
     return estimate_difference(*logs).map_values(math.exp)
 
 
-def compute_score_difference(new: Sequence[float], old: Sequence[float]) -> IntervalEstimate:
+def compute_score_difference(
+    new_scores: Sequence[float], old_scores: Sequence[float]
+) -> IntervalEstimate:
     """Return the difference of mean scores with its 95 % interval (Welch 1947)."""
-    return estimate_difference(np.asarray(new, dtype=float), np.asarray(old, dtype=float))
+    return estimate_difference(
+        np.asarray(new_scores, dtype=float), np.asarray(old_scores, dtype=float)
+    )
 
 
 def compute_mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
@@ -45,7 +49,7 @@ def compute_mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
 
 
 def compute_mean_slowdown(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
+    new_and_old_times: Sequence[tuple[Sequence[float], Sequence[float]]], alpha: float
 ) -> IntervalEstimate:
     """Return the mean slowdown over cells, as the relative increase in time, with its interval.
 
@@ -53,54 +57,56 @@ def compute_mean_slowdown(
     with Satterthwaite's (1946) degrees of freedom.
 
     Args:
-        pairs: The (new, old) times of each cell's repeats, all above 0.
+        new_and_old_times: The (new, old) times of each cell's repeats, all above 0.
         alpha: Probability of a true value beyond each end of the interval.
     """
-    logs = [tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in pairs]
+    logs = [
+        tuple(np.log(np.asarray(side, dtype=float)) for side in pair) for pair in new_and_old_times
+    ]
     mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
     sides = [side for pair in logs for side in pair]
     return estimate_interval(mean, sides, alpha, len(logs)).map_values(math.expm1)
 
 
-def estimate_difference(new: np.ndarray, old: np.ndarray) -> IntervalEstimate:
+def estimate_difference(new_values: np.ndarray, old_values: np.ndarray) -> IntervalEstimate:
     """Return the difference of two means with its 95 % interval."""
-    return estimate_interval(float(new.mean() - old.mean()), [new, old])
+    return estimate_interval(float(new_values.mean() - old_values.mean()), [new_values, old_values])
 
 
 def estimate_interval(
-    value: float, sides: Sequence[np.ndarray], alpha: float = ALPHA / 2, cells: int = 1
+    estimate: float, samples: Sequence[np.ndarray], alpha: float = ALPHA / 2, num_cells: int = 1
 ) -> IntervalEstimate:
     """Return an estimate with a t interval that follows from the variances of its samples.
 
-    There is no interval if a side has fewer than two repeats, or if no side has a variance.
+    There is no interval if a sample has fewer than two repeats, or if no sample has a variance.
 
     Args:
-        value: The estimate: a sum or difference of the sides' means, divided by `cells`.
-        sides: Samples whose means the estimate combines.
+        estimate: The estimate: a sum or difference of the samples' means, divided by `num_cells`.
+        samples: Samples whose means the estimate combines.
         alpha: Probability beyond each end of the interval.
-        cells: Number of cells.
+        num_cells: Number of cells.
     """
-    if min(map(len, sides)) < 2:
-        return IntervalEstimate(value)
-    parts = [(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in sides]
+    if min(map(len, samples)) < 2:
+        return IntervalEstimate(estimate)
+    parts = [(float(one.var(ddof=1)) / len(one), len(one) - 1) for one in samples]
     if not any(variance for variance, _ in parts):
-        return IntervalEstimate(value)
-    half = compute_half_width(parts, alpha) / cells
-    return IntervalEstimate(value, value - half, value + half)
+        return IntervalEstimate(estimate)
+    half = compute_half_width(parts, alpha) / num_cells
+    return IntervalEstimate(estimate, estimate - half, estimate + half)
 
 
-def compute_half_width(parts: Sequence[tuple[float, int]], alpha: float) -> float:
+def compute_half_width(variances_and_dof: Sequence[tuple[float, int]], alpha: float) -> float:
     """Return the half-width of the t interval of a sum of independent means.
 
     The sum has Satterthwaite's (1946) degrees of freedom.
 
     Args:
-        parts: The variance and the degrees of freedom of each mean; not all variances are 0.
+        variances_and_dof: The variance and the degrees of freedom of each mean; not all variances are 0.
         alpha: Probability beyond each end.
     """
     from scipy.special import stdtrit  # the import of scipy takes 0.2 s
 
-    total = sum(variance for variance, _ in parts)
+    total = sum(variance for variance, _ in variances_and_dof)
     # Without the division by `total`, squares of variances near 1e-160 would underflow.
-    dof = 1 / sum((variance / total) ** 2 / n for variance, n in parts)
+    dof = 1 / sum((variance / total) ** 2 / n for variance, n in variances_and_dof)
     return -float(stdtrit(dof, alpha)) * math.sqrt(total)

@@ -118,24 +118,24 @@ def is_ever_false(true_or_false: pd.Series) -> bool:
     return bool((true_or_false.dropna().astype(str) == "False").any())
 
 
-def has_planned_repeats(frame: pd.DataFrame) -> bool:
+def has_planned_repeats(repeats: pd.DataFrame) -> bool:
     """Return whether all records of a candidate plan as many repeats as there are records.
 
     A record states the number in the config when its cell was trained. A repeat that was added later
     states another number than the earlier repeats. The numbers also differ while repeats are missing.
     """
-    return set(frame["planned_repeats"]) == {len(frame)}
+    return set(repeats["planned_repeats"]) == {len(repeats)}
 
 
-def read_traits(frame: pd.DataFrame) -> Traits:
+def read_traits(repeats: pd.DataFrame) -> Traits:
     """Return the strategy's declared traits from its records. Missing traits have cautious defaults."""
-    recorded = {trait.name: frame[trait.name].dropna() for trait in fields(Traits)}
+    recorded = {trait.name: repeats[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})
 
 
 def exclude_by_records(
     candidate: Candidate,
-    frame: pd.DataFrame,
+    repeats: pd.DataFrame,
     findings: Iterable[dict[str, Any]],
     constraints: Constraints,
 ) -> None:
@@ -143,12 +143,12 @@ def exclude_by_records(
 
     Args:
         candidate: The candidate, changed in place.
-        frame: Rows of the candidate's repeats.
+        repeats: Rows of the candidate's repeats.
         findings: Findings of the audit.
         constraints: Constraints of the decision.
     """
-    for status, rows in frame.groupby("status", sort=False):
-        share = "" if len(rows) == len(frame) else f"{len(rows)} of {len(frame)} repeats: "
+    for status, rows in repeats.groupby("status", sort=False):
+        share = "" if len(rows) == len(repeats) else f"{len(rows)} of {len(repeats)} repeats: "
         reason = rows["reason"].iloc[0]
         limit = rows["time_limit_s"].max()
         over = "its time limit" if pd.isna(limit) else f"{limit:g} s"
@@ -162,7 +162,7 @@ def exclude_by_records(
         if status in KIND_OF_STATUS:
             candidate.exclude(KIND_OF_STATUS[status], f"{share}{whys.get(status, reason)}")
     if candidate.time_s is None:
-        untimed = "no training time recorded" if (frame["status"] == "ok").any() else "no record"
+        untimed = "no training time recorded" if (repeats["status"] == "ok").any() else "no record"
         candidate.exclude("not measured", untimed)
     for finding in findings:
         if finding["affects"] == "memory" and constraints.gpu_memory_gib is None:
@@ -203,7 +203,7 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
         candidate.exclude("needs all workers", "the job stops when a worker is lost")
 
 
-def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -> None:
+def exclude_by_memory(candidate: Candidate, limit_bytes: float, memory_margin: float) -> None:
     """Exclude a candidate whose peak memory, plus a reserve, exceeds the memory limit.
 
     Add a caveat if the memory is unknown. A peak excludes the memory of the driver, the libraries and the
@@ -212,12 +212,12 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, margin: float) -
     Args:
         candidate: The candidate, changed in place.
         limit_bytes: Memory of a worker.
-        margin: Reserve as a fraction of the peak.
+        memory_margin: Reserve as a fraction of the peak.
     """
     held = candidate.model_states_bytes if candidate.is_on_cpu else candidate.memory_bytes
     what = "model states alone" if candidate.is_on_cpu else "peak"
-    if held is not None and held * (1 + margin) > limit_bytes:
-        reserve = f" plus a reserve of {100 * margin:g} %" if held <= limit_bytes else ""
+    if held is not None and held * (1 + memory_margin) > limit_bytes:
+        reserve = f" plus a reserve of {100 * memory_margin:g} %" if held <= limit_bytes else ""
         name, unit = choose_byte_unit(limit_bytes)
         sizes = format_amount_and_limit(held / unit, limit_bytes / unit, name, reserve)
         candidate.exclude("does not fit", f"{what} {sizes}")

@@ -188,7 +188,7 @@ def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list
             yield alternative, caveats
 
 
-def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
+def describe_unequal_worker_counts(ranking: Ranking, equivalence_margin: float) -> str:
     """Return a sentence on the mean numbers of present workers. Empty unless they differ clearly.
 
     The numbers differ if workers are separate jobs, which start at different times.
@@ -199,7 +199,7 @@ def describe_unequal_worker_counts(ranking: Ranking, margin: float) -> str:
         if c.mean_num_workers
     ]
     shares = [c.mean_num_workers / c.gpus for c in elastic if c.mean_num_workers]
-    if not shares or max(shares) <= (1 + margin) * min(shares):
+    if not shares or max(shares) <= (1 + equivalence_margin) * min(shares):
         return ""
     means = ", ".join(f"{c.mean_num_workers:.2g} of {c.gpus} for {c.strategy}" for c in elastic)
     return f"Workers joined and left, so the mean number of present workers differs: {means}."

@@ -41,57 +41,61 @@ class Standings(NamedTuple):
     max_lead: np.ndarray
 
 
-def find_choice_index(means: np.ndarray, preference: np.ndarray, margin: float) -> np.ndarray:
+def find_choice_index(
+    log_values: np.ndarray, preference_ranks: np.ndarray, margin: float
+) -> np.ndarray:
     """Return the index of the most preferred candidate within `margin` of the fastest.
 
     Among equally preferred candidates the fastest is chosen.
 
     Args:
-        means: Logarithms of time or cost, shape [..., candidates].
-        preference: The same shape or [candidates]; the lowest value is preferred.
+        log_values: Logarithms of time or cost, shape [..., candidates].
+        preference_ranks: The same shape or [candidates]; the lowest value is preferred.
         margin: Fraction by which a candidate may be slower.
     """
-    behind = means - np.nanmin(means, axis=-1, keepdims=True)
+    behind = log_values - np.nanmin(log_values, axis=-1, keepdims=True)
     near = behind <= np.log1p(margin) + 1e-12
-    order = preference + np.nan_to_num(behind) / (1 + np.log1p(margin))
+    order = preference_ranks + np.nan_to_num(behind) / (1 + np.log1p(margin))
     return np.argmin(np.where(near, order, np.inf), axis=-1)
 
 
-def compute_differences_from_choice(logs: np.ndarray, chosen: np.ndarray) -> moderated.Differences:
+def compute_differences_from_choice(
+    log_values: np.ndarray, chosen_index: np.ndarray
+) -> moderated.Differences:
     """Return the paired differences of all candidates from the chosen candidate, in logarithms.
 
     The chosen candidate's difference from itself has no degrees of freedom.
     """
-    first = np.take_along_axis(logs, chosen[..., None, None], axis=-2)
-    differences = moderated.compute_paired_differences(logs, first)
-    itself = np.arange(logs.shape[-2]) == chosen[..., None]
+    first = np.take_along_axis(log_values, chosen_index[..., None, None], axis=-2)
+    differences = moderated.compute_paired_differences(log_values, first)
+    itself = np.arange(log_values.shape[-2]) == chosen_index[..., None]
     return differences._replace(repeats=np.where(itself, 0, differences.repeats))
 
 
 def compare_with_choice(
     differences: moderated.Differences,
-    chosen: np.ndarray,
-    means: np.ndarray,
-    variance: np.ndarray,
+    chosen_index: np.ndarray,
+    mean_logs: np.ndarray,
+    variances: np.ndarray,
     dof: np.ndarray,
-    tail: float | np.ndarray,
+    tail_probability: float | np.ndarray,
     margin: float,
 ) -> Standings:
     """Return how all candidates compare with the chosen one, with simultaneous intervals.
 
     Args:
         differences: Differences from the chosen candidate.
-        chosen: Index of the chosen candidate.
-        means: Mean logarithms, for candidates without a common repeat.
-        variance: Moderated variances of the differences.
+        chosen_index: Index of the chosen candidate.
+        mean_logs: Mean logarithms, for candidates without a common repeat.
+        variances: Moderated variances of the differences.
         dof: Degrees of freedom of the variances.
-        tail: Probability beyond each end of an interval.
+        tail_probability: Probability beyond each end of an interval.
         margin: Fraction within which candidates are equal.
     """
-    itself = np.arange(means.shape[-1]) == chosen[..., None]
-    first = np.take_along_axis(means, chosen[..., None], axis=-1)
-    mean = np.where(np.isfinite(differences.mean) & ~itself, differences.mean, means - first)
-    half = moderated.compute_half_widths(variance, dof, differences.repeats, tail)
+    itself = np.arange(mean_logs.shape[-1]) == chosen_index[..., None]
+    first = np.take_along_axis(mean_logs, chosen_index[..., None], axis=-1)
+    mean = np.where(np.isfinite(differences.mean) & ~itself, differences.mean, mean_logs - first)
+    half = moderated.compute_half_widths(variances, dof, differences.repeats, tail_probability)
     low, high = mean - half, mean + half
     beyond = mean > np.log1p(margin) + 1e-12
     screened = (differences.repeats == 1) & (mean >= np.log(moderated.SCREEN)) & (dof == 0)
@@ -99,7 +103,7 @@ def compare_with_choice(
     slower = beyond & ((low > 0) | with_others) & ~itself
     may_lead = np.where(itself | with_others, np.inf, low)
     max_lead = np.maximum(0.0, -may_lead.min(-1))
-    return Standings(chosen, mean, low, high, differences.repeats, slower, max_lead)
+    return Standings(chosen_index, mean, low, high, differences.repeats, slower, max_lead)
 
 
 # ---------------------------------------------------------------- ranking of Candidate objects
@@ -270,11 +274,11 @@ class RankedGroup:
         differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
         return cls(candidates, left, chosen, differences, moderated.compute_group_variances(logs))
 
-    def build_ranking(self, variance: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
+    def build_ranking(self, variances: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
         """Return the ranking of the group's candidates, from moderated variances of differences.
 
         Args:
-            variance: Moderated variances.
+            variances: Moderated variances.
             dof: Degrees of freedom of the variances.
             margin: Fraction within which candidates are equal.
         """
@@ -284,7 +288,7 @@ class RankedGroup:
             moderated.Differences(*(part[self.remaining_indices] for part in self.differences)),
             np.array(self.remaining_indices.index(self.chosen_index)),
             compute_log_objectives(comparison),
-            variance[self.remaining_indices],
+            variances[self.remaining_indices],
             dof[self.remaining_indices],
             moderated.compute_decision_tail(
                 len(comparison), 1.0 if fixed else moderated.REPEATED_LOOKS
@@ -313,55 +317,55 @@ class RankedGroup:
         )
 
 
-def compute_log_objectives(comparison: Sequence[Candidate]) -> np.ndarray:
+def compute_log_objectives(candidates: Sequence[Candidate]) -> np.ndarray:
     """Return the logarithm of each candidate's cost, or of its training time without a price."""
-    return np.log([c.objective for c in comparison])
+    return np.log([c.objective for c in candidates])
 
 
 def compute_log_objectives_by_repeat(
-    comparison: Sequence[Candidate], times: Sequence[pd.Series]
+    candidates: Sequence[Candidate], times_s: Sequence[pd.Series]
 ) -> np.ndarray:
     """Return the logarithm of each candidate's cost or time in each repeat, shape [candidates, repeats].
 
     Args:
-        comparison: Candidates.
-        times: Times in s of each candidate. Repeats are paired by index, so a verdict's block is not paired
+        candidates: Candidates.
+        times_s: Times in s of each candidate. Repeats are paired by index, so a verdict's block is not paired
             with a cell's repeat.
     """
-    repeats = list(dict.fromkeys(repeat for series in times for repeat in series.index))
-    per_second = [c.objective / c.time_s if c.time_s else np.nan for c in comparison]
-    values = np.array([series.reindex(repeats).to_numpy(dtype=float) for series in times])
-    return np.log(values.reshape(len(comparison), -1) * np.array(per_second)[:, None])
+    repeats = list(dict.fromkeys(repeat for series in times_s for repeat in series.index))
+    per_second = [c.objective / c.time_s if c.time_s else np.nan for c in candidates]
+    values = np.array([series.reindex(repeats).to_numpy(dtype=float) for series in times_s])
+    return np.log(values.reshape(len(candidates), -1) * np.array(per_second)[:, None])
 
 
-def rank_by_preference(comparison: Sequence[Candidate]) -> np.ndarray:
+def rank_by_preference(candidates: Sequence[Candidate]) -> np.ndarray:
     """Return each candidate's place in the order of preference: fewest GPUs, then least memory."""
     # Peaks are compared in steps of 3 %, so that a difference of one percent counts as equal.
-    held = [c.trusted_memory_bytes for c in comparison]
+    held = [c.trusted_memory_bytes for c in candidates]
     steps = [round(np.log(n_bytes) / 0.03) if n_bytes else np.inf for n_bytes in held]
-    keys = [(c.gpus, step) for c, step in zip(comparison, steps, strict=True)]
+    keys = [(c.gpus, step) for c, step in zip(candidates, steps, strict=True)]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}
     return np.array([places[key] for key in keys], dtype=float)
 
 
 def iter_comparisons(
-    comparison: Sequence[Candidate], standings: Standings, margin: float
+    candidates: Sequence[Candidate], standings: Standings, margin: float
 ) -> Iterator[ComparisonWithChoice]:
     """Yield the comparison of each alternative with the choice, best alternative first.
 
     Args:
-        comparison: Candidates.
+        candidates: Candidates.
         standings: Comparisons of the candidates with the choice.
         margin: Fraction within which candidates are equal.
     """
     for i in sorted(
-        range(len(comparison)), key=lambda i: (comparison[i].objective, comparison[i].gpus)
+        range(len(candidates)), key=lambda i: (candidates[i].objective, candidates[i].gpus)
     ):
         if i == int(standings.chosen):
             continue
-        if comparison[i].is_projected or comparison[int(standings.chosen)].is_projected:
+        if candidates[i].is_projected or candidates[int(standings.chosen)].is_projected:
             yield compare_projected(
-                comparison[i], comparison[int(standings.chosen)], float(standings.mean[i]), margin
+                candidates[i], candidates[int(standings.chosen)], float(standings.mean[i]), margin
             )
             continue
         known = bool(np.isfinite(standings.low[i]))
@@ -371,7 +375,7 @@ def iter_comparisons(
             standings.mean[i], *((standings.low[i], standings.high[i]) if known else ())
         )
         ratio = log.map_values(lambda x: float(np.exp(x)))
-        yield ComparisonWithChoice(comparison[i], ratio, int(standings.repeats[i]), stand)
+        yield ComparisonWithChoice(candidates[i], ratio, int(standings.repeats[i]), stand)
 
 
 def compare_projected(

@@ -96,20 +96,20 @@ def get_required_amount(excluded: Candidate) -> float | None:
 
 
 def describe_choice(
-    candidates: Sequence[Candidate], ranking: Ranking, noun: str, constraints: Constraints
+    candidates: Sequence[Candidate], ranking: Ranking, worker_noun: str, constraints: Constraints
 ) -> str:
     """Return sentences with the results of the choice and of the best alternatives.
 
     Args:
         candidates: Candidates.
         ranking: Ranking of the candidates.
-        noun: Noun for workers.
+        worker_noun: Noun for workers.
         constraints: Constraints of the decision.
     """
     first = ranking.chosen_candidate
     sentences = [
-        describe_results(first, noun),
-        *filter(None, [describe_score_loss(first, noun, constraints)]),
+        describe_results(first, worker_noun),
+        *filter(None, [describe_score_loss(first, worker_noun, constraints)]),
     ]
     if first.has_servers and first.cost is not None:
         sentences.append(
@@ -118,8 +118,10 @@ def describe_choice(
         )
     if not constraints.homogeneous:
         sentences += iter_slow_worker_changes(ranking)
-    sentences += [describe_alternative(c, noun, constraints) for c in ranking.nearest_alternatives]
-    sentences += filter(None, [describe_missing_projections(candidates, noun, constraints)])
+    sentences += [
+        describe_alternative(c, worker_noun, constraints) for c in ranking.nearest_alternatives
+    ]
+    sentences += filter(None, [describe_missing_projections(candidates, worker_noun, constraints)])
     if not ranking.comparisons:
         out = [c for c in candidates if c.exclusion_kind]
         sentences.append(
@@ -151,7 +153,7 @@ def describe_results(choice: Candidate, worker_noun: str) -> str:
 
 
 def describe_missing_projections(
-    candidates: Sequence[Candidate], noun: str, constraints: Constraints
+    candidates: Sequence[Candidate], worker_noun: str, constraints: Constraints
 ) -> str:
     """Return a sentence that names strategies whose times could not be projected, with reasons.
 
@@ -159,7 +161,7 @@ def describe_missing_projections(
 
     Args:
         candidates: Candidates.
-        noun: Noun for workers.
+        worker_noun: Noun for workers.
         constraints: Constraints of the decision.
     """
     names_by_reason: dict[str, dict[str, None]] = {}
@@ -172,21 +174,21 @@ def describe_missing_projections(
     strategies_and_reasons = "; ".join(
         f"{join_with_and(list(names))} ({reason})" for reason, names in names_by_reason.items()
     )
-    requested_workers = format_count(constraints.gpus, noun)
+    requested_workers = format_count(constraints.gpus, worker_noun)
     return f"There is no projection to {requested_workers} for {strategies_and_reasons}."
 
 
 def describe_alternative(
-    comparison: ComparisonWithChoice, noun: str, constraints: Constraints
+    comparison: ComparisonWithChoice, worker_noun: str, constraints: Constraints
 ) -> str:
     """Return a sentence that compares an alternative's time (or cost) with the choice's.
 
     Args:
         comparison: The comparison with the alternative.
-        noun: Noun for workers.
+        worker_noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    alternative = format_name(comparison.alternative, noun)
+    alternative = format_name(comparison.alternative, worker_noun)
     time = describe_amount(comparison.alternative)
     ratio, by_cost = comparison.ratio.value, comparison.alternative.is_ranked_by_cost
     if ratio == 1:
@@ -198,7 +200,7 @@ def describe_alternative(
         margin = format_percentage(constraints.equivalence_margin)
         return (
             f"{alternative} {takes} {percentage} less than the choice ({time}), which counts as equal "
-            f"(margin: {margin}). Among equals, fewer {pluralize(noun)} and then less memory decide."
+            f"(margin: {margin}). Among equals, fewer {pluralize(worker_noun)} and then less memory decide."
         )
     shown = "{:.4f}" if f"{ratio:.2f}" == "1.00" else "{:.2f}"
     ratio_text = comparison.ratio.format_text(shown.format, "{:.2f}".format)

@@ -104,19 +104,19 @@ class ShortAnswer:
         return f"{self.strategy} × {self.gpus}" if self.strategy else ""
 
 
-def build_empty_answer(candidates: Sequence[Candidate], margin: float) -> ShortAnswer:
+def build_empty_answer(candidates: Sequence[Candidate], memory_margin: float) -> ShortAnswer:
     """Return the short answer for a model whose candidates are all excluded.
 
     Args:
         candidates: Candidates.
-        margin: Memory reserve as a fraction of the peak.
+        memory_margin: Memory reserve as a fraction of the peak.
     """
     kinds = Counter(c.exclusion_kind for c in candidates)
     kind, count = kinds.most_common(1)[0]
     claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
     if len(kinds) > 1:
         claim = "Every candidate is excluded."
-    remedy = describe_least_memory(candidates, margin) if kind == "does not fit" else ""
+    remedy = describe_least_memory(candidates, memory_margin) if kind == "does not fit" else ""
     if all(c.has_diverged for c in candidates):
         claim, verb, remedy = "Every training diverged.", "diverged", STEADIER
     return ShortAnswer(
@@ -124,13 +124,13 @@ def build_empty_answer(candidates: Sequence[Candidate], margin: float) -> ShortA
     )
 
 
-def describe_least_memory(candidates: Sequence[Candidate], margin: float) -> str:
+def describe_least_memory(candidates: Sequence[Candidate], memory_margin: float) -> str:
     """Return sentences on the lowest known memory need, and on options that reduce memory."""
     known = [(c.memory_bytes, c.name) for c in candidates if c.memory_bytes is not None]
     least = min(known, default=None)
     lowest_need = least and (
-        f"The lowest need is {format_bytes(least[0] * (1 + margin))} per worker "
-        f"({least[1]}{', including the reserve' if margin else ''}). "
+        f"The lowest need is {format_bytes(least[0] * (1 + memory_margin))} per worker "
+        f"({least[1]}{', including the reserve' if memory_margin else ''}). "
     )
     return (
         f"{lowest_need or ''}More workers, activation checkpointing or a smaller batch need less memory; "
@@ -198,34 +198,39 @@ def build_short_answer(
 # ---------------------------------------------------------------- numbers of an answer as text
 
 
-def format_objective(c: Candidate) -> tuple[str, str]:
+def format_objective(candidate: Candidate) -> tuple[str, str]:
     """Return a candidate's time (or cost) and the spread over its runs, both as text."""
-    if c.cost is not None:
-        return f"{c.cost:.3g}", f"for {format_duration(c.time_s)}"
-    if c.time_s is None:
+    if candidate.cost is not None:
+        return f"{candidate.cost:.3g}", f"for {format_duration(candidate.time_s)}"
+    if candidate.time_s is None:
         return "", ""
-    if not len(c.times):
-        return (
-            format_duration(c.time_s),
-            f"{format_low_end(*c.time_range_s)}–{format_duration(c.time_range_s[1])} (80 %, projected)",
-        )
-    if len(c.times) == 1:
-        return format_duration(c.time_s), f"one {c.run}"
-    low, high = compute_time_interval(c.times.to_numpy(dtype=float))
-    note = "95 %" if len(c.times) >= INTERVAL_FROM else f"in {format_count(len(c.times), c.run)}"
+    if not len(candidate.times):
+        low_s, high_s = candidate.time_range_s
+        span = f"{format_low_end(low_s, high_s)}–{format_duration(high_s)} (80 %, projected)"
+        return format_duration(candidate.time_s), span
+    if len(candidate.times) == 1:
+        return format_duration(candidate.time_s), f"one {candidate.run}"
+    low, high = compute_time_interval(candidate.times.to_numpy(dtype=float))
+    note = (
+        "95 %"
+        if len(candidate.times) >= INTERVAL_FROM
+        else f"in {format_count(len(candidate.times), candidate.run)}"
+    )
     span = f"{format_low_end(low, high)}–{format_duration(high)}"
-    return format_duration(c.time_s), f"{span} ({note})" if note == "95 %" else f"{span} {note}"
+    return format_duration(
+        candidate.time_s
+    ), f"{span} ({note})" if note == "95 %" else f"{span} {note}"
 
 
-def append_token_rate(c: Candidate, value: str, note: str) -> tuple[str, str]:
+def append_token_rate(candidate: Candidate, value: str, note_below: str) -> tuple[str, str]:
     """Return a value and its note. For text data, the note includes the tokens per second.
 
     Args:
-        c: The candidate.
+        candidate: The candidate.
         value: The value as text.
-        note: The text below the value.
+        note_below: The text below the value.
     """
-    return value, "; ".join(filter(None, (note, c.rate_text)))
+    return value, "; ".join(filter(None, (note_below, candidate.rate_text)))
 
 
 def compute_time_interval(values_s: np.ndarray) -> tuple[float, float]:
@@ -254,9 +259,11 @@ def format_low_end(low_s: float, high_s: float) -> str:
     return f"{low_s / 3600:.1f}" if high_s >= HOURS_FROM_S else format_grouped(low_s)
 
 
-def format_grouped(value: float) -> str:
+def format_grouped(number: float) -> str:
     """Return a number as text: three significant digits, or thin spaces between thousands."""
-    return f"{value:,.0f}".replace(",", "\u2009") if value >= 1000 else format_number(value, None)
+    return (
+        f"{number:,.0f}".replace(",", "\u2009") if number >= 1000 else format_number(number, None)
+    )
 
 
 def format_score(

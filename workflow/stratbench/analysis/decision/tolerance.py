@@ -122,28 +122,28 @@ def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[l
     return result
 
 
-def compute_loss_half_widths(values: np.ndarray, best: np.ndarray) -> np.ndarray:
+def compute_loss_half_widths(scores: np.ndarray, best_class: np.ndarray) -> np.ndarray:
     """Return how far each class's score difference from the best is uncertain, one-sided at 95 %.
 
     The half-widths of intervals hold simultaneously for all classes, by moderated t on paired differences.
 
     Args:
-        values: Scores in the shown unit, shape [..., classes, repeats], NaN for a missing repeat.
-        best: Index of the best class, shape [...].
+        scores: Scores in the shown unit, shape [..., classes, repeats], NaN for a missing repeat.
+        best_class: Index of the best class, shape [...].
 
     Returns:
         The half-widths, shape [..., classes]: infinite without two repeats, 0 for the best class.
     """
-    first = np.take_along_axis(values, best[..., None, None], axis=-2)
-    itself = np.arange(values.shape[-2]) == best[..., None]
-    differences = moderated.compute_paired_differences(values, first)
+    first = np.take_along_axis(scores, best_class[..., None, None], axis=-2)
+    itself = np.arange(scores.shape[-2]) == best_class[..., None]
+    differences = moderated.compute_paired_differences(scores, first)
     differences = differences._replace(repeats=np.where(itself, 0, differences.repeats))
-    groups = moderated.compute_group_variances(values)
-    against = best[..., None] + np.zeros(itself.shape, dtype=int)
+    groups = moderated.compute_group_variances(scores)
+    against = best_class[..., None] + np.zeros(itself.shape, dtype=int)
     variance, dof = moderated.moderate_variances_by_groups(
         differences, groups, np.array(False), against
     )
-    tail = moderated.ALPHA / max(1, values.shape[-2] - 1)
+    tail = moderated.ALPHA / max(1, scores.shape[-2] - 1)
     half = moderated.compute_half_widths(variance, dof, differences.repeats, tail)
     return np.where(itself, 0.0, half)
 

@@ -42,9 +42,9 @@ def render_log_chart(
     x_title: str,
     y_title: str,
     x_ticks: Sequence[float],
-    text_of_x: Callable[[float], str],
-    text_of_y: Callable[[float], str],
-    label: str,
+    format_x_tick: Callable[[float], str],
+    format_y_tick: Callable[[float], str],
+    alternative_text: str,
 ) -> Markup:
     """Return a chart with logarithmic axes as an HTML image element.
 
@@ -53,9 +53,9 @@ def render_log_chart(
         x_title: Label of the horizontal axis.
         y_title: Label of the vertical axis.
         x_ticks: Ticks of the horizontal axis.
-        text_of_x: Formats a tick of the horizontal axis.
-        text_of_y: Formats a tick of the vertical axis.
-        label: Description for screen readers.
+        format_x_tick: Formats a tick of the horizontal axis.
+        format_y_tick: Formats a tick of the vertical axis.
+        alternative_text: Description for screen readers.
     """
     # These imports are slow, and reports without such a chart do not need them.
     import matplotlib.pyplot as plt
@@ -74,9 +74,11 @@ def render_log_chart(
         points += [(x, y) for s in series for x, *ends in s.interval_band for y in ends]
         across, up = np.array(points).T
         x_limits = shared.compute_limits([*across, *x_ticks], curves.ROOM, True)
-        shared.set_ticks(axes.xaxis, x_limits, True, tick_values=x_ticks, format_value=text_of_x)
+        shared.set_ticks(
+            axes.xaxis, x_limits, True, tick_values=x_ticks, format_value=format_x_tick
+        )
         y_limits = shared.compute_limits(up, curves.ROOM, True)
-        shared.set_ticks(axes.yaxis, y_limits, True, format_value=text_of_y)
+        shared.set_ticks(axes.yaxis, y_limits, True, format_value=format_y_tick)
         axes.set(xlabel=x_title, ylabel=y_title)
         colours = {name: light for light, (name, _) in sheet.map_theme_colours().items()}
         names = []
@@ -101,4 +103,4 @@ def render_log_chart(
         curves.write_line_names(axes, names)
         svg = base64.b64encode(sheet.render_svg(shared.find_root_figure(axes)).encode()).decode()
     image = '<img src="data:image/svg+xml;base64,{}" alt="{}">'
-    return Markup(image).format(svg, label)
+    return Markup(image).format(svg, alternative_text)

@@ -162,7 +162,7 @@ def iter_missing_value_notes(rows: pd.DataFrame) -> Iterator[str]:
 def format_row_value(
     data: FigureData,
     measure: Measure,
-    rows: pd.DataFrame,
+    strategy_rows: pd.DataFrame,
     unit: str,
     factor: float,
     reference: float | None,
@@ -172,12 +172,12 @@ def format_row_value(
     The chosen strategy has its unit, and every other strategy is a multiple of `reference`. Without a
     reference, the value is that on the number of workers that the figure shows.
     """
-    known = rows[rows["value"].notna()]
+    known = strategy_rows[strategy_rows["value"].notna()]
     if reference is None:
         on_shown = known[known["gpus"] == data.shown_worker_count]
         best = on_shown if measure.name != "training_time" else known
     else:
-        chosen = data.choice is not None and data.is_chosen(str(rows["strategy"].iloc[0]))
+        chosen = data.choice is not None and data.is_chosen(str(strategy_rows["strategy"].iloc[0]))
         best = known[known["gpus"] == data.choice[1]] if chosen and data.choice else known
     if best.empty:
         return ""

@@ -77,23 +77,25 @@ def read_expectations(args: argparse.Namespace) -> Expectations:
     return Expectations(json.loads(args.skipped), json.loads(args.targets), study)
 
 
-def find_time_to_score_s(per_epoch: list[Row], target: float | None, better: str) -> float | None:
+def find_time_to_score_s(
+    epoch_rows: list[Row], target_score: float | None, better: str
+) -> float | None:
     """Return the training time in s to the end of the first epoch that reached a target score.
 
     The result is None if no epoch reached it, or without a target.
 
     Args:
-        per_epoch: Results of the epochs.
-        target: Score to reach, if any.
+        epoch_rows: Results of the epochs.
+        target_score: Score to reach, if any.
         better: `higher` if the target is a minimum, else it is a maximum.
     """
-    if target is None:
+    if target_score is None:
         return None
     sign = 1 if better == "higher" else -1
     reached = (
         e["train_time_s"]
-        for e in per_epoch
-        if e["score"] is not None and sign * e["score"] >= sign * target
+        for e in epoch_rows
+        if e["score"] is not None and sign * e["score"] >= sign * target_score
     )
     return next(reached, None)
 

@@ -14,13 +14,13 @@ from stratbench.analysis.records.samples import BUSY, read_timeline
 from stratbench.cell.record import Record
 
 
-def get_by_path(value: Any, path: str) -> Any:
+def get_by_path(nested_dicts: Any, path: str) -> Any:
     """Return the value at a dotted path in nested dicts. Return None if a part of the path is absent."""
     for key in path.split("."):
-        if not isinstance(value, dict):
+        if not isinstance(nested_dicts, dict):
             return None
-        value = value.get(key)
-    return value
+        nested_dicts = nested_dicts.get(key)
+    return nested_dicts
 
 
 # ---------------------------------------------------------------- columns on the score

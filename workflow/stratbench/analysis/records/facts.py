@@ -134,47 +134,50 @@ def get_gpu_id(worker: dict[str, Any]) -> str | None:
 
 
 def iter_inequality_messages(
-    what: str,
+    value_name: str,
     value: float | None,
-    formula: str,
-    other: float | None,
+    formula_name: str,
+    formula_value: float | None,
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
     """Yield a message if a value in the record differs from the value of a formula.
 
     Args:
-        what: Name of the value, such as its path in the record.
+        value_name: Name of the value, such as its path in the record.
         value: The value.
-        formula: Name of the formula.
-        other: The value of the formula.
+        formula_name: Name of the formula.
+        formula_value: The value of the formula.
         relative: Allowed difference as a fraction of the larger value.
         absolute: Allowed absolute difference, in addition to `relative`.
     """
-    if None in (value, other):
+    if None in (value, formula_value):
         return
-    slack = absolute + relative * max(abs(value), abs(other))
-    if not abs(value - other) <= slack:  # unlike `>`, this is true if a value is NaN
-        yield f"{what} is {value:.6g}, but {formula} is {other:.6g}"
+    slack = absolute + relative * max(abs(value), abs(formula_value))
+    if not abs(value - formula_value) <= slack:  # unlike `>`, this is true if a value is NaN
+        yield f"{value_name} is {value:.6g}, but {formula_name} is {formula_value:.6g}"
 
 
 def iter_excess_messages(
-    what: str,
+    value_name: str,
     value: float | None,
-    formula: str,
-    maximum: float | None,
+    formula_name: str,
+    formula_value: float | None,
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
     """Yield a message if a value in the record exceeds the value of a formula.
 
     Args:
-        what: Name of the value, such as its path in the record.
+        value_name: Name of the value, such as its path in the record.
         value: The value.
-        formula: Name of the formula.
-        maximum: The value of the formula.
+        formula_name: Name of the formula.
+        formula_value: The value of the formula.
         relative: Allowed difference as a fraction of the larger value.
         absolute: Allowed absolute excess, in addition to `relative`.
     """
-    if None not in (value, maximum) and not value <= maximum + absolute + relative * abs(maximum):
-        yield f"{what} is {value:.6g}, more than {formula}, {maximum:.6g}"
+    if None not in (
+        value,
+        formula_value,
+    ) and not value <= formula_value + absolute + relative * abs(formula_value):
+        yield f"{value_name} is {value:.6g}, more than {formula_name}, {formula_value:.6g}"

@@ -39,9 +39,9 @@ class Group(NamedTuple):
 GROUP = list(Group._fields)
 
 
-def group_rows(frame: pd.DataFrame) -> dict[Group, pd.DataFrame]:
+def group_rows(cells: pd.DataFrame) -> dict[Group, pd.DataFrame]:
     """Return the rows of each group of repeats, with groups in the order of their first row."""
-    return {Group(*key): rows for key, rows in frame.groupby(GROUP, sort=False)}
+    return {Group(*key): rows for key, rows in cells.groupby(GROUP, sort=False)}
 
 
 def map_base_strategies(cells: pd.DataFrame) -> dict[str, str]:

@@ -82,19 +82,19 @@ def build_icon(mark: Mark) -> DrawnMark:
 
 
 def build_scale(
-    short: Mapping[str, Any], marks: Mapping[str, Mark], margin: float
+    short_answer: Mapping[str, Any], marks: Mapping[str, Mark], equivalence_margin: float
 ) -> dict[str, Any] | None:
     """Return what the template draws on the scale of an answer's alternatives. None without any.
 
     It has marks, intervals, and the band of values that count as equal.
 
     Args:
-        short: The short answer of answers.json.
+        short_answer: The short answer of answers.json.
         marks: Marks by strategy.
-        margin: Fraction within which strategies are equal.
+        equivalence_margin: Fraction within which strategies are equal.
     """
-    others: Sequence[Mapping[str, Any]] = short["others"]
-    if short["strategy"] is None or not others:
+    others: Sequence[Mapping[str, Any]] = short_answer["others"]
+    if short_answer["strategy"] is None or not others:
         return None
     nearest = others[0]
     inside = [o for o in others if 1 / 1.15 <= o["ratio"] <= FARTHEST]
@@ -135,7 +135,12 @@ def build_scale(
                 }
             )
     choice = build_mark(
-        marks[short["strategy"]], compute_scale_x(1.0), MIDDLE, CHOICE, "", in_full_colour=True
+        marks[short_answer["strategy"]],
+        compute_scale_x(1.0),
+        MIDDLE,
+        CHOICE,
+        "",
+        in_full_colour=True,
     )
     label = format_alternative_label(nearest)
     # The label is centred below its mark, or moved so far that it stays on the scale.
@@ -146,8 +151,9 @@ def build_scale(
         "lines": lines,
         "ticks": [compute_scale_x(t) for t in TICKS],
         "band": {
-            "x": compute_scale_x(1 / (1 + margin)),
-            "width": compute_scale_x(1 + margin) - compute_scale_x(1 / (1 + margin)),
+            "x": compute_scale_x(1 / (1 + equivalence_margin)),
+            "width": compute_scale_x(1 + equivalence_margin)
+            - compute_scale_x(1 / (1 + equivalence_margin)),
         },
         "beyond": beyond,
         "label": label,
@@ -156,33 +162,37 @@ def build_scale(
     }
 
 
-def format_alternative_label(other: Mapping[str, Any]) -> str:
+def format_alternative_label(alternative: Mapping[str, Any]) -> str:
     """Return the label of the nearest alternative: `zero1 × 8: 1.09× [1.06–1.12]`."""
     interval = ""
-    if other["low"] is not None:
-        high = other["high"]
-        interval = f" [{other['low']:.2f}–{f'{high:.2f}' if high < 100 else '∞'}]"
-    return f"{format_alternative_ratio(other)}{interval}"
+    if alternative["low"] is not None:
+        high = alternative["high"]
+        interval = f" [{alternative['low']:.2f}–{f'{high:.2f}' if high < 100 else '∞'}]"
+    return f"{format_alternative_ratio(alternative)}{interval}"
 
 
-def format_alternative_ratio(other: Mapping[str, Any]) -> str:
+def format_alternative_ratio(alternative: Mapping[str, Any]) -> str:
     """Return an alternative and its ratio to the choice as text: `zero1 × 8: 1.09×`."""
-    return f"{other['strategy']} × {other['gpus']}: {other['ratio']:.2f}×"
+    return f"{alternative['strategy']} × {alternative['gpus']}: {alternative['ratio']:.2f}×"
 
 
 def iter_answer_rows(
-    answers: Sequence[Mapping[str, Any]], bases: Mapping[str, str | None], margin: float
+    answers: Sequence[Mapping[str, Any]],
+    base_strategies: Mapping[str, str | None],
+    equivalence_margin: float,
 ) -> Iterator[dict[str, Any]]:
     """Yield, for each answer in answers.json, the values that the template shows in a row.
 
     Args:
         answers: The answers.
-        bases: Base strategy of each strategy or variant.
-        margin: Fraction within which strategies are equal.
+        base_strategies: Base strategy of each strategy or variant.
+        equivalence_margin: Fraction within which strategies are equal.
     """
     listed = {a["short"]["strategy"] for a in answers if a["short"]["strategy"]}
     listed |= {o["strategy"] for a in answers for o in a["short"]["others"]}
-    marks = assign_marks_by_strategy(({name: name for name in listed} | dict(bases)).items())
+    marks = assign_marks_by_strategy(
+        ({name: name for name in listed} | dict(base_strategies)).items()
+    )
     for answer in answers:
         short = answer["short"]
         name = short["strategy"]
@@ -190,16 +200,16 @@ def iter_answer_rows(
             **answer,
             "short": short,
             "icon": build_icon(marks[name]) if name in marks else None,
-            "scale": build_scale(short, marks, margin),
+            "scale": build_scale(short, marks, equivalence_margin),
             "dots": DOTS[answer["confidence"]],
             "families": sorted({marks[n].family for n in list_drawn_strategies(short)}),
         }
 
 
-def list_drawn_strategies(short: Mapping[str, Any]) -> list[str]:
+def list_drawn_strategies(short_answer: Mapping[str, Any]) -> list[str]:
     """Return the strategies that the row of an answer shows: choice and alternatives."""
-    own = [short["strategy"]] if short["strategy"] else []
-    return [*own, *(other["strategy"] for other in short["others"])]
+    own = [short_answer["strategy"]] if short_answer["strategy"] else []
+    return [*own, *(other["strategy"] for other in short_answer["others"])]
 
 
 def list_scale_ticks() -> list[dict[str, Any]]:
@@ -208,16 +218,16 @@ def list_scale_ticks() -> list[dict[str, Any]]:
 
 
 def build_first_screen(
-    bases: Mapping[str, str | None], answers_json: Mapping[str, Any]
+    base_strategies: Mapping[str, str | None], answers_json: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the values that the template shows on the first screen: answers and colours of marks.
 
     Args:
-        bases: Base strategy of each strategy or variant.
+        base_strategies: Base strategy of each strategy or variant.
         answers_json: Content of answers.json.
     """
     margin = answers_json["equivalence_margin"]
-    rows = list(iter_answer_rows(answers_json["answers"], bases, margin))
+    rows = list(iter_answer_rows(answers_json["answers"], base_strategies, margin))
     shown = {family for row in rows for family in row["families"]}
     of = "Cost" if answers_json["by_cost"] else "Time"
     return {

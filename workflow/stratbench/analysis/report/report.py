@@ -184,24 +184,26 @@ def describe_experiment(rows: pd.DataFrame) -> str:
     return describe_worker_devices(rows) + note
 
 
-def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | None:
+def find_clear_best(
+    summary_rows: list[Row], measure: Measure, equivalence_margin: float
+) -> Row | None:
     """Return the row whose value is clearly the best one, or None if no value is.
 
-    There is no clear best if it is less than `margin` ahead, if spreads overlap, if some of its repeats have
-    no value, or if the audit calls it unusable.
+    There is no clear best if it leads by less than `equivalence_margin`, if spreads overlap, if some of its
+    repeats have no value, or if the audit calls it unusable.
 
     Args:
-        rows: Rows of summary.csv.
+        summary_rows: Rows of summary.csv.
         measure: The metric.
-        margin: Fraction within which values are equal.
+        equivalence_margin: Fraction within which values are equal.
     """
-    valued = [row for row in rows if pd.notna(row["value"])]
+    valued = [row for row in summary_rows if pd.notna(row["value"])]
     if measure.better is None or len(valued) < 2:
         return None
     best, *others = sorted(valued, key=lambda r: r["value"], reverse=measure.better == "higher")
 
     def ties(row: Row) -> bool:
-        if abs(row["value"] - best["value"]) <= margin * abs(best["value"]):
+        if abs(row["value"] - best["value"]) <= equivalence_margin * abs(best["value"]):
             return True
         # Without an interval, `low` and `high` are NaN, so both comparisons are False.
         return bool(row["low"] <= best["high"] and best["low"] <= row["high"])
@@ -211,34 +213,34 @@ def find_clear_best(rows: list[Row], measure: Measure, margin: float) -> Row | N
     return None if unusable or partial or any(map(ties, others)) else best
 
 
-def build_table_cell(row: Row | None, best: Row | None) -> dict[str, Any]:
+def build_table_cell(summary_row: Row | None, best_row: Row | None) -> dict[str, Any]:
     """Return the values that the template shows in a table cell.
 
     Args:
-        row: Row of summary.csv; None if the study has no such cell.
-        best: The clearly best row, if any.
+        summary_row: Row of summary.csv; None if the study has no such cell.
+        best_row: The clearly best row, if any.
     """
-    if row is None:
+    if summary_row is None:
         return {"text": NO_CELL, "rest": "", "sort": "", "kind": "none", "flags": ""}
-    text, rest, sort, kind = row["text"], "", "", "failed"
-    if pd.notna(row["value"]):
+    text, rest, sort, kind = summary_row["text"], "", "", "failed"
+    if pd.notna(summary_row["value"]):
         text, _, rest = text.partition(" ")
-        sort, kind = row["value"], "best" if row is best else ""
-    return {"text": text, "rest": rest, "sort": sort, "kind": kind, "flags": row["flags"]}
+        sort, kind = summary_row["value"], "best" if summary_row is best_row else ""
+    return {"text": text, "rest": rest, "sort": sort, "kind": kind, "flags": summary_row["flags"]}
 
 
 def build_table_values(
-    rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, margin: float
+    cell_rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, equivalence_margin: float
 ) -> dict[str, Any]:
     """Return the values that the template shows in a metric's table, with the best value marked.
 
     Args:
-        rows: Rows of cells.csv.
+        cell_rows: Rows of cells.csv.
         summary: Rows of summary.csv.
         measure: The metric.
-        margin: Fraction within which values are equal.
+        equivalence_margin: Fraction within which values are equal.
     """
-    counts, lines = build_wide_rows(rows, summary, measure)
+    counts, lines = build_wide_rows(cell_rows, summary, measure)
     best = {
         (model, count): find_clear_best(
             [
@@ -247,7 +249,7 @@ def build_table_values(
                 if other == model and count in by_count
             ],
             measure,
-            margin,
+            equivalence_margin,
         )
         for model in {model for model, _, _ in lines}
         for count in counts
@@ -260,11 +262,11 @@ def build_table_values(
         }
         for model, strategy, by_count in lines
     ]
-    noun = choose_noun_for_workers(rows["device_kind"])
+    noun = choose_noun_for_workers(cell_rows["device_kind"])
     return {
         "id": measure.name,
         "title": measure.heading,
-        "caption": describe_brackets(rows, measure) + describe_table_daggers(lines),
+        "caption": describe_brackets(cell_rows, measure) + describe_table_daggers(lines),
         "columns": [format_count(n, noun) for n in counts],
         "body": body,
     }

@@ -34,12 +34,12 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 
 
-def describe_outcome(frame: pd.DataFrame) -> str:
+def describe_outcome(cells: pd.DataFrame) -> str:
     """Return the outcomes of the cells that are not `ok`: `2 × OOM, >3000 s`. Empty if all are `ok`."""
     labels = (
         format_status(status, limit if limit == limit else None, reason)
         for status, limit, reason in zip(
-            frame["status"], frame["time_limit_s"], frame["reason"], strict=True
+            cells["status"], cells["time_limit_s"], cells["reason"], strict=True
         )
         if status != "ok"
     )
