@@ -200,7 +200,7 @@ def test_what_cannot_be_answered_is_told_by_its_option(changes, told, tmp_path):
     [
         (
             ["--model", "gpt-compact", "--gpus", "0"],
-            "--gpus: 0: is not a whole number; give one above",
+            "--gpus: 0: is not a whole number above 0; give one",
         ),
         (
             ["--model", "gpt-compact", "--gpus", "1", "--tokens", "x"],

@@ -13,6 +13,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+#: Name of a Python object with its module, such as `stratbench.strategies.pairs:Pairs`.
+ImportPath = str
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
@@ -24,40 +27,40 @@ class Extension:
     required_extensions: tuple[str, ...] = ()
     #: Import path (`module:attribute`) of each strategy's class, by the strategy's name. A path may also name
     #: a function that returns the class for a strategy's name.
-    strategies: Mapping[str, str] = field(default_factory=dict)
+    strategies: Mapping[str, ImportPath] = field(default_factory=dict)
     #: Import paths of `workload.network.libraries.Library` objects, by the package that has the models.
-    libraries: Mapping[str, str] = field(default_factory=dict)
+    libraries: Mapping[str, ImportPath] = field(default_factory=dict)
     #: Import paths of `workload.data.kinds.Generator` objects, by the value of a data set's key `source`.
-    generators: Mapping[str, str] = field(default_factory=dict)
+    generators: Mapping[str, ImportPath] = field(default_factory=dict)
     #: Import paths of `workload.data.kinds.FileKind` objects, by the data set's key that names its files.
-    file_kinds: Mapping[str, str] = field(default_factory=dict)
+    file_kinds: Mapping[str, ImportPath] = field(default_factory=dict)
     #: Import paths of subclasses of `cell.settings.Keys`, by the block of config.yaml that has the keys. The
     #: block is `experiment`, `top` (the top level), or a block at the top level.
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, ImportPath] = field(default_factory=dict)
     #: Import path of a function that replaces `study.resources.build_job_request` for the extension's cells.
     #: It returns None for other cells.
-    build_job_request: str | None = None
+    build_job_request: ImportPath | None = None
     #: Import path of the class that runs the extension's cells: a `train.running.runner.Runner`.
-    runner_class: str | None = None
+    runner_class: ImportPath | None = None
     #: Import path of the class of an activity next to a worker's training loop: a
     #: `train.beside.beside.Beside`.
-    activity_class: str | None = None
+    activity_class: ImportPath | None = None
     #: Names of Snakemake files in `workflow/rules`, which add to the lists at the top of common.smk.
     rule_files: tuple[str, ...] = ()
     #: Import path of a function that adds subcommands of `stratbench` to a
     #: `command.subcommands.SubcommandAdder`.
-    commands: str | None = None
+    commands: ImportPath | None = None
     #: Import path of further columns of cells.csv: tuples of arguments of `analysis.records.columns.Column`.
-    columns: str | None = None
+    columns: ImportPath | None = None
     #: Import path of a function that modifies rows of cells.csv in place before they are written. It may
     #: change a cell's status, for example.
-    modify_cell_rows: str | None = None
+    modify_cell_rows: ImportPath | None = None
     #: Names of Python modules that define audit rules.
     audit_modules: tuple[str, ...] = ()
     #: Import path of additions to decisions and to the report: an `analysis.records.reading.Reading`.
-    report_additions: str | None = None
+    report_additions: ImportPath | None = None
     #: Import path of additions to plans: a `plan.schedule.PlanAddition`.
-    plan_additions: str | None = None
+    plan_additions: ImportPath | None = None
 
 
 @cache
@@ -115,7 +118,7 @@ def list_config_blocks() -> list[str]:
     )
 
 
-def import_attribute(import_path: str) -> Any:
+def import_attribute(import_path: ImportPath) -> Any:
     """Import and return the object that an import path such as "module:attribute" names."""
     module, _, attribute = import_path.partition(":")
     return getattr(import_module(module), attribute)

@@ -101,7 +101,7 @@ def read_record(path: str | Path) -> Record:
     except RecordError:
         raise
     except ValueError as e:
-        raise RecordError(f"{path} is not JSON that a record may have: {e}") from e
+        raise RecordError(f"{path} is not JSON, or has values that no record has: {e}") from e
     return record
 
 

@@ -75,7 +75,7 @@ def _make_positive_parser(
         except ValueError:
             value = math.nan
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: is not a {kind_of_number}; give one above 0")
+            raise argparse.ArgumentTypeError(f"{text}: is not a {kind_of_number} above 0; give one")
         return value
 
     return parse

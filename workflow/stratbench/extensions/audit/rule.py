@@ -160,7 +160,7 @@ def rule(
 
     def decorate(check: Callable[[AuditData], Iterator[Case]]) -> Rule:
         if not check.__doc__:
-            raise TypeError(f"{id}: a rule needs a docstring, which explains it to users")
+            raise TypeError(f"the audit rule {id} has no docstring; add one, which users read")
 
         def check_study(evidence: AuditData) -> Iterator[Finding]:
             for cells, figures in check(evidence):

@@ -115,22 +115,20 @@ def _normalise_folder(key: str, path: str) -> str:
     """
     folder = os.path.normpath(os.path.expanduser(path))
     folder = "/" + folder.lstrip("/") if folder.startswith("/") else folder
-    problem_and_remedy = None
+    key_and_value = f"config: {key} = {format_wrong_value(path)}"
     if folder in (".", "/"):
-        problem_and_remedy = (
-            "must be a folder for results alone, because each study becomes a folder in it; "
-            "write results"
+        raise ConfigError(
+            f"{key_and_value}: must be a folder for results alone, because each study becomes a "
+            "folder in it; write results"
         )
-    elif folder.startswith(("-", "~")):
-        problem_and_remedy = (
-            f"begins with {folder[0]!r}, which commands read as an option or as a home folder; "
-            "rename it"
+    if folder.startswith(("-", "~")):
+        raise ConfigError(
+            f"{key_and_value}: begins with {folder[0]!r}, which commands read as an option or as a "
+            "home folder; rename it"
         )
-    elif bad := next((c for c in folder if c in "{}" or not c.isprintable()), None):
-        problem_and_remedy = (
-            f"has the character {bad!r}, which Snakemake or a shell does not allow in paths; "
-            "rename it"
+    if character := next((c for c in folder if c in "{}" or not c.isprintable()), None):
+        raise ConfigError(
+            f"{key_and_value}: has the character {character!r}, which Snakemake or a shell does not allow "
+            "in paths; rename it"
         )
-    if problem_and_remedy:
-        raise ConfigError(f"config: {key} = {format_wrong_value(path)}: {problem_and_remedy}")
     return folder

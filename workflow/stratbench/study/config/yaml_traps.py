@@ -26,10 +26,10 @@ def check_yaml_syntax(path: str | Path) -> None:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
+        yaml_problem = getattr(e, "problem", None) or e
         raise ConfigError(
-            f"{path}{line}: the YAML is invalid: {getattr(e, 'problem', None) or e}; indent with spaces "
-            "instead of tabs, close brackets and quotes, and quote texts that contain `: ` or begin with a "
-            "special character"
+            f"{path}{line}: the YAML is invalid: {yaml_problem}; indent with spaces instead of tabs, close "
+            "brackets and quotes, and quote texts that contain `: ` or begin with a special character"
         ) from e
 
 
