@@ -40,7 +40,7 @@ rule run_block:
         settings=lambda w, input: json.dumps(ROUND.get_cell_settings(get_block_plan(w))),
         data=lambda w, input: str(Path(input.data).parent),
         out=lambda w, output: str(Path(output.block).parent),
-        logs=lambda w: str(get_block_plan(w).log_dir(RESULTS)),
+        logs=lambda w: str(get_block_plan(w).get_log_folder(RESULTS)),
     message:
         "measure block {wildcards.block} of {wildcards.study}/{wildcards.experiment}: {wildcards.model},"
         " workers: {wildcards.gpus}; log: {log}"

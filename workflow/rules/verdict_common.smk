@@ -26,9 +26,9 @@ def block_request(wildcards):
 def data_of_block(wildcards):
     """The data that all cells of a block are trained on. A block of other data is made anew."""
     plan = get_block_plan(wildcards)
-    settings = JOBS.resolve_settings(plan.cell(plan.order[0]))
+    settings = JOBS.resolve_settings(plan.make_segment_cell(plan.order[0]))
     resume.retrain_results_of_changed_data(
-        workflow, plan.folder(RESULTS) / BLOCK_FILE, settings
+        workflow, plan.get_result_folder(RESULTS) / BLOCK_FILE, settings
     )
     return prepared_data(plan.dataset)
 
@@ -44,7 +44,7 @@ def block_jobs():
     for job in internals.get_jobs(workflow, rules.run_block):
         if internals.is_planned_job(workflow, job):
             plan = get_block_plan(job.wildcards)
-            yield job, list(map(plan.cell, plan.order)), ROUND.make_block_request(plan)
+            yield job, list(map(plan.make_segment_cell, plan.order)), ROUND.make_block_request(plan)
 
 
 def begin_round():

@@ -209,11 +209,11 @@ def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio
 
 
 def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality(sets):
-    sure = [r for r in compare_result_sets(sets["old"], sets["fast"]).rank_changes if r.is_clear]
+    sure = [r for r in compare_result_sets(sets["old"], sets["fast"]).rank_changes if r.is_beyond_noise]
     assert sure[0].ratio_in_first.low > 1 > sure[0].ratio_in_other.high
     chance = replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
-    assert not chance.is_clear
-    assert not replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1)).is_clear
+    assert not chance.is_beyond_noise
+    assert not replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1)).is_beyond_noise
     section = page.make_pair_section(
         replace(compare_result_sets(sets["old"], sets["fast"]), rank_changes=(chance,)), {}
     )
@@ -227,7 +227,7 @@ def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality
 
 def test_of_many_changes_of_places_the_sure_ones_are_shown_and_the_rest_counted(sets):
     found = compare_result_sets(sets["old"], sets["fast"])
-    sure = next(r for r in found.rank_changes if r.is_clear)
+    sure = next(r for r in found.rank_changes if r.is_beyond_noise)
     chance = replace(sure, ratio_in_first=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
     for changes, more, more_sure in (
         ((*[chance] * 13, sure), 2, 0),
@@ -236,7 +236,7 @@ def test_of_many_changes_of_places_the_sure_ones_are_shown_and_the_rest_counted(
     ):
         section = page.make_pair_section(replace(found, rank_changes=changes), {})
         assert len(section["ranks"]) == 12
-        assert section["ranks"][0].is_clear == (sure in changes)
+        assert section["ranks"][0].is_beyond_noise == (sure in changes)
         assert (section["more_ranks"], section["more_sure"]) == (more, more_sure)
 
 
@@ -504,7 +504,7 @@ def test_a_strategy_without_a_record_in_one_set_looks_as_in_the_other(sets, tmp_
 def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys):
     new = read_set(str(a_set(tmp_path, "new", change=contradictory)), "new")
     watched = regression.watch_regressions([compare_result_sets(sets["old"], new)], 0.05)
-    assert [w.outcome_sentence for w in watched if w.fails] == [
+    assert [w.outcome_sentence for w in watched if w.is_failure] == [
         "new: ddp, 4 cells rejected by the audit: vgg16 on 1 (main), vgg16 on 2 (main), "
         "resnet50 on 1 (main), resnet50 on 2 (main): no longer judged"
     ]
@@ -514,7 +514,7 @@ def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys
     assert told[1] == f"  {watched[0].outcome_sentence}"
     fewer = read_set(str(a_set(tmp_path, "fewer", strategies=("ddp",), gpus=(1,))), "fewer")
     watched = regression.watch_regressions([compare_result_sets(sets["old"], fewer)], 0.05)
-    assert [w.subject.partition(":")[0] for w in watched if w.fails] == [
+    assert [w.subject.partition(":")[0] for w in watched if w.is_failure] == [
         "ddp, 2 cells without a record",
         "fsdp, 4 cells without a record",
     ]
@@ -522,7 +522,7 @@ def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys
     software = {"change": lambda cell, record: record["provenance"].update(software_gpu=True)}
     none = read_set(str(a_set(tmp_path, "none", **software)), "none")
     watched = regression.watch_regressions([compare_result_sets(sets["old"], none)], 0.05)
-    assert {w.outcome for w in watched if w.fails} == {"no longer judged"}
+    assert {w.outcome for w in watched if w.is_failure} == {"no longer judged"}
     # What the first set cannot be held against either was never judged.
     for first in (new, fewer):
         assert not regression.has_failures(
@@ -546,7 +546,7 @@ def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
     folder = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 2): "oom"})
     found = compare_result_sets(sets["old"], read_set(str(folder), "new"))
     watched = regression.watch_regressions([found], 1.0)
-    assert [w.outcome_sentence for w in watched if w.fails] == [
+    assert [w.outcome_sentence for w in watched if w.is_failure] == [
         "new: fsdp on 2, vgg16 (main), OOM: no longer finishes"
     ]
     assert regression.has_failures(watched)
@@ -590,13 +590,13 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
     cells = fixture.expand(**CELLS)
     folder = fixture.write_study(tmp_path, cells, {lost: "oom"}, change=change)
     found = compare_result_sets(sets["old"], read_set(str(folder), "new"))
-    assert [w.outcome_sentence for w in regression.watch_regressions([found], 1.0) if w.fails] == [
+    assert [w.outcome_sentence for w in regression.watch_regressions([found], 1.0) if w.is_failure] == [
         "new: fsdp on 2, vgg16 (main), OOM: no longer finishes",
         "new: ddp, 1 cell rejected by the audit: vgg16 on 2 (main): no longer judged",
     ]
     [cell] = [c for c in found.common_cells if c.group == Group("main", *rejected)]
     assert cell.no_ratio_reason == "measured in one set, rejected by the audit in the other"
-    assert cell.other_measurements.outcome == ""
+    assert cell.other_measurements.failure_text == ""
 
 
 def test_other_data_of_the_same_name_are_no_match(tmp_path):

@@ -136,7 +136,7 @@ class LaunchedBlock:
 
     def __init__(self, root: Path, data: Path, env: dict[str, str], plan: BlockPlan, **changes):
         self.plan = plan
-        self.out, self.logs = plan.folder(root), plan.log_dir(root)
+        self.out, self.logs = plan.get_result_folder(root), plan.get_log_folder(root)
         limit_s = changes.pop("limit_s", 300)
         strategies = {name: settings(name, **changes.get(name, {})) for name in plan.order}
         command = [
@@ -245,7 +245,7 @@ def test_segments_are_in_no_table_of_training_times(finished, tmp_path):
     """Not even where a cell has their coordinates."""
     study = finished.out.parents[4]
     assert len(list(study.rglob("record.json"))) == 6
-    (tmp_path / "cells.json").write_text(json.dumps([finished.plan.cell("ddp").as_dict()]))
+    (tmp_path / "cells.json").write_text(json.dumps([finished.plan.make_segment_cell("ddp").as_dict()]))
     out = tmp_path / "cells.csv"
     arguments = [
         "--expected", tmp_path / "cells.json", "--records-root", study / "cells", "--out", out,

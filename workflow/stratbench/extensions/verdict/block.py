@@ -195,7 +195,7 @@ class BlockRun:
             Failure: The segment ended with an error, or lost a worker.
         """
         args, plan = self._args, self._plan
-        cell, slot = plan.cell(strategy), self._slot
+        cell, slot = plan.make_segment_cell(strategy), self._slot
         name = f"{slot:02d}-{strategy}"
         self._slot += 1
         self.logs = args.logs / name

@@ -96,15 +96,15 @@ class BlockPlan:
         """Path of the block below `blocks/` and `logs/blocks/` of its study."""
         return BLOCK_PATTERN.format(**vars(self))
 
-    def folder(self, results: str | Path) -> Path:
+    def get_result_folder(self, results: str | Path) -> Path:
         """Return the folder of the block's results, below the folder of all results."""
         return Path(results) / self.study / "blocks" / self.path
 
-    def log_dir(self, results: str | Path) -> Path:
+    def get_log_folder(self, results: str | Path) -> Path:
         """Return the folder with the logs of the block's segments, below the folder of all results."""
         return Path(results) / self.study / "logs" / "blocks" / self.path
 
-    def cell(self, strategy: str) -> Cell:
+    def make_segment_cell(self, strategy: str) -> Cell:
         """Return the cell that the records of a strategy's segments name.
 
         Its repeat is the number of the block.

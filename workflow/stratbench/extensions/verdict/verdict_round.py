@@ -109,7 +109,7 @@ class Round:
     def list_files(self) -> list[str]:
         """Return the paths of all files that the round writes: block.json files, and records of full runs."""
         results = self._jobs.results
-        made = [plan.folder(results) / BLOCK_FILE for plan in self.blocks.values()]
+        made = [plan.get_result_folder(results) / BLOCK_FILE for plan in self.blocks.values()]
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
 
     def get_block_plan(self, wildcards: Mapping[str, str]) -> BlockPlan:
@@ -127,22 +127,22 @@ class Round:
 
     def get_cell_settings(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return the settings of the cell of each strategy in a block, by strategy."""
-        settings = {name: self._jobs.resolve_settings(plan.cell(name)) for name in plan.order}
+        settings = {name: self._jobs.resolve_settings(plan.make_segment_cell(name)) for name in plan.order}
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def get_settings_in_common(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return the settings of each strategy that are equal in segments and in full runs, by strategy."""
         return {
-            name: remove_length_and_seed(self._jobs.resolve_settings(plan.cell(name)))
+            name: remove_length_and_seed(self._jobs.resolve_settings(plan.make_segment_cell(name)))
             for name in plan.order
         }
 
     def compute_segment_time_limit_s(self, plan: BlockPlan) -> float | None:
         """Return the time limit of each segment in seconds, or None for no limit."""
-        cell = plan.cell(plan.order[0])
+        cell = plan.make_segment_cell(plan.order[0])
         samples = self._study.get_dataset(plan.dataset).train_samples
         total = self._jobs.resolve_settings(cell).total_steps(samples) if samples else None
-        longest = max(self._count_segment_steps(plan.cell(name), plan.steps) for name in plan.order)
+        longest = max(self._count_segment_steps(plan.make_segment_cell(name), plan.steps) for name in plan.order)
         return compute_segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
     def _count_segment_steps(self, cell: Cell, steps: int | None) -> int:
@@ -158,7 +158,7 @@ class Round:
 
     def make_block_request(self, plan: BlockPlan) -> JobRequest:
         """Return the resources that a block's job requests: the largest of any strategy in the block."""
-        cells = [plan.cell(name) for name in plan.order]
+        cells = [plan.make_segment_cell(name) for name in plan.order]
         minutes = compute_block_limit_minutes(
             self.compute_segment_time_limit_s(plan), len(cells), self.config["cluster"]
         )

@@ -57,7 +57,7 @@ class CellMeasurements:
     #: Median over repeats of the peak memory in bytes, or None if unknown.
     memory_bytes: float | None = None
     #: Outcomes of the failed repeats as text; empty if no repeat failed.
-    outcome: str = ""
+    failure_text: str = ""
     #: Whether at least one repeat finished, even if the audit rejects it.
     all_finished: bool = True
     #: Names of the audit's rules that doubt the training times.
@@ -66,7 +66,7 @@ class CellMeasurements:
     @property
     def time_outcome(self) -> str:
         """Text on the training times: `measured`, or the reason why there are none."""
-        return self.outcome or ("measured" if self.train_times_s else "rejected by the audit")
+        return self.failure_text or ("measured" if self.train_times_s else "rejected by the audit")
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class RankChange:
     ratio_in_other: IntervalEstimate
 
     @property
-    def is_clear(self) -> bool:
+    def is_beyond_noise(self) -> bool:
         """Whether the intervals of both ratios exclude 1, so that the change of order is no chance."""
         return self.ratio_in_first.excludes(1) and self.ratio_in_other.excludes(1)
 

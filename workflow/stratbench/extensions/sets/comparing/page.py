@@ -63,7 +63,7 @@ def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]])
     """
     ranks = sorted(
         comparison.rank_changes,
-        key=lambda r: (not r.is_clear, r.ratio_in_other.value / r.ratio_in_first.value),
+        key=lambda r: (not r.is_beyond_noise, r.ratio_in_other.value / r.ratio_in_first.value),
     )
     hidden = ranks[MAX_RANK_CHANGES:]
     return {
@@ -80,12 +80,12 @@ def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]])
         "without": comparison.cells_without_ratio,
         "ranks": ranks[:MAX_RANK_CHANGES],
         "more_ranks": len(hidden),
-        "more_sure": sum(r.is_clear for r in hidden),
+        "more_sure": sum(r.is_beyond_noise for r in hidden),
         "changes": list(iter_change_sentences(comparison)),
         "outcomes": [
             c
             for c in comparison.common_cells
-            if c.first_measurements.outcome != c.other_measurements.outcome
+            if c.first_measurements.failure_text != c.other_measurements.failure_text
         ],
         "figures": list(figures),
     }

@@ -45,14 +45,14 @@ class WatchedCells:
     doubtful_rules: tuple[str, ...] = ()
 
     @property
-    def fails(self) -> bool:
+    def is_failure(self) -> bool:
         """Whether `stratbench compare` has exit code 1 because of this outcome."""
         return self.outcome in FAILING
 
     @property
-    def is_listed(self) -> bool:
+    def is_listed_on_page(self) -> bool:
         """Whether the page lists this outcome. A single cell is listed only if it fails or changed."""
-        return self.is_whole_strategy or self.fails or self.outcome in (OTHER_WORK, LESS)
+        return self.is_whole_strategy or self.is_failure or self.outcome in (OTHER_WORK, LESS)
 
     @property
     def outcome_sentence(self) -> str:
@@ -152,7 +152,7 @@ def is_no_longer_finished(cell: ComparedCell) -> bool:
 
 def finishes_less_often(cell: ComparedCell) -> bool:
     """Return whether all repeats of a cell finished in the first set, but only some in the other."""
-    worse = cell.other_measurements.outcome and not cell.first_measurements.outcome
+    worse = cell.other_measurements.failure_text and not cell.first_measurements.failure_text
     return bool(
         worse
         and cell.first_measurements.train_times_s
@@ -169,7 +169,7 @@ def make_unfinished_entry(comparison: Comparison, cell: ComparedCell, outcome: s
         cell: The cell.
         outcome: LOST or LESS.
     """
-    what = f"{cell.coordinates_text}, {cell.other_measurements.outcome}"
+    what = f"{cell.coordinates_text}, {cell.other_measurements.failure_text}"
     return WatchedCells(comparison.other_set.name, what, False, 1, None, outcome)
 
 
@@ -224,7 +224,7 @@ def watch_cells(
 
 def has_failures(watched: Sequence[WatchedCells]) -> bool:
     """Return whether `stratbench compare` has exit code 1, because an outcome is in FAILING."""
-    return any(w.fails for w in watched)
+    return any(w.is_failure for w in watched)
 
 
 def describe_watch(watched: Sequence[WatchedCells], allowed_slowdown: float) -> Iterator[str]:
@@ -254,5 +254,5 @@ def describe_watch(watched: Sequence[WatchedCells], allowed_slowdown: float) -> 
         summary += f"; unknown for {strategies_text}, because of too few repeats"
     yield f"Regressions ({allowed_slowdown:.1%} slower is allowed): {summary}."
     for w in watched:
-        if w.is_listed:
+        if w.is_listed_on_page:
             yield f"  {w.outcome_sentence}"
