@@ -325,5 +325,5 @@ def test_all_that_is_saved_of_a_gpu_waits_in_host_memory():
 def test_extra_state_that_grows_is_refused():
     extra = [torch.zeros(2)]
     saved = SavedState([], None, extra)
-    with pytest.raises(ValueError, match="1 entries when saved and 2 now"):
+    with pytest.raises(ValueError, match="1 entries at the save and 2 at the restore"):
         saved.put_back([], None, [*extra, torch.zeros(2)])

@@ -33,8 +33,10 @@ def check_model(
         worker: This worker, with a `trial` of the model.
     """
     for reason in strategy.iter_model_refusals(model, worker):
-        name = worker.settings.strategy
-        raise Refused(f"{models.describe_model(network)}: {name} cannot train it: {reason}")
+        strategy_name = worker.settings.strategy
+        raise Refused(
+            f"{models.describe_model(network)}: {strategy_name} cannot train it: {reason}"
+        )
 
 
 #: Limits on how far the scores of a model that is divided among workers may differ from those of the whole

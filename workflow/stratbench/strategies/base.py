@@ -165,7 +165,7 @@ CLAIMS = (
 
 
 class Strategy:
-    """One way to train with N workers; the base class of all strategies.
+    """One way to train with several workers; the base class of all strategies.
 
     A subclass sets the class attributes and is registered in `__init__`. With its own `summary`, it is a
     strategy of its own, and declares its own `CLAIMS`.
@@ -266,7 +266,7 @@ class Strategy:
 
     @classmethod
     def resolve(cls, options: dict[str, Any], gpus: int) -> dict[str, Any]:
-        """Return all options for a cell with `gpus` workers, also those that follow from others."""
+        """Return all options for a cell with `gpus` workers; some may follow from other options."""
         return options
 
     @classmethod
@@ -409,7 +409,7 @@ class Strategy:
 
     @property
     def steps_per_period(self) -> int:
-        """Number of steps after which the work of the steps repeats, such as one for identical steps.
+        """Number of steps after which the kinds of work repeat; 1 if all steps do the same work.
 
         The work repeats only from the last index of `list_first_steps_by_kind` on.
         """
@@ -456,7 +456,7 @@ class Strategy:
         return [p for name, p in named if name in written and not p.requires_grad]
 
     def extra_state(self) -> list[Tensor | Stateful]:
-        """Return further state to restore after warm-up, besides weights, buffers and the optimizer's state.
+        """Return state to restore after warm-up besides weights, buffers and the optimizer's state.
 
         The list has tensors, or objects with `state_dict` and `load_state_dict`, always in the same order.
         Tensors count as the optimizer's state in the record and in the plan; `Traits.kept_copies` has
@@ -465,17 +465,16 @@ class Strategy:
         return []
 
     def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
-        """Return tensors by purpose that persist between steps and are in no model, optimizer or
-        `extra_state`.
+        """Return, by purpose, further tensors that persist between steps, such as gradient buckets.
 
-        The purposes are `gradients`, `buckets`, `communication` and `received`; the plan shows the memory of
-        each. These tensors need not be restored. They are not model states, and count in the record's peak
-        memory only.
+        Parts of the model, of the optimizer and of `extra_state` are left out. The purposes are `gradients`,
+        `buckets`, `communication` and `received`; the plan shows the memory of each. These tensors need not
+        be restored. They are not model states, and count in the record's peak memory only.
         """
         return {}
 
     def list_late_tensors(self) -> list[Tensor]:
-        """Return the persistent tensors that the first step does not create, but a later step."""
+        """Return the persistent tensors that do not exist until a later step than the first creates them."""
         return []
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Defines strategies whose workers take every step together, each on its part of the batch.
+"""Defines the base of strategies whose workers take every step together.
 
 This module imports torch inside functions only, as `strategies.base` does.
 """
@@ -216,7 +216,7 @@ class Collective(Strategy):
         return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
 
     def correct_by_weight(self, loss: Tensor, full_weight: float) -> Tensor:
-        """Rescale gradients and loss that were computed with a weight of 1 per target.
+        """Rescale gradients and loss, computed with a weight of 1 per target, to the true weights.
 
         Afterwards the loss is the sum over the global batch, divided by the sum of its target weights.
 
@@ -297,7 +297,7 @@ class Collective(Strategy):
         return loss
 
     def update(self) -> None:
-        """Update the weights by the gradients, and free the gradients."""
+        """Update the weights with the gradients, and free the gradients."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -322,10 +322,7 @@ class Collective(Strategy):
         return loss
 
     def create_sync_context(self, last: bool) -> AbstractContextManager:
-        """Return a context for one part of a batch, in which gradients are exchanged or not.
-
-        Workers exchange gradients only if the part is the `last` one.
-        """
+        """Return a context for backward of one batch part, which exchanges gradients only if `last`."""
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
@@ -363,7 +360,7 @@ class Collective(Strategy):
         return [*self.local, *self.list_changed_frozen_parameters(), *self.model.buffers()]
 
     def state_tensors(self) -> list[Tensor]:
-        """Return the tensors of this worker's training state, always as many and in the same order."""
+        """Return the tensors of this worker's training state, in the same order in every call."""
         import torch
 
         from stratbench.telemetry.memory import get_optimizer_state
@@ -446,7 +443,9 @@ def compile_if_requested(module: nn.Module, s: Settings) -> nn.Module:
 
 
 def describe_ring_traffic(sent_bytes: float) -> dict[str, Any]:
-    """Return the entries of `Strategy.communication` for ring collectives, which send and receive equally.
+    """Return the entries of `Strategy.communication` for collectives by rings.
+
+    A worker receives as many bytes as it sends.
 
     See Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """

@@ -55,7 +55,7 @@ def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: T
     compiled_gradients = strategy.gradients_of(x, y)
     if is_random:
         error, bound = _compute_largest_norm_ratio(compiled_gradients, eager), RANDOM_FACTOR
-        apart = "whose norms differ from eager ones by a factor of {:.3g}"
+        how_they_differ = "whose norms differ from eager ones by a factor of {:.3g}"
     else:
         s = worker.settings
         is_rounded = s.precision not in ("fp32", "fp64")
@@ -63,11 +63,11 @@ def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: T
             _compute_relative_distance(compiled_gradients, eager),
             ROUNDED_BOUND if is_rounded else BOUND,
         )
-        apart = "which differ from eager ones by {:.3g} of their norm"
+        how_they_differ = "which differ from eager ones by {:.3g} of their norm"
     if not (worst := _reduce_to_largest(error, worker)) <= bound:
         raise Refused(
             f"model {worker.settings.model!r}: compile = true: code compiled by PyTorch {torch.__version__} "
-            f"computes wrong gradients, {apart.format(worst)}; set compile to false "
+            f"computes wrong gradients, {how_they_differ.format(worst)}; set compile to false "
             f"{format_help_address('computes wrong gradients')}"
         )
 

@@ -1,4 +1,4 @@
-"""Gradient compression for `ddp`: communication hooks that replace DDP's all-reduce."""
+"""Defines gradient compression for `ddp`: communication hooks that replace DDP's all-reduce."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SixteenBits:
         self._dtype, self._workers = dtype, workers
 
     def hook(self, state, bucket):
-        """Return a future of the mean gradients of a full bucket, for DistributedDataParallel."""
+        """Start to average a full bucket of gradients over the workers; return a future of the mean."""
         import torch.distributed as dist
 
         buffer = bucket.buffer()
@@ -71,7 +71,7 @@ class PowerSGD:
         )
 
     def hook(self, state, bucket):
-        """Return a future of the mean gradients of a full bucket, for DistributedDataParallel."""
+        """Start to average a full bucket of gradients over the workers; return a future of the mean."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
         compresses = self._state.iter >= self._start

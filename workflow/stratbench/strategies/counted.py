@@ -1,4 +1,4 @@
-"""Base of strategies without a formula for their traffic: bytes are counted in a warm-up step."""
+"""Defines the base of strategies whose communication is counted, because there is no formula for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Counted(collective.Collective):
-    """Base of strategies whose communication is counted, in the first warm-up step.
+    """Base of strategies whose communicated bytes are counted during the first warm-up step.
 
     A strategy that `warms_up` does other work in its first steps. Its last warm-up step is counted instead.
     """

@@ -114,11 +114,12 @@ class DDP(collective.Collective):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name, default in (("powersgd_rank", 1), ("powersgd_start_step", 10)):
-                value = getattr(self, name)
+            for option_name, default in (("powersgd_rank", 1), ("powersgd_start_step", 10)):
+                value = getattr(self, option_name)
                 if value != default and self.compress != "powersgd":
                     raise ValueError(
-                        f"{name} = {value}: the option has an effect only with compress: powersgd; remove it"
+                        f"{option_name} = {value}: the option has an effect only with compress: powersgd; "
+                        "remove it"
                     )
 
     @property

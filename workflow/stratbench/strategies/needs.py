@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Missing(ModelError):
-    """A package that a strategy needs is not installed, or has another version."""
+    """Raised if a package that a strategy needs is not installed, or has another version."""
 
 
 #: Name of a strategy in the study, class of the strategy, and options of the strategy.

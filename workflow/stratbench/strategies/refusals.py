@@ -1,4 +1,4 @@
-"""Reasons why strategies refuse to train a model, as sentences for messages."""
+"""Defines reasons why strategies refuse to train a model, as sentences for messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def lost_hooks_reason(parameter_names: Sequence[str]) -> str:
 
 
 def wrong_reference_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward reads from elsewhere than their module's attribute."""
+    """Return a sentence on parameters that forward reads from a list or dict, not from their module."""
     return (
         f"forward reads {format_names(parameter_names)} from a list or dictionary instead of its module's "
         "attribute, but only the attribute gets the shards that are trained; read the attribute, or use "
@@ -78,7 +78,7 @@ def lost_changes_reason(parameter_names: Sequence[str]) -> str:
 
 
 def diverging_replicas_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters that would differ between replicas, as forward writes data to them."""
+    """Return a sentence on parameters that forward changes by the batch, so that replicas would differ."""
     return (
         f"forward writes values to {format_names(parameter_names)} that depend on the batch, so the "
         "workers' replicas would diverge; store them in a buffer (register_buffer), or change how forward "

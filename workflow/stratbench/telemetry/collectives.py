@@ -55,7 +55,7 @@ class CollectiveCall:
         return ranks_per_node % ((self.group_size or world_size) * self.rank_stride) == 0
 
     def count_wire_bytes(self, world_size: int, samples: int = 0) -> float:
-        """Return the bytes that a rank sends by a ring algorithm, and also receives.
+        """Return the bytes that a rank sends if a ring algorithm is used; it receives as many.
 
         An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, "Bandwidth optimal all-reduce
         algorithms for clusters of workstations", 2009). The bytes of a broadcast are the mean over the ranks.

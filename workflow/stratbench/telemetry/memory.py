@@ -180,7 +180,7 @@ def _sum_local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _trim_heap() -> None:
-    """Return heap memory that is free to the kernel.
+    """Give unused heap memory back to the kernel.
 
     The base then does not include this memory. The call works with glibc only.
     """

@@ -45,7 +45,7 @@ _SHORTEST_SHARE_S = 0.05
 
 
 class Sampler:
-    """A sampler process of this node, as its launcher sees it.
+    """Handle on the node's sampler process for the launcher that starts it.
 
     The process ends when the launcher ends. If it cannot start or ends early, the cell does not fail, but the
     file has fewer rows.

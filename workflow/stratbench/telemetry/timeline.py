@@ -87,7 +87,7 @@ class PhaseLog:
         self._alive = alive
 
     def write_phase_event(self, phase: str, event: str, at_s: float | None = None) -> None:
-        """Write an entry that a phase starts or ends.
+        """Write to the log that a phase starts or ends.
 
         Args:
             phase: Name of the phase.
@@ -189,7 +189,7 @@ def compute_energy_joules(
     sample_csvs: Iterable[str | os.PathLike[str]],
     intervals: Mapping[tuple[str, str], Sequence[tuple[float, float]]],
 ) -> float | None:
-    """Return the joules that GPUs used, each within its own time intervals, in total.
+    """Return the total joules that GPUs used, each GPU within its own time intervals.
 
     The energy is the difference of the GPU's energy counter, interpolated at both ends, if the counter only
     grows. Otherwise it is the integral of the power, by the trapezoidal rule.

@@ -276,7 +276,10 @@ def get_largest_compile_counts(workers: list[dict[str, Any]]) -> dict[str, float
 
 
 def find_longest_phase_s(workers: list[dict[str, Any]], phase_key: str) -> float | None:
-    """Return the seconds of the worker with the longest phase `phase_key`. None if unknown."""
+    """Return the longest time in seconds that a worker spent in a phase, or None if unknown.
+
+    `phase_key` is the phase's key in the results, such as `data_s`.
+    """
     return max(
         (w["phases_s"][phase_key] for w in workers if phase_key in w["phases_s"]), default=None
     )

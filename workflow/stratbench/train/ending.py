@@ -94,7 +94,7 @@ def find_error_cause(
 
 
 def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
-    """Return how a cell without parameter servers ended, if memory was no cause.
+    """Return how a cell without parameter servers ended, unless for lack of memory.
 
     Args:
         job: Job of the cell.
@@ -127,7 +127,10 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
 
 
 def make_ending_at_limit(job: Job, exits: Exits) -> Ending:
-    """Return the ending of a cell that hung or reached its time limit. Only a slow one has a result."""
+    """Return the ending of a cell that the agent ended because it hung or reached its time limit.
+
+    Only a slow cell has a result, `timeout`.
+    """
     if exits.has_hung:
         return Ending(
             "error", hang_reason(read_worker_states(job)) or "it hangs: no worker made progress"
@@ -136,15 +139,12 @@ def make_ending_at_limit(job: Job, exits: Exits) -> Ending:
 
 
 def make_error_or_timeout(job: Job, failure_reason: str | None) -> Ending:
-    """Return the ending of a cell that reached its time limit.
-
-    With a failure's reason the ending is an error, and otherwise `timeout`.
-    """
+    """Return the ending of a cell at its time limit: an error with a reason, else `timeout`."""
     return Ending("error", failure_reason) if failure_reason else make_timeout(job.time_limit_s)
 
 
 def make_timeout(limit_s: float) -> Ending:
-    """Return the ending `timeout`, of a cell that reached its time limit without failing."""
+    """Return the ending `timeout` of a cell that reached its time limit."""
     return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
 
 

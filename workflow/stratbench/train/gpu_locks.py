@@ -1,4 +1,4 @@
-"""Reservation of GPUs for a cell by file locks, so that no two cells share a GPU."""
+"""Reserves GPUs for a cell by file locks, so that no two cells share a GPU."""
 
 from __future__ import annotations
 
@@ -143,10 +143,12 @@ def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]
         DeviceError: If fewer GPUs are visible than `gpu_count`.
     """
     if gpu_count > len(visible_gpus):
-        seen = "; ".join(filter(None, [", ".join(visible_gpus) or "none", unknown_gpu_reason()]))
+        visible_names = "; ".join(
+            filter(None, [", ".join(visible_gpus) or "none", unknown_gpu_reason()])
+        )
         raise DeviceError(
             f"the cell needs {gpu_count} GPUs on this node, but {len(visible_gpus)} are visible "
-            f"({seen}); lower `gpus` in the experiment, set device: cpu, or raise "
+            f"({visible_names}); lower `gpus` in the experiment, set device: cpu, or raise "
             "cluster.gpus_per_node to the number of GPUs of a node"
         )
     if not gpu_count:

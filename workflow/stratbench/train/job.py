@@ -57,7 +57,7 @@ class Job:
 
     @property
     def train_samples(self) -> int:
-        """Number of training samples."""
+        """Number of training samples in the data set."""
         return self.data["train_samples"]
 
     @property
@@ -71,7 +71,7 @@ class Job:
         return time.monotonic() - self.origin_s
 
     def for_another_node(self, spent_s: float, local: Path) -> Job:
-        """Return a copy of the job for this node, on which the agent runs, with its clock and folder.
+        """Return a copy of the job for this agent's node, with this node's clock and local folder.
 
         The job comes from the launcher's node. If both nodes agree on the date, the start is corrected by the
         seconds that the call of the agent took.
@@ -98,7 +98,7 @@ class Job:
 
     @property
     def n_nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes on which the workers run."""
         return -(-self.world_size // self.workers_per_node)
 
     def list_ranks(self, node: int) -> range:
@@ -107,11 +107,11 @@ class Job:
         return range(first, min(first + self.workers_per_node, self.world_size))
 
     def compute_node(self, rank: int) -> int:
-        """Return the number of the node on which the worker with a rank runs."""
+        """Return the number of the node on which the worker with this rank runs."""
         return rank // self.workers_per_node
 
     def count_workers_on_node(self, rank: int) -> int:
-        """Return how many workers run on the same node as a rank, including this rank."""
+        """Return how many workers run on the node of the worker with this rank, including it."""
         return len(self.list_ranks(self.compute_node(rank)))
 
     def to_json(self) -> str:
@@ -120,7 +120,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return the job that is contained in a JSON text of `to_json`."""
+        """Return the job from the JSON text that `to_json` returned."""
         fields = json.loads(text)
         fields["cell"] = Cell(**fields["cell"])
         fields["settings"] = Settings(**fields["settings"])

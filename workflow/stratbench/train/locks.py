@@ -37,8 +37,11 @@ def create_private_folder(parent: str | Path | None = None) -> Path:
     Args:
         parent: Folder that contains the new folder, or None for the folder for temporary files.
     """
-    stem = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
-    paths = [stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(1, _NAMES))]
+    first_path = Path(parent or tempfile.gettempdir()) / f"stratbench-{os.geteuid()}"
+    paths = [
+        first_path,
+        *(first_path.with_name(f"{first_path.name}-{n}") for n in range(1, _NAMES)),
+    ]
     # A private folder that exists already is used first. Otherwise this user's cells would use different
     # folders once another user deletes one with an earlier name.
     for path in paths:
@@ -50,7 +53,7 @@ def create_private_folder(parent: str | Path | None = None) -> Path:
         if _is_private_folder(path):
             return path
     raise PermissionError(
-        f"another user has created {stem} and all {_NAMES - 1} folders with the next names; set TMPDIR "
+        f"another user has created {first_path} and all {_NAMES - 1} folders with the next names; set TMPDIR "
         "to a folder that only you can write"
     )
 
@@ -134,7 +137,8 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, boo
         if not waited:
             holder = path.read_text(encoding="utf-8", errors="replace")
             if not wait:
-                raise Held(f"{reason}: {holder or 'its name is unknown'}; {path} is locked")
+                holder_name = holder or "its name is unknown"
+                raise Held(f"{reason}: {holder_name}; {path} is locked")
             print(
                 f"waiting: {reason}{f' ({holder})' if holder else ''}; {path} is locked", flush=True
             )

@@ -202,7 +202,7 @@ def describe_score(task: Task, score: float | None) -> str:
 
 
 def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
-    """Train and evaluate a few batches untimed, and then restore all state that this changed.
+    """Train and evaluate a few batches untimed, then restore all state that has changed.
 
     Args:
         strategy: Strategy whose `setup` has been called.

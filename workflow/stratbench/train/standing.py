@@ -264,7 +264,7 @@ def _has_stepped(
 
 
 def _format_rank_states(standings: Mapping[int, Standing]) -> str:
-    """Return text on the last known state of each rank.
+    """Return the last known state of each worker as text.
 
     The ranks with the fewest steps come first, because others wait for them.
     """

@@ -321,7 +321,7 @@ def add_model_descriptions(
 
 
 def create_compile_watch(job: Job) -> CompileWatch:
-    """Return a counter of compilations, and set the folder for the cell's compiled code.
+    """Return a counter of compilations, after choosing the folder for the cell's compiled code.
 
     No other cell uses this folder.
     """
@@ -375,7 +375,7 @@ def build_model_and_task(
         seed=s.seed,
         device=device,
         dtype=get_weights_dtype(s.precision),
-        checkpointing=s.activation_checkpointing,
+        checkpointing_mode=s.activation_checkpointing,
     )
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -1,1 +1,1 @@
-"""The machine of a run: its hardware, its environment, and foreign processes."""
+"""Reads facts on the machine of a run: hardware, environment variables, and other programs."""

@@ -1,4 +1,4 @@
-"""Measures the load that other processes put on this machine before a cell begins."""
+"""Measures how much other programs use this machine before a cell begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stratbench.telemetry.machine.nvml import Nvml
 
 
 def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
-    """Return the CPU load and the GPU processes of other programs, after measuring for `window_s`.
+    """Measure for `window_s` how much other programs use this machine; return CPU load and processes.
 
     Other programs are all processes except this one, its ancestors and its descendants. The function must be
     called before a cell starts, when the cell uses no GPU.

@@ -31,7 +31,7 @@ class CoreWaits:
 
     @property
     def longest_wait_s(self) -> float | None:
-        """Total seconds that the thread with the longest waits has waited for a core. None if not counted.
+        """Longest time in seconds that a thread has waited for a core in total, or None if not counted.
 
         A step waits for each of its threads: the main thread, autograd's and those of OpenMP.
         """

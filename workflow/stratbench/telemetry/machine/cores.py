@@ -1,4 +1,4 @@
-"""The CPU cores of this machine that this process may use."""
+"""Lists the CPU cores of this machine that this process may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak rates of GPUs, from their vendors' public datasheets.
+"""Lists peak rates of GPUs, from their vendors' public datasheets.
 
 All compute rates are for dense matrices: a datasheet's rate "with sparsity" is twice as high. Half precision
 accumulates in fp32, as training does. This module imports no torch.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Peak rates and memory of one GPU model, from its datasheet. None: the GPU lacks the format.
+    """Peak rates and memory of one GPU model, from its datasheet. None: the format is unsupported.
 
     Attributes:
         name: Short name of the GPU.
@@ -39,7 +39,7 @@ class Datasheet:
     resident_threads: int
 
     def get_peak_tflops(self, precision: str) -> float | None:
-        """Return the peak in TFLOP/s for a precision, which must not be fp64.
+        """Return the GPU's peak rate in TFLOP/s in a precision other than fp64.
 
         The result is None if the GPU does not support the precision.
         """

@@ -1,4 +1,4 @@
-"""Asks NVIDIA's management library (NVML) about GPUs, without ever raising an exception.
+"""Asks NVIDIA's management library (NVML) about GPUs. No function raises an exception.
 
 Values that the driver, the GPU or the library does not offer are absent, and never zero.
 """
@@ -39,7 +39,7 @@ _PCIE_TX, _PCIE_RX = 0, 1
 
 
 class Nvml:
-    """The initialised NVML library. It lists no GPUs if the library, the driver or a GPU is missing.
+    """The initialised NVML library. It lists no GPUs if the library or the driver is missing.
 
     `library` replaces the module `pynvml` (package nvidia-ml-py). `reason` says why NVML does not work, or is
     None if it works.
@@ -63,7 +63,7 @@ class Nvml:
         return [Gpu(self, index, handle) for index, handle in handles if handle is not None]
 
     def find_gpu_by_uuid(self, uuid: str | None) -> Gpu | None:
-        """Return the GPU or MIG instance with a UUID (`GPU-...`, `MIG-...`), or None.
+        """Return the GPU or MIG instance with this UUID (`GPU-...`, `MIG-...`), or None.
 
         CUDA reports an instance's UUID without the prefix `MIG-`, so a UUID that is no GPU's is looked up as
         an instance's. A GPU that is divided into instances is not found, since its power and energy are those

@@ -36,7 +36,7 @@ def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
 def write_worker_pauses(
     job: Job, node: int, watch: PauseWatch, before: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Write the pauses in which a node's workers were stopped to the run folder, if any.
+    """Write to the run folder the pauses in which a node's workers were stopped, if any.
 
     Args:
         job: Job of the cell.

@@ -17,7 +17,7 @@ SRUN_END_S = 30.0
 
 
 def read_slurm_job_facts() -> dict[str, str]:
-    """Return SLURM's data on this process's job, by name. Empty outside of SLURM.
+    """Return what SLURM knows about this process's job, by field name; empty outside of SLURM.
 
     `scontrol` reports the data. Environment variables do not suffice: Snakemake's plugin removes most of
     them.
