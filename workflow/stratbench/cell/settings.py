@@ -185,8 +185,8 @@ class Settings:
         help="Whether torch.compile compiles forward and backward of the training, after the strategy has "
         "wrapped the model. Evaluation and the optimizer are not compiled. The compilation happens in the "
         "warm-up, which has at least 3 steps; its time is recorded as `compile_s`. CPUs need g++, and GPUs "
-        "need Triton. The plan predicts the memory of the uncompiled model. Its time assumes half of the "
-        "memory traffic and half of the kernel launches.")
+        "need Triton. The plan predicts the memory of the uncompiled model. The planned time assumes half of "
+        "the memory traffic and half of the kernel launches.")
     schedule: Schedule = setting("constant",
         help="How the learning rate falls from `lr` to `final_lr` over the steps of all epochs, after its "
         "warm-up. Servers count a step when they have received the gradients of a global batch.")

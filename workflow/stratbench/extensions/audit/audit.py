@@ -25,7 +25,7 @@ from stratbench.cell.files import write_rows
 from stratbench.cell.record import Record
 from stratbench.extensions.audit import itself, memory, scores, speed, timelines, traffic, workers
 from stratbench.extensions.audit.across_cells import comparability, confounding, machines, mixed
-from stratbench.extensions.audit.rule import AuditData, Finding, Key, Rule, make_cell_key
+from stratbench.extensions.audit.rule import AuditData, CellKey, Finding, Rule, make_cell_key
 
 #: Description of the program in its `--help`.
 DESCRIPTION = (
@@ -62,7 +62,7 @@ def audit_cells(
     cells: pd.DataFrame,
     records: Sequence[Record] = (),
     floors: dict[str, float] | None = None,
-    timelines: Mapping[Key, Timeline] | None = None,
+    timelines: Mapping[CellKey, Timeline] | None = None,
     study_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Run all rules, and return their findings as rows of audit.csv, the most severe first.
@@ -116,7 +116,7 @@ def read_records(
     return [read(study_dir / path) for path in paths]
 
 
-def read_timelines(cells: pd.DataFrame, study_dir: Path) -> dict[Key, Timeline]:
+def read_timelines(cells: pd.DataFrame, study_dir: Path) -> dict[CellKey, Timeline]:
     """Read the timelines of the cells that ended well, by the cell's key.
 
     Unreadable timelines are left out.

@@ -25,12 +25,12 @@ from stratbench.cell.record import Record
 
 Severity = Literal["unusable", "warning", "note"]
 #: Which values of a cell a rule concerns.
-Affects = Literal["time", "memory", "score", "all"]
+AffectedValues = Literal["time", "memory", "score", "all"]
 #: Which records a rule checks: those of stratbench's training loop, of users' commands, or both.
-Of = Literal["ours", "commands", "both"]
-#: Names of a cell's coordinates within its study; a `Key` has their values in this order.
+CheckedRecords = Literal["ours", "commands", "both"]
+#: Names of a cell's coordinates within its study; a `CellKey` has their values in this order.
 COORDINATES = (*GROUP, "repeat")
-Key = tuple[Any, ...]
+CellKey = tuple[Any, ...]
 #: A case that a rule's function yields: the cells (a group, a row or a mapping), and a text with the values.
 Case = tuple[Any, str]
 
@@ -55,7 +55,7 @@ class AuditData:
         cells: pd.DataFrame,
         records: Sequence[Record] = (),
         floors: dict[str, float] | None = None,
-        timelines: Mapping[Key, Timeline] | None = None,
+        timelines: Mapping[CellKey, Timeline] | None = None,
         study_dir: Path | None = None,
     ) -> None:
         #: Records of cells that users' commands trained. Few rules apply to them.
@@ -140,13 +140,13 @@ class Rule:
 
     id: str
     severity: Severity
-    affects: Affects
+    affects: AffectedValues
     explanation: str
     check: Callable[[AuditData], Iterator[Finding]]
 
 
 def rule(
-    id: str, severity: Severity, affects: Affects
+    id: str, severity: Severity, affects: AffectedValues
 ) -> Callable[[Callable[[AuditData], Iterator[Case]]], Rule]:
     """Return a decorator that turns a function on a whole study into an audit rule.
 
@@ -172,7 +172,7 @@ def rule(
 
 
 def record_rule(
-    id: str, severity: Severity, affects: Affects, of: Of = "ours"
+    id: str, severity: Severity, affects: AffectedValues, of: CheckedRecords = "ours"
 ) -> Callable[[Callable[[Facts], Iterator[str]]], Rule]:
     """Return a decorator that turns a check of one record into an audit rule.
 
@@ -237,7 +237,7 @@ def describe_cells(cells: Iterable[Row]) -> str:
     return " and of ".join(f"{c['strategy']} on {c['gpus']}, repeat {c['repeat']}" for c in cells)
 
 
-def make_cell_key(cell: Row) -> Key:
+def make_cell_key(cell: Row) -> CellKey:
     """Return the key of a cell: the values of its COORDINATES."""
     return tuple(cell[name] for name in COORDINATES)
 

@@ -12,7 +12,14 @@ from stratbench.analysis.records.derived import get_by_path
 from stratbench.analysis.records.facts import Facts, get_host_name, sum_longest_pauses_s
 from stratbench.analysis.records.samples import BUSY, SampleSeries
 from stratbench.cell.record import Record
-from stratbench.extensions.audit.rule import AuditData, Case, Key, make_cell_key, record_rule, rule
+from stratbench.extensions.audit.rule import (
+    AuditData,
+    Case,
+    CellKey,
+    make_cell_key,
+    record_rule,
+    rule,
+)
 from stratbench.telemetry.pauses import NEGLIGIBLE
 
 #: Fewest samples during training that a rule needs: 5 s at the sampler's period of 0.5 s.
@@ -105,7 +112,9 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
     """A GPU had a lower clock than other GPUs of its kind in this study, or than its application clock,
     without being at its power limit: times differ because of clocks, and not because of strategies.
     """
-    by_gpu: dict[str, list[tuple[Key, Record, dict[str, Any], SampleSeries]]] = defaultdict(list)
+    by_gpu: dict[str, list[tuple[CellKey, Record, dict[str, Any], SampleSeries]]] = defaultdict(
+        list
+    )
     for record in evidence.records:
         key = make_cell_key(record["cell"])
         facts = Facts(record, evidence.timelines.get(key))
@@ -117,7 +126,7 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
             if name and one and one.busy_clock_mhz and one.busy_clock_mhz.count >= MIN_SAMPLES:
                 by_gpu[name].append((key, record, worker, one))
     for members in by_gpu.values():
-        usual: dict[Key, list[float]] = defaultdict(list)
+        usual: dict[CellKey, list[float]] = defaultdict(list)
         for key, _, _, one in members:
             usual[key].append(one.busy_clock_mhz.mean)
         best = max(median(clocks) for clocks in usual.values())

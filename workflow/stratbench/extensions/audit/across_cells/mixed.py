@@ -12,7 +12,7 @@ from stratbench.analysis.records.derived import get_by_path
 from stratbench.cell.record import Record
 from stratbench.cell.settings import OF_A_VARIANT
 from stratbench.cell.text.words import shorten_for_table
-from stratbench.extensions.audit.rule import Affects, AuditData, Case, Rule, Severity, rule
+from stratbench.extensions.audit.rule import AffectedValues, AuditData, Case, Rule, Severity, rule
 
 #: Fields of a worker's provenance that depend on the time or the rank, and not on the machine.
 WORKER_SPECIFIC_FIELDS = (
@@ -47,7 +47,7 @@ class ComparedFields:
 
     rule_id: str
     severity: Severity
-    affects: Affects
+    affects: AffectedValues
     explanation: str
     field_paths: tuple[str, ...]
     shared_coordinates: tuple[str, ...] = ()
