@@ -20,7 +20,7 @@ from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular_file
 from stratbench.cell.record import Record, RecordError
 from stratbench.extensions.audit.audit import audit_cells, read_records, read_timelines
-from stratbench.extensions.audit.rule import Key
+from stratbench.extensions.audit.rule import CellKey
 from stratbench.extensions.paper import published
 from stratbench.extensions.sets.archive import (
     MAX_MEMBER_BYTES,
@@ -48,7 +48,7 @@ class ResultSet:
     #: Records of the cells; empty for the paper's tables.
     records: tuple[Record, ...] = ()
     #: Timeline of each cell, by the cell's key in the audit.
-    timelines: dict[Key, Timeline] = field(default_factory=dict)
+    timelines: dict[CellKey, Timeline] = field(default_factory=dict)
     #: Config of the study with all defaults, or None if unknown.
     config: dict[str, Any] | None = None
     #: Content of plan.json, or None without a plan.
