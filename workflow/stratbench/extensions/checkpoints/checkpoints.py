@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Largest length of a checkpoint's first line, which is JSON, in bytes.
-_HEAD_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 16 << 20
 _NAME = re.compile(r"checkpoint-(\d+)\.bin")
 #: Name of an unfinished checkpoint, which remains if its writer is killed.
-_PART = re.compile(r"\.[0-9a-f]+\." + _NAME.pattern)
+_UNFINISHED_NAME = re.compile(r"\.[0-9a-f]+\." + _NAME.pattern)
 
 
 class DamagedCheckpoint(ValueError):
@@ -92,7 +92,7 @@ def delete_checkpoints(folder: Path, before_step: float = math.inf) -> None:
     """
     for path in folder.glob("*.bin"):
         match = _NAME.fullmatch(path.name)
-        is_unfinished = match is None and _PART.fullmatch(path.name)
+        is_unfinished = match is None and _UNFINISHED_NAME.fullmatch(path.name)
         if int(match[1]) < before_step if match else before_step == math.inf and is_unfinished:
             path.unlink(missing_ok=True)
 
@@ -101,7 +101,7 @@ def delete_later_checkpoints(folder: Path, step: int) -> None:
     """Delete the checkpoints of a folder after a step, and unfinished files of killed writers."""
     for path in folder.glob("*.bin"):
         match = _NAME.fullmatch(path.name)
-        if int(match[1]) > step if match else _PART.fullmatch(path.name):
+        if int(match[1]) > step if match else _UNFINISHED_NAME.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
@@ -118,7 +118,7 @@ def read_checkpoint_facts(folder: Path, step: int) -> dict[str, Any]:
 
 def _read_checkpoint_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
-        head = json.loads(file.readline(_HEAD_BYTES))
+        head = json.loads(file.readline(_MAX_HEADER_BYTES))
         whole = head["facts_crc32"] == _compute_crc(head["facts"])
         head = {key: head[key] for key in ("tensors", "crc32", "facts")}
     except (ValueError, KeyError, TypeError) as error:

@@ -29,9 +29,9 @@ PUBLISHED_MEASURES = {
     "accuracy_percent": ("score_final", 100.0),
 }
 #: Columns by which a published value and our value of the same cell and measure are matched.
-PLACE = ["measure", "dataset", "model", "strategy", "gpus"]
+MATCHING_COLUMNS = ["measure", "dataset", "model", "strategy", "gpus"]
 #: Reference strategy of each strategy: their times are compared as a ratio.
-REFERENCES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
+REFERENCE_STRATEGIES = {"fsdp": "ddp", "ps-async": "ps-sync", "ps-async-modified": "ps-sync"}
 PUBLISHED_COLUMNS = (
     *("version", "table", "row", "strategy", "model", "dataset", "gpus", "measure"),
     *("published", "ours", "experiment", "kind"),
@@ -54,19 +54,19 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
     """
     ours = compute_our_medians(cells, findings)
     tables = published.read_published_tables().rename(columns={"value": "published"})
-    theirs = tables[["version", "table", *PLACE, "published"]]
-    tables = tables.merge(ours, how="left", on=PLACE).fillna({"experiment": ""})
+    theirs = tables[["version", "table", *MATCHING_COLUMNS, "published"]]
+    tables = tables.merge(ours, how="left", on=MATCHING_COLUMNS).fillna({"experiment": ""})
     is_accuracy = tables["measure"] == "accuracy_percent"
     tables["kind"] = np.where(is_accuracy, "difference", "ratio")
-    line = ["version", "table", *PLACE[:-1]]
+    line = ["version", "table", *MATCHING_COLUMNS[:-1]]
     fewest = theirs.dropna(subset=["published"]).groupby(line)["gpus"].min().rename("fewest")
     fewest = tables.join(fewest, on=line)["fewest"]
     for name, baseline in {
-        "strategy": tables["strategy"].map(REFERENCES),
+        "strategy": tables["strategy"].map(REFERENCE_STRATEGIES),
         "gpus": fewest.where(fewest < tables["gpus"]),
     }.items():
-        against = tables[["version", "table", *PLACE]].assign(**{name: baseline})
-        against = against.merge(theirs, how="left").merge(ours, how="left", on=PLACE)
+        against = tables[["version", "table", *MATCHING_COLUMNS]].assign(**{name: baseline})
+        against = against.merge(theirs, how="left").merge(ours, how="left", on=MATCHING_COLUMNS)
         tables[f"against_{name}"] = baseline
         theirs_to, ours_to = (
             compute_ratio_or_difference(is_accuracy, tables[whose], against[whose])
@@ -80,7 +80,7 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
 def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     """Return the median of each measured cell that the paper also has, in the paper's units.
 
-    The columns are those in PLACE, `ours` and `experiment`.
+    The columns are those in MATCHING_COLUMNS, `ours` and `experiment`.
 
     Args:
         cells: Rows of cells.csv.
@@ -94,7 +94,9 @@ def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataF
             if median is not None:
                 place = (repeats["dataset"].iloc[0], group.model, group.strategy, group.gpus)
                 rows.append((measure, *place, scale * median, group.experiment))
-    return pd.DataFrame(rows, columns=[*PLACE, "ours", "experiment"]).drop_duplicates(PLACE)
+    return pd.DataFrame(rows, columns=[*MATCHING_COLUMNS, "ours", "experiment"]).drop_duplicates(
+        MATCHING_COLUMNS
+    )
 
 
 def compute_ratio_or_difference(

@@ -14,7 +14,10 @@ from stratbench.statistics.intervals import IntervalEstimate, compute_mean_ratio
 #: Name in claims.csv of the metric on memory.
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
 #: Names in claims.csv of the metrics on the size of VGG16, with the factor from its number of parameters.
-SIZES = {"parameters of vgg16 in fp32 (MB)": 4e-6, "parameters of vgg16 / 4 (millions)": 1e-6 / 4}
+VGG16_SIZE_METRICS = {
+    "parameters of vgg16 in fp32 (MB)": 4e-6,
+    "parameters of vgg16 / 4 (millions)": 1e-6 / 4,
+}
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def make_vgg16_metric(scale: float) -> ClaimMetric:
 
 
 #: Name of the cells of a value, as a format string, for metrics of any strategy.
-_ANY = "{strategy}, {model} on {gpus}"
+_ANY_STRATEGY_LABEL = "{strategy}, {model} on {gpus}"
 
 METRICS: dict[str, ClaimMetric] = {
     MEMORY_RATIO: make_ratio_metric(
@@ -263,7 +266,7 @@ METRICS: dict[str, ClaimMetric] = {
     "share of the lost accuracy that ps-async-modified recovers": iter_recovered_shares,
     "speedup at N workers / N": make_ratio_metric(
         lambda group: (group.with_gpus(1), group) if group.gpus > 1 else None,
-        _ANY,
+        _ANY_STRATEGY_LABEL,
         scale=lambda ratio, gpus: ratio / gpus,
     ),
     "time at 2 GPUs / time at 4 GPUs": make_ratio_metric(
@@ -275,7 +278,8 @@ METRICS: dict[str, ClaimMetric] = {
         "{model}",
     ),
     "training time of any strategy / of ddp": make_ratio_metric(
-        lambda group: (group, group.with_strategy("ddp")) if group.strategy != "ddp" else None, _ANY
+        lambda group: (group, group.with_strategy("ddp")) if group.strategy != "ddp" else None,
+        _ANY_STRATEGY_LABEL,
     ),
-    **{name: make_vgg16_metric(scale) for name, scale in SIZES.items()},
+    **{name: make_vgg16_metric(scale) for name, scale in VGG16_SIZE_METRICS.items()},
 }

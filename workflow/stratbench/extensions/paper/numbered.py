@@ -63,7 +63,7 @@ TITLES = {name: table.title for name, table in TABLES.items()} | {
 #: Text in place of a table without rows.
 NO_STRATEGIES = "The study has no such strategies."
 #: Measures of summary.csv that are columns of table 8, with the column's heading.
-QUALITIES = {
+TABLE_8_HEADINGS = {
     "speedup_vs_single": "speedup over single",
     "efficiency": "scaling efficiency",
     "time_vs_ddp": "time against ddp",
@@ -135,7 +135,7 @@ def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
         workers = int(rows["gpus"].iloc[0])
         of = f"{experiment}/{strategy}/{{}}/{workers}gpu"
         listed = rows.to_dict("records")
-        for measure, quality in QUALITIES.items():
+        for measure, quality in TABLE_8_HEADINGS.items():
             line = [row for row in listed if row["measure"] == measure]
             known = [row for row in line if pd.notna(row["value"])]
             lines.append(

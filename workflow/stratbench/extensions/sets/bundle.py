@@ -18,9 +18,9 @@ from stratbench.extensions.sets.archive import MAX_MEMBER_BYTES, SUFFIX, SetErro
 from stratbench.extensions.sets.private import Replacements, collect_replacements, remove_secrets
 
 #: Columns of timeline.csv with names of hosts and ids of GPUs.
-NAMING = ("node", "id")
+COLUMNS_WITH_NAMES = ("node", "id")
 #: Fields of a worker's provenance that are in environment.json, because workers of one machine share them.
-ENVIRONMENT = (
+ENVIRONMENT_FIELDS = (
     "host.os", "host.cpu_model", "gpu.name", "driver", "software", "flags", "environment",
 )  # fmt: skip
 
@@ -170,14 +170,19 @@ def replace_names_in_timeline(timeline: str, replacements: Replacements) -> str:
     writer.writeheader()
     for row in rows:
         writer.writerow(
-            row | {name: replacements.replace_names(row[name]) for name in NAMING if row.get(name)}
+            row
+            | {
+                name: replacements.replace_names(row[name])
+                for name in COLUMNS_WITH_NAMES
+                if row.get(name)
+            }
         )
     return out.getvalue()
 
 
 def collect_environment(records: Iterable[Record]) -> dict[str, list[Any]]:
-    """Return the distinct values of each field in ENVIRONMENT, over all workers of all records."""
-    by_path: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT}
+    """Return the distinct values of each field in ENVIRONMENT_FIELDS, over all workers of all records."""
+    by_path: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT_FIELDS}
     for worker in (worker for one in records for worker in one["workers"]):
         for path, values in by_path.items():
             value = get_by_path(worker["provenance"], path)

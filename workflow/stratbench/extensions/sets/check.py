@@ -15,7 +15,7 @@ from stratbench.extensions.sets.reading import ResultSet
 #: some values unusable. INVALID: it is not valid.
 FINE, UNUSABLE, INVALID = 0, 1, 2
 #: Columns of cells.csv whose values must be equal in comparable cells, with their names in texts.
-SHARED = {
+COMPARABLE_WORK_COLUMNS = {
     "dataset": "data set",
     "epochs": "epochs",
     "steps": "steps",
@@ -71,7 +71,7 @@ def describe_work(rows: pd.DataFrame) -> str:
     parts = [f"models {format_distinct_values(rows, 'model')}"]
     parts += [
         f"{words} {format_distinct_values(rows, column)}"
-        for column, words in SHARED.items()
+        for column, words in COMPARABLE_WORK_COLUMNS.items()
         if rows[column].notna().any()
     ]
     return "; ".join(parts)

@@ -23,7 +23,7 @@ from stratbench.cell.text.words import format_bytes, format_count, format_second
 from stratbench.extensions.tune.answer import describe_answer, read_answer
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.page import render_answer_page
-from stratbench.extensions.tune.paths import TUNED
+from stratbench.extensions.tune.paths import TUNING_CONFIG_PATH
 from stratbench.extensions.tune.sieves import (
     LATER,
     MEASURED,
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(wrap_lines([f"error: {error}"]), file=sys.stderr)
         return 1
-    tuned = Path(whole["results"], whole["study"], *TUNED)
+    tuned = Path(whole["results"], whole["study"], *TUNING_CONFIG_PATH)
     table = tuned.with_name("tune.csv")
     write_combinations_csv(sieved, table)
     print(wrap_lines(describe_filter_results(sieved)))

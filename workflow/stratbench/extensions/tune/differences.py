@@ -25,11 +25,11 @@ KINDS = ("micro-batch", "checkpointing", "sharding", "tensor", "pipeline", "comp
 #: Approximate share of the forward pass that selective activation checkpointing computes again.
 SELECTIVE_SHARE = 0.4
 #: Probability that the plan's error in a new sweep is larger than the margin.
-TAIL = 0.05
+ERROR_PROBABILITY = 0.05
 #: Fewest sweeps, and fewest sources of these sweeps, from which a margin is computed.
 MIN_SWEEPS, MIN_SOURCES = 3, 2
 #: Two measured times count as equal if their ratio is smaller than this.
-ALIKE = 1.03
+MIN_DIFFERENT_TIME_RATIO = 1.03
 #: Smallest margin, because few sweeps do not show rare errors. With 1.3, fewer simulated studies end near the
 #: fastest combination (benchmarks/statistics/tune.py).
 MIN_MARGIN = 1.5
@@ -83,7 +83,9 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
             if len(kinds) != 1 or planned <= 1:
                 continue
             key = kinds[0], float(slower[kinds[0]]) > float(faster[kinds[0]])
-            is_wrong = float(slower["measured"]) * ALIKE < float(faster["measured"])
+            is_wrong = float(slower["measured"]) * MIN_DIFFERENT_TIME_RATIO < float(
+                faster["measured"]
+            )
             each = worst.setdefault(key, {})
             each[slower["sweep"]] = max(each.get(slower["sweep"], 1.0), planned * is_wrong)
             sources.setdefault(key, set()).add(slower["source"])
@@ -99,11 +101,11 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
 
 
 def compute_upper_prediction_bound(values: list[float]) -> float:
-    """Return the bound that a new value exceeds with probability TAIL.
+    """Return the bound that a new value exceeds with probability ERROR_PROBABILITY.
 
     With few values, the bound is the largest value.
     """
-    rank = math.ceil((1 - TAIL) * (len(values) + 1))
+    rank = math.ceil((1 - ERROR_PROBABILITY) * (len(values) + 1))
     return sorted(values)[min(rank, len(values)) - 1]
 
 

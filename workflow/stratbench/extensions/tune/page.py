@@ -34,7 +34,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 #: Largest number of reasons that the page lists per outcome.
 MAX_REASONS = 5
 #: Sentences on the settings that all combinations have in common.
-FIXED = (
+COMMON_SETTINGS_SENTENCES = (
     "All combinations have the experiment's global batch, sequence length, data, optimizer and precision. "
     "For each strategy, one option at a time differs from its default."
 )
@@ -120,7 +120,7 @@ def _make_measured_row(answer: TuneAnswer, combination: MeasuredCombination) -> 
 
 def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
     """Yield a sentence per outcome on the combinations that are not measured, with the reasons."""
-    yield FIXED
+    yield COMMON_SETTINGS_SENTENCES
     for fate in dict.fromkeys(
         s.outcome for s in sieved if s.outcome not in (MEASURED, OUT_OF_MEMORY)
     ):

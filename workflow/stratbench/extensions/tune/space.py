@@ -13,9 +13,9 @@ from stratbench.strategies.needs import iter_missing_requirements
 
 #: Values to try of each setting. The values of `gradient_accumulation_steps` depend on the batch, and those
 #: of `compile` on the config.
-VALUES = {"activation_checkpointing": (False, "selective", True)}
+VALUES_TO_TRY = {"activation_checkpointing": (False, "selective", True)}
 #: Largest number of micro-batches into which `tune` divides a worker's batch.
-MAX_PARTS = 8
+MAX_MICRO_BATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,10 @@ def _iter_settings(
         tune: The block `tune` of config.yaml, with its defaults.
     """
     batch = experiment.get("per_worker_batch") or experiment["global_batch"] // gpus
-    values: dict[str, tuple[Any, ...]] = dict(VALUES)
-    values["gradient_accumulation_steps"] = tuple(n for n in (1, 2, 4, MAX_PARTS) if batch % n == 0)
+    values: dict[str, tuple[Any, ...]] = dict(VALUES_TO_TRY)
+    values["gradient_accumulation_steps"] = tuple(
+        n for n in (1, 2, 4, MAX_MICRO_BATCHES) if batch % n == 0
+    )
     if tune["compile"]:
         values["compile"] = (False, True)
     keys = [key for key in OF_A_VARIANT if key in values]

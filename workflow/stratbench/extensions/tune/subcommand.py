@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from stratbench.extensions.tune.paths import TUNED
+from stratbench.extensions.tune.paths import TUNING_CONFIG_PATH
 
 
 def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -86,4 +86,4 @@ def get_tuned_config_path(study: str | None) -> Path:
     import yaml
 
     config = yaml.safe_load(Path("config.yaml").read_text(encoding="utf-8"))
-    return Path(config.get("results", "results"), study or config["study"], *TUNED)
+    return Path(config.get("results", "results"), study or config["study"], *TUNING_CONFIG_PATH)

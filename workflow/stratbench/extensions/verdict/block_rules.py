@@ -22,7 +22,7 @@ MIN_DISCARDED, SHARE_DISCARDED = 15, 0.2
 MIN_DISAGREEMENT, DISAGREEMENT = 0.03, 5.9
 #: Largest allowed |log(measured / predicted time)| of a full run. Its predicted time is its number of steps
 #: times the step time in the blocks.
-MAX_OFF = 0.03
+MAX_LOG_DEVIATION = 0.03
 #: Assumed noise of step times before any measurement, by kind of device: relative standard deviation of a
 #: step, correlation of successive steps, and relative standard deviation between two starts of a process.
 STEP_NOISE = {"cuda": (0.05, 0.3, 0.008), "cpu": (0.3, 0.3, 0.05)}

@@ -30,7 +30,7 @@ VERDICT_VERSION = 4
 #: of each strategy in reverse order, and third segments of strategies whose two segments disagree.
 PASSES = BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"
 #: Settings in which a segment may differ from the full run: length, seed and profiler.
-_LENGTH = ("steps", "epochs", "seed", "profile")
+_SETTINGS_THAT_DIFFER = ("steps", "epochs", "seed", "profile")
 
 
 class BlockError(ValueError):
@@ -128,7 +128,7 @@ def make_segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Se
 def remove_length_and_seed(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a cell without those that may differ between a segment and a full run."""
     values = settings.as_dict() if isinstance(settings, Settings) else settings
-    return {key: value for key, value in values.items() if key not in _LENGTH}
+    return {key: value for key, value in values.items() if key not in _SETTINGS_THAT_DIFFER}
 
 
 def hash_trained_settings(settings: Settings | Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, rule
 from stratbench.extensions.verdict import blocks
-from stratbench.extensions.verdict.block_rules import MAX_OFF
+from stratbench.extensions.verdict.block_rules import MAX_LOG_DEVIATION
 from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, hash_trained_settings
 
 
@@ -35,7 +35,7 @@ def find_full_runs_unlike_blocks(evidence: AuditData) -> Iterator[Case]:
             continue
         by_steps_s = steps * math.exp(statistics.fmean(logs))
         deviation = math.log(record["time"]["train_time_s"] / by_steps_s)
-        if abs(deviation) > MAX_OFF:
+        if abs(deviation) > MAX_LOG_DEVIATION:
             yield (
                 record["cell"],
                 f"{record['time']['train_time_s']:.4g} s; {steps} steps of "

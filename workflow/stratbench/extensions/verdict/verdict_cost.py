@@ -18,7 +18,7 @@ from stratbench.extensions.verdict.block_rules import (
 )
 
 #: Largest cost of a verdict that is worth it, as a share of the cost of the full matrix.
-AIM = 0.10
+MAX_WORTHWHILE_COST_SHARE = 0.10
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def iter_cost_sentences(plan: Plan) -> Iterator[str]:
     dear = {
         key: min(pair, key=lambda c: c.share_of_matrix)
         for key, pair in by_comparison.items()
-        if min(c.share_of_matrix for c in pair) > AIM
+        if min(c.share_of_matrix for c in pair) > MAX_WORTHWHILE_COST_SHARE
     }
     short = {key: cost for key, cost in dear.items() if cost.blocks_s > cost.full_runs_s}
     if short:

@@ -127,7 +127,9 @@ class Round:
 
     def get_cell_settings(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
         """Return the settings of the cell of each strategy in a block, by strategy."""
-        settings = {name: self._jobs.resolve_settings(plan.make_segment_cell(name)) for name in plan.order}
+        settings = {
+            name: self._jobs.resolve_settings(plan.make_segment_cell(name)) for name in plan.order
+        }
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def get_settings_in_common(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
@@ -142,7 +144,10 @@ class Round:
         cell = plan.make_segment_cell(plan.order[0])
         samples = self._study.get_dataset(plan.dataset).train_samples
         total = self._jobs.resolve_settings(cell).total_steps(samples) if samples else None
-        longest = max(self._count_segment_steps(plan.make_segment_cell(name), plan.steps) for name in plan.order)
+        longest = max(
+            self._count_segment_steps(plan.make_segment_cell(name), plan.steps)
+            for name in plan.order
+        )
         return compute_segment_limit_s(self._study.time_limit_s(cell), longest, total)
 
     def _count_segment_steps(self, cell: Cell, steps: int | None) -> int:

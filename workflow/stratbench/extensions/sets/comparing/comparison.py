@@ -22,7 +22,7 @@ from stratbench.analysis.tables.summary import (
 )
 from stratbench.cell.text.words import format_count
 from stratbench.extensions.sets.comparing.matching import (
-    WORK,
+    WORK_DIFFERENCES,
     Difference,
     Match,
     iter_differences,
@@ -299,7 +299,9 @@ def compare_result_sets(first: ResultSet, other: ResultSet) -> Comparison:
                 unstated_differences=[
                     d for d in select_unstated_differences(differing) if d not in work
                 ],
-                machine_differences=[d for d in differing if d.kind not in WORK.values()],
+                machine_differences=[
+                    d for d in differing if d.kind not in WORK_DIFFERENCES.values()
+                ],
             )
         )
     with_ratio = [cell for cell in cells if not cell.no_ratio_reason]

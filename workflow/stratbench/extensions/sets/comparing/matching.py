@@ -21,7 +21,7 @@ from stratbench.extensions.sets.reading import ResultSet
 
 #: Kinds of differences in the trained work, with which a time ratio has no meaning. Keys are the audit rules
 #: that find such differences; values are their names on the page.
-WORK = {
+WORK_DIFFERENCES = {
     "mixed-precision": "precision",
     "mixed-tasks": "task",
     "mixed-data": "data",
@@ -32,7 +32,7 @@ WORK = {
 }
 #: Kinds of differences in hardware, software and flags, which may explain a time ratio. Keys are the audit
 #: rules that find such differences; values are their names on the page.
-PLACE = {
+MACHINE_DIFFERENCES = {
     "mixed-devices": "hardware",
     "mixed-clocks": "clocks and links of GPUs",
     "mixed-cores": "cores, threads and nodes",
@@ -46,21 +46,26 @@ PLACE = {
     "mixed-seeds": "seeds",
 }
 #: Settings that say how a cell ran, and not what it trained.
-OF_PLACE = ("settings.device", "settings.threads", "settings.profile", "settings.warmup_steps")
+MACHINE_SETTINGS = (
+    "settings.device",
+    "settings.threads",
+    "settings.profile",
+    "settings.warmup_steps",
+)
 #: Record fields that say how a strategy trained. A path also stands for all fields below it.
-OF_STRATEGIES = (
+STRATEGY_FIELDS = (
     "memory.model_states", "strategy.wrap_groups", "strategy.traits", "strategy.kind", "score.evaluated_on",
     "batch.samples_per_step", "communication.method", "strategy.details.bucket_bytes",
     "strategy.details.engine",
 )  # fmt: skip
 #: Record fields of the environment variables that set a number of threads, such as OMP_NUM_THREADS.
-THREADS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
+THREAD_COUNT_FIELDS = re.compile(r"worker\.environment\.\w*NUM_THREADS")
 #: Record fields that are not compared, because versions of torch compute different values for the same model.
-COUNTED = ("compute.forward_flops_per_sample",)
+FIELDS_NOT_COMPARED = ("compute.forward_flops_per_sample",)
 #: Record fields with the amount of training.
-AMOUNT = ("settings.epochs", "settings.steps")
+AMOUNT_FIELDS = ("settings.epochs", "settings.steps")
 #: Columns of the paper's tables, each with the path of the record field that has the same value.
-PUBLISHED = {
+FIELDS_OF_PUBLISHED_COLUMNS = {
     "epochs": "settings.epochs",
     "precision": "settings.precision",
     "global_batch": "batch.global_batch",
@@ -86,7 +91,7 @@ class Match:
 class Difference:
     """A record field with different values in two sets, and the number of cells with this difference."""
 
-    #: Kind of the difference, a value of WORK or PLACE.
+    #: Kind of the difference, a value of WORK_DIFFERENCES or MACHINE_DIFFERENCES.
     kind: str
     field_path: str
     first_value: str
@@ -133,7 +138,7 @@ def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
             values[group][path] |= texts
     if result_set.is_published:
         for group, rows in group_rows(result_set.cells).items():
-            for column, path in PUBLISHED.items():
+            for column, path in FIELDS_OF_PUBLISHED_COLUMNS.items():
                 values[group][path] |= {
                     _format_value(value) for value in rows[column].dropna().unique()
                 }
@@ -150,28 +155,30 @@ def _format_value(value: Any) -> str:
 
 @lru_cache(maxsize=10_000)
 def classify_difference(field_path: str) -> str | None:
-    """Return the kind of a difference in a record field, a value of WORK or PLACE.
+    """Return the kind of a difference in a record field, a value of WORK_DIFFERENCES or MACHINE_DIFFERENCES.
 
     Return None if the field does not matter for a comparison.
 
     Args:
         field_path: Path of the field.
     """
-    if THREADS.fullmatch(field_path):
-        return PLACE["mixed-cores"]
-    if field_path in OF_PLACE:
-        return PLACE["mixed-cores" if field_path == "settings.threads" else "mixed-devices"]
+    if THREAD_COUNT_FIELDS.fullmatch(field_path):
+        return MACHINE_DIFFERENCES["mixed-cores"]
+    if field_path in MACHINE_SETTINGS:
+        return MACHINE_DIFFERENCES[
+            "mixed-cores" if field_path == "settings.threads" else "mixed-devices"
+        ]
     if field_path.startswith(("strategy.options.", "strategy.name")):
-        return WORK["mixed-settings"]
+        return WORK_DIFFERENCES["mixed-settings"]
     if field_path.startswith("task.own"):
-        return WORK["mixed-tasks"]
-    if field_path.startswith(OF_STRATEGIES):
-        return PLACE["strategies"]
-    entry = None if field_path in COUNTED else find_table_row(field_path)
+        return WORK_DIFFERENCES["mixed-tasks"]
+    if field_path.startswith(STRATEGY_FIELDS):
+        return MACHINE_DIFFERENCES["strategies"]
+    entry = None if field_path in FIELDS_NOT_COMPARED else find_table_row(field_path)
     if entry is None:
         return None
     rule = TABLE[entry].rule_id
-    return WORK.get(rule) or PLACE[rule]
+    return WORK_DIFFERENCES.get(rule) or MACHINE_DIFFERENCES[rule]
 
 
 def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterator[Difference]:
@@ -194,7 +201,7 @@ def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterat
             continue
         texts = [", ".join(sorted(side.get(path, {NOT_STATED}))) for side in (mine, theirs)]
         published = first.is_published or other.is_published
-        if published and kind in PLACE.values() and NOT_STATED in texts:
+        if published and kind in MACHINE_DIFFERENCES.values() and NOT_STATED in texts:
             # The paper states little about its hardware and software: a missing value is no difference.
             continue
         yield Difference(kind, path, *texts)
@@ -214,10 +221,10 @@ def select_blocking_differences(
     return [
         d
         for d in differences
-        if d.kind in WORK.values()
+        if d.kind in WORK_DIFFERENCES.values()
         and (
             NOT_STATED not in (d.first_value, d.other_value)
-            or (has_published_set and d.field_path in AMOUNT)
+            or (has_published_set and d.field_path in AMOUNT_FIELDS)
         )
     ]
 
@@ -227,18 +234,18 @@ def select_unstated_differences(differences: list[Difference]) -> list[Differenc
     return [
         d
         for d in differences
-        if d.kind in WORK.values() and NOT_STATED in (d.first_value, d.other_value)
+        if d.kind in WORK_DIFFERENCES.values() and NOT_STATED in (d.first_value, d.other_value)
     ]
 
 
 def merge_differences(differences: Iterator[Difference]) -> tuple[Difference, ...]:
     """Return equal differences of several cells as one, with their number of cells.
 
-    The order is that of the kinds in WORK and PLACE.
+    The order is that of the kinds in WORK_DIFFERENCES and MACHINE_DIFFERENCES.
     """
     counts: dict[tuple[str, ...], int] = defaultdict(int)
     for d in differences:
         counts[(d.kind, d.field_path, d.first_value, d.other_value)] += d.cell_count
-    kinds = [*WORK.values(), *PLACE.values()]
+    kinds = [*WORK_DIFFERENCES.values(), *MACHINE_DIFFERENCES.values()]
     merged = [Difference(*key, cell_count=n) for key, n in counts.items()]
     return tuple(sorted(merged, key=lambda d: kinds.index(d.kind)))

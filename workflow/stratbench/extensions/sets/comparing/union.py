@@ -15,11 +15,11 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import Decision, decide_with_pooled_variance, read_evidence
 from stratbench.analysis.decision.tolerance import exclude_by_score
 from stratbench.cell.coordinates import STATUSES
-from stratbench.extensions.sets.check import SHARED
+from stratbench.extensions.sets.check import COMPARABLE_WORK_COLUMNS
 from stratbench.extensions.sets.reading import ResultSet
 
 #: Columns of cells.csv that define the trained work: cells of several sets with equal values train the same.
-JOB = ("model", *SHARED, "slowdown")
+WORK_COLUMNS = ("model", *COMPARABLE_WORK_COLUMNS, "slowdown")
 
 
 class JobPart(NamedTuple):
@@ -37,9 +37,9 @@ def decide_over_sets(
 ) -> list[Decision]:
     """Return a decision for each trained work that is in several sets.
 
-    Cells train the same work if they have equal values in the columns JOB. The candidates of a decision are
-    the strategies of all sets, each on a number of workers. Repeats of two sets are paired by their numbers.
-    Such pairs are arbitrary, and make intervals no narrower.
+    Cells train the same work if they have equal values in WORK_COLUMNS. The candidates of a decision are the
+    strategies of all sets, each on a number of workers. Repeats of two sets are paired by their numbers. Such
+    pairs are arbitrary, and make intervals no narrower.
 
     Args:
         sets: The sets.
@@ -70,7 +70,7 @@ def decide_over_sets(
 
 
 def get_job_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...] | None:
-    """Return the values of the columns JOB, which rows of one experiment and model have in common.
+    """Return the values of WORK_COLUMNS that all rows of one experiment and model have.
 
     Return None if the rows have different values.
 
@@ -79,7 +79,7 @@ def get_job_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...]
         is_weak_scaling: Whether the global batch grows with the number of workers, and so is not compared.
     """
     usable = rows[rows["status"].isin(STATUSES)]
-    columns = [name for name in JOB if not (is_weak_scaling and name == "global_batch")]
+    columns = [name for name in WORK_COLUMNS if not (is_weak_scaling and name == "global_batch")]
     values = [tuple(usable[name].astype(str).unique()) for name in columns]
     return tuple(v[0] for v in values) if all(len(v) == 1 for v in values) else None
 

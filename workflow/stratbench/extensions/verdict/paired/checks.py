@@ -10,13 +10,13 @@ from itertools import combinations
 
 import numpy as np
 
-from stratbench.extensions.verdict.block_rules import MAX_OFF
+from stratbench.extensions.verdict.block_rules import MAX_LOG_DEVIATION
 from stratbench.extensions.verdict.blocks import PairedBlock
 from stratbench.extensions.verdict.paired.evidence import PairedComparison, PairedEvidence
 from stratbench.statistics import moderated
 
 #: Largest credible ratio of a strategy's step times in a block and in its own full run.
-MAX_APART = 3.0
+MAX_STEP_TIME_RATIO = 3.0
 #: Two blocks are copies if their log time ratios differ by less. Measured ratios are never so equal.
 MAX_COPY_DIFFERENCE = 1e-6
 
@@ -72,10 +72,10 @@ def correct_by_full_runs(
     """Return the corrected conclusion if the leader's full runs contradict its blocks, else None.
 
     A deviation is log(measured / predicted time) of a full run. If the leader's deviation exceeds a rival's
-    by more than MAX_OFF, the rival's bound is lowered by this difference. The bound is also lowered by the
-    half-width of the difference's 95 % interval, because a full run has another allocation. A rival's own
-    deviation counts only if it exceeds MAX_OFF. A rival without full runs gets the mean deviation of all
-    rivals, if this mean is positive.
+    by more than MAX_LOG_DEVIATION, the rival's bound is lowered by this difference. The bound is also lowered
+    by the half-width of the difference's 95 % interval, because a full run has another allocation. A rival's
+    own deviation counts only if it exceeds MAX_LOG_DEVIATION. A rival without full runs gets the mean
+    deviation of all rivals, if this mean is positive.
 
     Args:
         deviations: Deviations from `compute_full_run_deviations`, by strategy.
@@ -93,7 +93,7 @@ def correct_by_full_runs(
         if leader not in mean and strategy not in mean:
             continue
         shift = own - (zero_small_deviation(mean[strategy]) if strategy in mean else like_others)
-        if shift > MAX_OFF:
+        if shift > MAX_LOG_DEVIATION:
             runs = [len(deviations.get(leader, ())), len(deviations.get(strategy, others))]
             variance = scatter**2 * sum(1 / (n or blocks) for n in runs)
             by_chance = moderated.compute_half_widths(
@@ -107,8 +107,8 @@ def correct_by_full_runs(
 
 
 def zero_small_deviation(deviation: float) -> float:
-    """Return the log deviation of a full run from its blocks, or 0 if it is at most MAX_OFF."""
-    return deviation if abs(deviation) > MAX_OFF else 0.0
+    """Return the log deviation of a full run from its blocks, or 0 if it is at most MAX_LOG_DEVIATION."""
+    return deviation if abs(deviation) > MAX_LOG_DEVIATION else 0.0
 
 
 def compute_full_run_check_sd(runs: int, blocks: int, level: tuple[float, int]) -> float:
@@ -152,7 +152,7 @@ def iter_contradicting_strategies(
     """Yield each strategy whose step time in a block contradicts its full run.
 
     Each strategy comes with its step time in the block divided by that in its full runs. The two contradict
-    each other if this ratio, or its inverse, exceeds MAX_APART.
+    each other if this ratio, or its inverse, exceeds MAX_STEP_TIME_RATIO.
 
     Args:
         evidence: Evidence of the verdict.
@@ -168,7 +168,7 @@ def iter_contradicting_strategies(
         value = block.compute_log_step_time(strategy)
         if logs and math.isfinite(value):
             apart = value - statistics.median(logs)
-            if abs(apart) > math.log(MAX_APART):
+            if abs(apart) > math.log(MAX_STEP_TIME_RATIO):
                 yield strategy, math.exp(apart)
 
 

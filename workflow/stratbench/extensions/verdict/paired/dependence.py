@@ -11,14 +11,14 @@ from functools import cache
 
 import numpy as np
 
-#: Distance of von Neumann's ratio below 1, in standard deviations. Beyond SUSPECT, a comparison does not end
+#: Distance of von Neumann's ratio below 1, in standard deviations, beyond which a comparison does not end
 #: early and drops no strategy. Independent blocks exceed it by chance in one comparison of five.
-SUSPECT = 0.8416
-#: Distance as for SUSPECT. Beyond CERTAIN, the conclusion has a doubt. Independent blocks exceed it by chance
-#: in one comparison of a hundred.
-CERTAIN = 2.3263
+SUSPECT_SDS = 0.8416
+#: Distance of von Neumann's ratio below 1, in standard deviations, beyond which the conclusion has a doubt.
+#: Independent blocks exceed it by chance in one comparison of a hundred.
+CERTAIN_SDS = 2.3263
 #: Bias of von Neumann's ratio for few blocks, found by simulation. It is subtracted from the ratio.
-LEAN = 0.1
+NEUMANN_RATIO_BIAS = 0.1
 #: Correlations of successive blocks at which the widening of intervals is computed; others are interpolated.
 CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
@@ -71,7 +71,9 @@ def compute_interval_widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarr
     factor = np.ones(np.broadcast(ratio, blocks).shape)
     for n in (n for n in np.unique(blocks) if n >= 3):
         ratios, factors = _compute_autoregressive_interval_factors(int(n))
-        factor = np.where(blocks == n, np.interp(LEAN - ratio, -ratios, factors), factor)
+        factor = np.where(
+            blocks == n, np.interp(NEUMANN_RATIO_BIAS - ratio, -ratios, factors), factor
+        )
     return factor
 
 

@@ -17,8 +17,8 @@ from stratbench.statistics import moderated
 
 #: Numbers of blocks after which a comparison is evaluated.
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
-#: Fewest blocks for a decision: MIN_BLOCKS in general, MIN_ALIKE if fewer than MIN_SETS node sets ran them.
-MIN_BLOCKS, MIN_ALIKE = 3, 6
+#: Fewest blocks for a decision: in general, and if fewer than MIN_SETS sets of nodes ran the blocks.
+MIN_BLOCKS, MIN_BLOCKS_ON_FEW_NODES = 3, 6
 #: Fewest sets of nodes from which a conclusion is about all nodes of their kind, not only about these nodes.
 MIN_SETS = 3
 #: Two strategies are equal if the interval of their time ratio is between 1 / (1 + EQUAL) and 1 + EQUAL.
@@ -161,9 +161,9 @@ def judge_comparisons(
 ) -> Look:
     """Return the evaluation of some comparisons by their blocks so far.
 
-    If few nodes ran all blocks, a block may depend on the block before it. Then a decision takes MIN_ALIKE
-    blocks, a strategy is slower only if its bound exceeds the margin, and intervals are widened
-    (dependence.py).
+    If few nodes ran all blocks, a block may depend on the block before it. Then a decision takes
+    MIN_BLOCKS_ON_FEW_NODES blocks, a strategy is slower only if its bound exceeds the margin, and intervals
+    are widened (dependence.py).
 
     Args:
         logs: Log step times, shape [..., comparisons, strategies, blocks]; NaN if a block lacks a strategy.
@@ -206,7 +206,10 @@ def judge_comparisons(
         for tail in tails
     )
     bound = np.where(rivals, mean - half, np.inf)
-    waits = reused & ((blocks < MIN_ALIKE) | ((unlike > dependence.SUSPECT) & (blocks < LOOKS[-1])))
+    waits = reused & (
+        (blocks < MIN_BLOCKS_ON_FEW_NODES)
+        | ((unlike > dependence.SUSPECT_SDS) & (blocks < LOOKS[-1]))
+    )
     screened = (blocks == 1)[..., None] & (mean > screen)
     least = np.where(waits, np.inf, np.where(reused, np.log1p(margin), 0.0))[..., None]
     slower = rivals & ((bound > least) | screened) & ~np.asarray(doubtful)

@@ -78,7 +78,7 @@ def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
             _add_mirror_differences(block, segment, trend)
             for s in block.segments:
                 if s.status == "ok" and s.step_cv is not None:
-                    within.add_value(s.step_cv**2 * CORRELATED / block.steps, 1)
+                    within.add_value(s.step_cv**2 * CORRELATED_VARIANCE_FACTOR / block.steps, 1)
         _add_block_differences(compared, between, allocation)
     of_segment = segment.value
     # A block's value is the mean of two segments, which has half the variance of one segment.
@@ -102,7 +102,7 @@ def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
 
 
 #: Variance of a mean of steps whose successive correlation is 0.3, over the variance for independent steps.
-CORRELATED = (1 + 0.3) / (1 - 0.3)
+CORRELATED_VARIANCE_FACTOR = (1 + 0.3) / (1 - 0.3)
 
 
 class _WeightedMean:

@@ -16,7 +16,7 @@ import numpy as np
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.verdict.block_rules import (
     MATRIX_REPEATS,
-    MAX_OFF,
+    MAX_LOG_DEVIATION,
     compute_disagreement_limit,
 )
 from stratbench.extensions.verdict.paired import checks, judging
@@ -374,7 +374,7 @@ class Course:
             own = mean.pop(leader, 0.0)
             equal = comparison.equals_ddp[comparison.strategies.index(leader)]
             loss = None if equal else self.scores.estimate_loss(comparison, leader)
-            near = correction is None and own <= MAX_OFF / 2
+            near = correction is None and own <= MAX_LOG_DEVIATION / 2
             certain = near and (loss is None or loss.is_within_tolerance)
             if not runs or (not certain and runs < MATRIX_REPEATS):
                 self.requested_runs.setdefault(self.evidence.make_cell(comparison, leader, runs))
@@ -383,7 +383,7 @@ class Course:
             if correction and (correction.nearest_strategy in mean or not mean):
                 rival = correction.nearest_strategy
             done = len(deviations.get(rival, ()))
-            if rival and (correction or own > MAX_OFF) and done < MATRIX_REPEATS:
+            if rival and (correction or own > MAX_LOG_DEVIATION) and done < MATRIX_REPEATS:
                 self.requested_runs.setdefault(self.evidence.make_cell(comparison, rival, done))
         return len(self.requested_runs) > before
 
@@ -395,7 +395,7 @@ class Course:
         return checks.compute_full_run_deviations(self.evidence, state.comparison, blocks)
 
     def is_confirmed_by_full_runs(self, state: ComparisonState) -> bool:
-        """Return whether the leader has enough full runs to check its step time to within MAX_OFF."""
+        """Return whether the leader has enough full runs to check its step time to MAX_LOG_DEVIATION."""
         runs = (
             len(self.compute_full_run_deviations(state).get(state.last_look.leader, ()))
             if state.last_look
@@ -404,7 +404,7 @@ class Course:
         return (
             runs > 0
             and checks.compute_full_run_check_sd(runs, state.last_look.num_blocks, self._level)
-            <= MAX_OFF
+            <= MAX_LOG_DEVIATION
         )
 
     def correct_conclusion(self, state: ComparisonState) -> checks.FullRunCorrection | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.cell.files import finite_or_none
 from stratbench.cell.text.words import choose_noun_for_workers, format_count, pluralize
-from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS, MAX_OFF
+from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS, MAX_LOG_DEVIATION
 from stratbench.extensions.verdict.blocks import VERDICT_VERSION, PairedBlock, add_digest
 from stratbench.extensions.verdict.paired import checks, dependence, judging
 from stratbench.extensions.verdict.paired.costs import Costs
@@ -23,7 +23,7 @@ from stratbench.extensions.verdict.paired.state import (
 from stratbench.statistics.moderated import ROUGH
 
 #: Largest share in the conclusion "at most … slower than the fastest". Beyond it, nothing is claimed.
-MUCH = 1.0
+MAX_CLAIMED_SHARE = 1.0
 #: Kinds of conclusions that make a claim about the leader.
 CLAIMS = ("fastest", "within", "at most")
 
@@ -152,7 +152,7 @@ def iter_doubts(
         blocks: Blocks of the comparison.
     """
     for strategy, logs in analysis.compute_full_run_deviations(state).items():
-        logs_apart = sorted(log for log in logs if abs(log) > MAX_OFF)
+        logs_apart = sorted(log for log in logs if abs(log) > MAX_LOG_DEVIATION)
         if logs_apart:
             ends = " to ".join(
                 f"{math.expm1(log):+.1%}" for log in dict.fromkeys(logs_apart[:1] + logs_apart[-1:])
@@ -163,7 +163,7 @@ def iter_doubts(
             )
     if (correction := analysis.correct_conclusion(state)) and (
         before := convert_log_to_share(state.last_look.max_log_advantage)
-    ) < MUCH:
+    ) < MAX_CLAIMED_SHARE:
         yield (
             f"according to the blocks, no strategy is more than {before:.1%} faster than "
             f"{state.last_look.leader}; according to the full runs, {correction.nearest_strategy} may be"
@@ -178,7 +178,7 @@ def iter_doubts(
                 "full run"
             )
     last = state.last_look
-    if last and last.excess_similarity_sds > dependence.CERTAIN:
+    if last and last.excess_similarity_sds > dependence.CERTAIN_SDS:
         wider = ", so that the intervals are widened" if last.reuses_few_nodes else ""
         yield f"successive blocks are more similar than chance explains{wider}"
 
@@ -262,7 +262,7 @@ def make_conclusion(
             "within",
             f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} {sure}.",
         )
-    if shown > MUCH:
+    if shown > MAX_CLAIMED_SHARE:
         return "none", (
             f"{last.leader} is fastest after {format_count(last.num_common_blocks, 'block')}{where}, but "
             "nothing is claimed: another strategy may still be more than twice as fast."
@@ -484,7 +484,7 @@ def assess_confidence(
     at_most = convert_log_to_share(last.max_log_advantage)
     narrow = last.is_leader_fastest or at_most <= judging.EQUAL + 1e-9
     if not narrow:
-        by = f"up to {at_most:.1%}" if at_most <= MUCH else "much"
+        by = f"up to {at_most:.1%}" if at_most <= MAX_CLAIMED_SHARE else "much"
         reasons.insert(0, f"Another strategy may be {by} faster.")
     near = last.is_leader_fastest or at_most <= ROUGH
     level = "high" if sure and narrow else "medium" if near else "low"
