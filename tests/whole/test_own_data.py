@@ -157,7 +157,7 @@ MISTAKES = {
     "no sequence": ((TOKENS, TOKENS), None, "returned tokens; give `sequence`"),
     "no tokens": ((TOKENS / 2, TOKENS), 8, "train is float64 [20]; tokens must be integers [N]"),
     "short": ((TOKENS, TOKENS[:8]), 8, "test has 8 tokens, but a sample with sequence = 8 needs 9"),
-    "below": ((TOKENS - 1, TOKENS), 8, "has the token -1; tokens must begin at 0"),
+    "below": ((TOKENS - 1, TOKENS), 8, "has the token -1; every token must be at least 0"),
 }  # fmt: skip
 
 

@@ -290,7 +290,7 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
         ),
         (
             {"call": "a.B", "kwargs": {"x": "$vocabulary"}},
-            "'$vocabulary' is no value that this data set has",
+            "'$vocabulary' stands for a value that the data set does not have",
         ),
         (
             {"kwargs": {"a": 1}},

@@ -60,7 +60,7 @@ class Generators(NamedTuple):
             torch.cuda.set_rng_state(self.cuda, device)
 
     def differ_from(self, others: Generators) -> bool:
-        """Return whether the states differ, because random numbers were drawn between them."""
+        """Return whether these states differ from other states."""
         pairs = zip(self.tensors(), others.tensors(), strict=True)
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 

@@ -48,7 +48,7 @@ class Task:
     unit: str
     #: Whether a higher or a lower score is better.
     better: Literal["higher", "lower"]
-    #: Noun for the things of which throughput counts how many are trained per second, such as images.
+    #: Noun for what throughput counts per second, such as images or tokens.
     counts: str
     #: Largest difference in score at which a decision still accepts a strategy, in the unit as shown.
     tolerance: float

@@ -64,9 +64,6 @@ KEPT_BY_SELECTIVE = {
 PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
-# ------------------------------------------------------------ tensors, modules and operators
-
-
 def get_storage_key(storage: torch.UntypedStorage) -> int:
     """Return a unique key of a tensor's storage, also of a fake storage, which has no address."""
     return storage._cdata
@@ -188,9 +185,6 @@ def skip_truncated_normals() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------ strategies
-
-
 def assign_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
     """Return how DDP divides parameters into buckets: the parameters' indices, by bucket.
 
@@ -272,9 +266,6 @@ def list_receive_buffers(stages: Iterable[Any]) -> list[Tensor]:
     return [buffer for buffer in buffers if buffer is not None]
 
 
-# ------------------------------------------------------------ torch.compile
-
-
 def import_compiler() -> None:
     """Import the modules of torch.compile, which creating the first optimizer would import."""
     import torch._dynamo  # noqa: F401
@@ -298,9 +289,6 @@ def watch_compiler(start: Callable[[Any], None], end: Callable[[Any], None]) -> 
 
     callback_handler.register_start_callback(start)
     callback_handler.register_end_callback(end)
-
-
-# ------------------------------------------------------------ process groups and memory
 
 
 def resolve_group(argument: Any) -> dist.ProcessGroup | None:

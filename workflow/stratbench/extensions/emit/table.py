@@ -17,15 +17,15 @@ TARGETS = {
     "pytorch": "plain PyTorch that trains (Python)",
     "variant": "a variant and experiment of config.yaml (YAML)",
 }
-#: Word for DeepSpeed in the files of each target.
+#: Name of the strategy DeepSpeed in the file of each target.
 DEEPSPEED = {
     "accelerate": "DEEPSPEED",
     "trainer": "deepspeed",
     "deepspeed": "zero_optimization",
     "lightning": "DeepSpeedStrategy",
 }
-#: Word for each strategy in the files of each target. Strategies without a word can be emitted as `variant`
-#: only.
+#: Name of each strategy in the file of each target. Strategies without a name here can be emitted as
+#: `variant` only.
 NAMES_IN_TARGETS: dict[str, dict[str, str]] = {
     "single": {"accelerate": "NO", "trainer": "", "lightning": "auto", "pytorch": ""},
     "ddp": {
@@ -53,7 +53,7 @@ def list_supporting_targets(strategy: str) -> list[str]:
 
 
 def format_file_for_target(choice: Choice, target: str) -> str:
-    """Return the text of the file that describes the cell to a target of `--to`.
+    """Return the text of the file to emit for a target of `--to`.
 
     Raises:
         EmitError: If the target does not support the strategy; the message names the targets that do.

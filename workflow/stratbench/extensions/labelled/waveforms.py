@@ -120,8 +120,8 @@ def _read_waveform(
         stored = file.readframes(count)
     if not count or len(stored) != 2 * channels * count:
         raise DataError(
-            f"data set {dataset_name!r}: {path} has {len(stored) // (2 * channels)} of {frames} values; "
-            "repair or remove it"
+            f"data set {dataset_name!r}: {path} contains {len(stored) // (2 * channels)} of the {frames} "
+            "values that its header states; repair or remove it"
         )
     values = np.zeros(length, np.float32)
     values[:count] = np.frombuffer(stored, "<i2").reshape(-1, channels).mean(1) / 32768

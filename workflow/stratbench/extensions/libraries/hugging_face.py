@@ -202,7 +202,7 @@ _WORDS = {
 
 
 def tensor_plan(built_model: Scores) -> dict[str, str]:
-    """Return how transformers declares that workers divide the model's layers (its tensor plan).
+    """Return transformers' tensor plan for the model: how workers divide each module, by path.
 
     Raises:
         ValueError: If transformers has no such plan, or the plan is not supported.

@@ -205,8 +205,8 @@ def _describe_weights(weights_folder: str, hash_cache: Path) -> dict[str, Any]:
         )
     try:
         sha256 = hash_files([file.resolve() for file in files], WEIGHTS, hash_cache)
-    except DataError as e:
-        raise ValueError(f".weights = true: {e}") from e
+    except DataError as unreadable_file_error:
+        raise ValueError(f".weights = true: {unreadable_file_error}") from unreadable_file_error
     return {"weights": str(folder.resolve()), "weights_sha256": sha256}
 
 

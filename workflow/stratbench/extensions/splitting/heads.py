@@ -91,8 +91,8 @@ class SelfAttention(nn.Module):
                 "attention divided by heads (strategy `tensor`) does not support key_padding_mask"
             )
         if attn_mask is not None and not attn_mask.is_floating_point():
-            # In nn.MultiheadAttention's mask True forbids attention. In scaled_dot_product_attention it
-            # allows it.
+            # True forbids attention in a mask of nn.MultiheadAttention, and allows it in the mask that
+            # scaled_dot_product_attention takes.
             attn_mask = ~attn_mask
         q, k, v = (
             project(query).unflatten(-1, (-1, self.head_size)).transpose(1, 2)

@@ -212,8 +212,6 @@ class Pipeline(ModelSplit):
             return [most] * stages
         return [min(most, stages - i) for i in range(stages)]
 
-    # --- creation of this worker's stages ---------------------------------------------------------
-
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -364,8 +362,6 @@ class Pipeline(ModelSplit):
 
         return {"received": list_receive_buffers(self._stages)}
 
-    # --- a training step ---------------------------------------------------------------------------
-
     def _get_schedule(self, batch_samples: int) -> Any:
         """Return the schedule of micro-batches for a batch of `batch_samples` samples.
 
@@ -480,7 +476,7 @@ class Pipeline(ModelSplit):
                 p.grad = torch.empty_like(p).copy_(p.grad)
 
     def _start_averaging(self, parameter: nn.Parameter) -> None:
-        """Start to average a gradient over the replicas if it is complete. This is a gradient hook."""
+        """Start to average a gradient over the replicas once the gradient is complete (gradient hook)."""
         if self._by_stage.get(parameter) == self._ending is not None:
             self._average_gradient(parameter)
 
@@ -516,8 +512,6 @@ class Pipeline(ModelSplit):
 
     def gradient_norm(self) -> Tensor:
         return collective.reduce_norm(super().gradient_norm(), self.worker.mesh.stages, self._pipe)
-
-    # --- evaluation and the record -----------------------------------------------------------------
 
     @contextmanager
     def open_evaluation_model(self) -> Iterator[Callable[[Tensor], Tensor]]:

@@ -86,7 +86,7 @@ class ModelSplit(Counted):
 
     def traits(self, gpus: int) -> base.Traits:
         divides = self.is_model_divided(gpus)
-        # None, because the parts of the workers are unequal: a worker has all norms, or a larger stage.
+        # If the model is divided, the number of parts is None, because the workers' parts are unequal.
         parts = None if divides else 1
         return base.Traits(
             is_synchronous_on_one_worker=True,

@@ -429,9 +429,8 @@ class Images(DeviceData):
         targets: torch.Tensor,
         augmentation_rows: Sequence[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if (
-            inputs.shape[2:] != self._size
-        ):  # images that stayed in host memory have their stored size
+        # Images that stay in host memory were not enlarged when the data set was loaded.
+        if inputs.shape[2:] != self._size:
             inputs = enlarge_images(inputs, *self._size)
         if augmentation_rows is not None:
             inputs = self._crop(inputs, *augmentation_rows)

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 TOKEN_NAMES = ("train", "test")
-#: Largest number of channels: the last axis of images is that of the channels if it is not longer.
+#: Largest number of channels of images. A last axis of at most this length is that of the channels.
 MAX_CHANNELS = 4
 #: Bytes of a memory-mapped array that are read at a time.
 _CHUNK_BYTES = 32 << 20
-RETURNS = f"return ({', '.join(NAMES)}), ({', '.join(TOKEN_NAMES)}) of tokens, or a mapping with these keys"
+WHAT_TO_RETURN = (
+    f"return ({', '.join(NAMES)}), ({', '.join(TOKEN_NAMES)}) of tokens, or a mapping with "
+    "these keys"
+)
 
 
 class Opened(NamedTuple):
@@ -74,21 +77,18 @@ def _name_arrays(label: str, returned: Any) -> dict[str, np.ndarray]:
     elif isinstance(returned, (tuple, list)) and len(returned) in (4, 2):
         arrays = dict(zip(NAMES if len(returned) == 4 else TOKEN_NAMES, returned, strict=True))
     if not arrays:
-        what = f"a {type(returned).__name__}"
+        returned_type = f"a {type(returned).__name__}"
         if isinstance(returned, Mapping):
-            what = f"a mapping with the keys {', '.join(map(str, returned)) or '(none)'}"
+            returned_type = f"a mapping with the keys {', '.join(map(str, returned)) or '(none)'}"
         elif isinstance(returned, (tuple, list)):
-            what += f" of {len(returned)}"
-        raise DataError(f"{label}: returned {what}; {RETURNS}")
+            returned_type += f" of {len(returned)}"
+        raise DataError(f"{label}: returned {returned_type}; {WHAT_TO_RETURN}")
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
             raise DataError(
                 f"{label}: {name} is a {type(array).__name__}; it must be a NumPy array"
             )
     return arrays
-
-
-# ---------------------------------------------------------------- images
 
 
 def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
@@ -213,9 +213,6 @@ def _iter_image_chunks(
         yield images, np.asarray(targets[start : start + step])
 
 
-# ---------------------------------------------------------------- texts
-
-
 def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> Opened:
     if sequence is None:
         raise DataError(
@@ -233,7 +230,7 @@ def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | Non
             )
     lowest = min(int(_reduce_tokens_by_part(tokens, min)) for tokens in arrays.values())
     if lowest < 0:
-        raise DataError(f"{label}: has the token {lowest}; tokens must begin at 0")
+        raise DataError(f"{label}: has the token {lowest}; every token must be at least 0")
     vocabulary = max(int(_reduce_tokens_by_part(tokens, max)) for tokens in arrays.values()) + 1
     if not 2 <= vocabulary <= 1 << 31:
         raise DataError(

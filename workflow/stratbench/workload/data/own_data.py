@@ -166,9 +166,10 @@ def read_own_data(
         )
     kinds = [spec["kind"]] if "kind" in spec else [kind for kind in known if kind in spec]
     if len(kinds) != 1:
-        text = " and ".join(kinds) or "none of them"
+        given_keys = " and ".join(kinds) or "none of them"
         raise DataError(
-            f"data set {name!r}: must have exactly one of the keys source, {', '.join(known)}; it has {text}"
+            f"data set {name!r}: must have exactly one of the keys source, {', '.join(known)}; it has "
+            f"{given_keys}"
         )
     [kind] = kinds
     files = (kind, *KINDS[kind].further_file_keys) if kind in KINDS else ()
@@ -183,15 +184,15 @@ def read_own_data(
     values = {key: value for key, value in {**defaults, **keys}.items() if key not in files}
     locations = _find_files(name, files, keys if paths_by_key is None else paths_by_key)
     if kind == "call":
-        if fault := users_code.invalid_call_reason(values["call"]):
-            raise DataError(f"data set {name!r}: call = {values['call']!r} {fault}")
+        if reason := users_code.invalid_call_reason(values["call"]):
+            raise DataError(f"data set {name!r}: call = {values['call']!r} {reason}")
         bad = next((key for key in values["kwargs"] if not key.isidentifier()), None)
         if bad is not None:
             raise DataError(
                 f"data set {name!r}: kwargs: {bad!r} is not a Python parameter name; rename it"
             )
-    elif fault := KINDS[kind].invalid_values_reason(values):
-        raise DataError(f"data set {name!r}: {fault}")
+    elif invalid_values_reason := KINDS[kind].invalid_values_reason(values):
+        raise DataError(f"data set {name!r}: {invalid_values_reason}")
     if "tokenizer" in locations and util.find_spec("tokenizers") is None:
         raise DataError(f"data set {name!r}: {own_files.NO_TOKENIZERS}")
     return OwnData(name, kind, values, locations)

@@ -33,9 +33,6 @@ _CHUNK = 256
 _READERS = 8
 
 
-# ---------------------------------------------------------------- listed and hashed
-
-
 def list_sample_files(
     files_and_folders: Sequence[Path], sample_kind: Samples
 ) -> list[tuple[str, Path]]:
@@ -125,10 +122,9 @@ def _hash_file(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-# ---------------------------------------------------------------- classes
-
-#: Samples by the name of their class, and a list of samples with the numbers of their classes.
+#: Samples of each class, by the name of the class.
 SamplesByClass = dict[str, list[Any]]
+#: Samples, each with the number of its class.
 LabelledSamples = list[tuple[Any, int]]
 
 
@@ -225,9 +221,6 @@ def divide_into_train_and_test(
     return DividedSamples(numbered(train), numbered(test), len(classes))
 
 
-# ---------------------------------------------------------------- images
-
-
 def read_image_folder(
     dataset_name: str, folder: Path, size: int, channels: int, test_share: float, seed: int
 ) -> SourceAndClassCount:
@@ -296,9 +289,6 @@ def _read_pixels(dataset_name: str, image_path: Path, size: int, channels: int) 
     resized = whole.resize((width, height), Image.Resampling.BILINEAR)
     pixels = np.asarray(resized.crop((left, top, left + size, top + size)), np.uint8)
     return pixels.reshape(size, size, channels).transpose(2, 0, 1)
-
-
-# ---------------------------------------------------------------- texts
 
 
 def read_text_files(

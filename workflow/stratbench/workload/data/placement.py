@@ -101,7 +101,7 @@ class HostRows:
     def take_fetched_batch(
         self, indices: torch.Tensor, augmentation_tables: Sequence[torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor] | None]:
-        """Return a batch on the device: its inputs, targets and augmentation, or None for the last.
+        """Return a batch on the device: its inputs, its targets and its augmentation, if any.
 
         The batch is fetched now if it was not fetched in advance. The second fetch after this call overwrites
         the batch.

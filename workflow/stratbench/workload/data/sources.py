@@ -117,9 +117,6 @@ class Source(NamedTuple):
     least_loss: float | None = None
 
 
-# ---------------------------------------------------------------- files: find, download, verify
-
-
 def read_verified_file(path: Path, md5: str) -> bytes:
     """Return the content of a file. Raise DataError if the file's MD5 is not `md5`."""
     try:
@@ -218,9 +215,6 @@ def _describe_file(path: Path, md5: str) -> dict[str, Any]:
     return {"file": path.name, "md5": md5, "bytes": path.stat().st_size}
 
 
-# ---------------------------------------------------------------- MNIST
-
-
 def load_mnist(root: Path | None, download_folder: Path | None) -> Source:
     """Return MNIST from the files in ROOT/MNIST/raw, or else download it from mirrors.
 
@@ -276,9 +270,6 @@ def _parse_idx(content: bytes, file_name: str) -> np.ndarray:
     axes = content[3]
     shape = struct.unpack(f">{axes}I", content[4 : 4 + 4 * axes])
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
-
-
-# ---------------------------------------------------------------- CIFAR-10
 
 
 def load_cifar10(root: Path | None, download_folder: Path | None) -> Source:
@@ -361,9 +352,6 @@ def _parse_cifar10_batch(content: bytes, file_name: str) -> tuple[np.ndarray, np
         raise DataError(f"{file_name}: {error}") from None
     images = batch[b"data"].reshape(-1, 3, 32, 32)
     return images, np.asarray(batch[b"labels"], dtype=np.uint8)
-
-
-# ---------------------------------------------------------------- tinyshakespeare
 
 
 def load_tinyshakespeare(root: Path | None, download_folder: Path | None, sequence: int) -> Source:

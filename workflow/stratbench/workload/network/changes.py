@@ -25,7 +25,7 @@ _OWN = frozenset(vars(nn.Module()))
 
 
 class Attributes:
-    """A copy of a model's attributes that are no parameters, buffers or modules, to restore them.
+    """A copy of a model's attributes, except parameters, buffers and modules, to restore them.
 
     Args:
         model: The model.

@@ -95,7 +95,7 @@ def build_convnext(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def build_resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return a small ResNet of four stages with one bottleneck each.
+    """Return a small ResNet: four stages of one bottleneck block each.
 
     The stages follow a 3x3 stem that halves the image.
     """
@@ -125,7 +125,7 @@ def build_resnet(classes: int, shape: tuple[int, ...]) -> nn.Module:
 
 
 def build_densenet(classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Return a DenseNet-BC with growth rate 16, whose stem has no pooling, for small images."""
+    """Return a small DenseNet-BC with growth rate 16, for small images."""
     model = DenseNet(16, (3, 4, 4), num_init_features=32, num_classes=classes)
     stem = nn.Conv2d(shape[0], 32, 3, stride=2, padding=1, bias=False)
     nn.init.kaiming_normal_(stem.weight)

@@ -65,9 +65,9 @@ def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Mode
     )
 
 
-#: Smallest image side in pixels of torchvision's models, if it is not 32. In `_SIDES`: the number of pixels
-#: of which a side must be a multiple.
+#: Smallest side in pixels of the images that some of torchvision's models take. For others it is 32.
 _SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
+#: Number of pixels of which the sides of an image must be multiples, for some of torchvision's models.
 _SIDES = {"maxvit_t": 224}
 
 
@@ -153,10 +153,10 @@ def build_model(
 
 
 def build_fake_model(model_or_name: str | Model, classes: int, shape: tuple[int, ...]) -> nn.Module:
-    """Build a model of fake tensors, which take no memory, in the active fake mode.
+    """Build a model of fake tensors, which take no memory.
 
-    Plain tensors that its code creates are fake, too. A user's model whose code reads a tensor's values is
-    first built on the CPU.
+    The caller has entered a fake-tensor mode. Other tensors that the model's code creates are fake, too. A
+    user's model whose code reads a tensor's values is first built on the CPU.
 
     Args:
         model_or_name: The model.
@@ -243,11 +243,13 @@ def build_for_training(
         groups = list_wrap_groups(model_or_name, model)
         if not checkpoint_blocks(groups, checkpointing_mode):
             count = len(list_checkpointable_blocks(groups))
-            few = f"activation_checkpointing = {checkpointing_mode!r}: it has only {count} blocks; lower N"
-            reason = few if count else NO_BLOCKS
-            raise users_code.ModelError(
-                f"{get_metadata(model_or_name).own_model or model_or_name}: {reason}"
+            too_few = (
+                f"activation_checkpointing = {checkpointing_mode!r}: it has only {count} blocks; "
+                "lower N"
             )
+            why_not_checkpointed = too_few if count else NO_BLOCKS
+            model_label = get_metadata(model_or_name).own_model or model_or_name
+            raise users_code.ModelError(f"{model_label}: {why_not_checkpointed}")
     return model
 
 
@@ -440,7 +442,7 @@ def _group_vgg_layers(model: nn.Module) -> ShardGroups:
 def describe_own_model(
     model: Model, built_model: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return what a record says about a user's model: the arguments of its call, and its shard groups' rule.
+    """Return a record's entry on a user's model: call arguments and rule of its shard groups.
 
     Args:
         model: The model.

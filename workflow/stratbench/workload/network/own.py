@@ -91,9 +91,6 @@ def list_torchvision_names() -> frozenset[str]:
     return frozenset(name for text in texts for name in pattern.findall(text))
 
 
-# --- arguments of the user's function ------------------------------------------------------------
-
-
 def compute_data_values(
     classes: int, shape: Sequence[int], vocabulary: int | None = None
 ) -> dict[str, Any]:
@@ -126,7 +123,9 @@ def fill_data_values(argument: Any, data_values: Mapping[str, Any]) -> Any:
     if isinstance(argument, str) and argument.startswith("$"):
         if argument[1:] not in data_values:
             known = ", ".join(f"${role}" for role in data_values)
-            raise ValueError(f"{argument!r} is no value that this data set has; use one of {known}")
+            raise ValueError(
+                f"{argument!r} stands for a value that the data set does not have; use one of {known}"
+            )
         return data_values[argument[1:]]
     return argument
 
@@ -169,7 +168,7 @@ def collect_arguments(own_model: OwnModel, classes: int, shape: Sequence[int]) -
 
 
 def _get_builder(own_model: OwnModel) -> Callable[..., Any]:
-    """Return the function that builds a user's model. For a library's class, the library makes it.
+    """Return the function that builds a user's model, or a model of a library.
 
     Raises:
         ModelError: If the function cannot be imported, or if the library cannot build the model.
@@ -190,9 +189,6 @@ def _list_torchvision_arguments(own_model: OwnModel, shape: Sequence[int]) -> di
     if name in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": True}
     return {}
-
-
-# --- the model -----------------------------------------------------------------------------------
 
 
 def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> nn.Module:

@@ -21,7 +21,7 @@ def get_weights_dtype(precision: str) -> torch.dtype:
 
 
 def convert_scores_for_loss(outputs: torch.Tensor, precision: str) -> torch.Tensor:
-    """Return a model's scores in the format of the loss: bfloat16 weights need a loss in float32."""
+    """Return a model's scores in the number format in which the loss is computed."""
     return outputs.float() if precision == PURE_BF16 else outputs
 
 

@@ -9,7 +9,7 @@ from stratbench.workload.network.own import OwnModel
 
 @dataclass(frozen=True)
 class Family:
-    """Properties that all models of a family have, such as all GPTs.
+    """Properties that are the same for all models of a family, such as GPT.
 
     Attributes:
         batchnorm: Whether the family's models normalise over the batch, so that a batch of one

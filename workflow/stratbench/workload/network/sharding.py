@@ -80,7 +80,7 @@ def group_by_class(
 
 
 def group_by_size(model: nn.Module) -> ShardGroups:
-    """Return shard groups that each have about 1/GROUPS of a model's parameters.
+    """Return about twelve shard groups of a model, with similar numbers of parameters.
 
     The groups are in the order of registration. From the root down, a larger module is divided into its
     children, and smaller neighbours are combined. A

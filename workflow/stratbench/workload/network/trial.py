@@ -311,7 +311,7 @@ class _TrialRun:
         evaluation_scores: Tensor,
         training_scores: Tensor,
     ) -> tuple[Names, Names]:
-        """Return the names of changed state on which evaluation depends, and on which training does.
+        """Return names of changed state that affects evaluation, and of state that affects training.
 
         Args:
             changed_names: Changed names by kind.
@@ -347,7 +347,7 @@ class _TrialRun:
     def find_data_dependence(
         self, gathering: _Gathering, overwritten_parameters: Sequence[str]
     ) -> tuple[Names, Names]:
-        """Return names that only some batches use, and parameters that each batch changes differently."""
+        """Return modules that only some batches use, and parameters that batches change differently."""
         if self.on_fakes or not (gathering.reads_values or overwritten_parameters):
             return (), ()
         reached: list[set[str]] = []

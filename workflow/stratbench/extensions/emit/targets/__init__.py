@@ -1,1 +1,1 @@
-"""Modules that each write the file format of one target, such as Accelerate, and shared code."""
+"""Writes the emitted file: one module per target of `--to`, such as Accelerate, and shared code."""

@@ -54,7 +54,7 @@ def trace_steps(
     stage: int = 0,
     trial: Trial | None = None,
     blocks: Blocks | None = None,
-    turns: Turns | None = None,
+    microbatch_counts: Turns | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
     """Trace training steps and an evaluation of one rank. Return the trace and the strategy.
 
@@ -73,7 +73,7 @@ def trace_steps(
         stage: Number of the stage.
         trial: Trial of the model, by which the strategy may reject it; None skips that.
         blocks: Equal blocks to keep in place of all, which are marked in the trace.
-        turns: Turns of few micro-batches that a stage takes in place of all.
+        microbatch_counts: Turns of few micro-batches that a stage takes in place of all.
     """
     with ExitStack() as stack:
         # This context comes first, since it imports modules, which must not create fake tensors.
@@ -83,8 +83,8 @@ def trace_steps(
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
-        if turns is not None:
-            limit_microbatches(strategy, turns)
+        if microbatch_counts is not None:
+            limit_microbatches(strategy, microbatch_counts)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.is_on_cuda else 1,
             on_cpu=not request.is_on_cuda,
@@ -112,13 +112,13 @@ def trace_steps(
 
 @contextmanager
 def fake_worker_environment(
-    request: Request, on_fakes: bool = True, stage: int = 0
+    request: Request, on_fake_tensors: bool = True, stage: int = 0
 ) -> Iterator[None]:
     """Set up the fake process group and the torch modes that a traced worker needs.
 
     Args:
         request: The request.
-        on_fakes: Whether tensors are fake.
+        on_fake_tensors: Whether tensors are fake.
         stage: Number of the stage.
     """
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
@@ -126,7 +126,7 @@ def fake_worker_environment(
         stack.enter_context(
             fake_process_group(request.world_size, mesh.get_rank(MeshCoordinate(0, stage, 0)))
         )
-        if on_fakes:
+        if on_fake_tensors:
             stack.enter_context(FakeTensors())
         # A fused optimizer needs no temporary tensors, as on CUDA. With fp16, any other optimizer would read
         # values of the loss scaler, which fake tensors lack.
@@ -141,7 +141,7 @@ def fake_worker_environment(
 
 
 def build_worker(
-    request: Request, on_fakes: bool = True, blocks: Blocks | None = None
+    request: Request, on_fake_tensors: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
     """Return the model, the strategy and the worker of a request, before `setup`.
 
@@ -149,7 +149,7 @@ def build_worker(
 
     Args:
         request: The request.
-        on_fakes: Whether tensors are fake.
+        on_fake_tensors: Whether tensors are fake.
         blocks: Equal blocks to keep in place of all.
     """
     model = models.build_for_training(
@@ -159,7 +159,9 @@ def build_worker(
         seed=0,
         device=torch.device("cpu"),
         dtype=request.dtype,
-        build_function=partial(build_fake_model, blocks=blocks) if on_fakes else models.build_model,
+        build_function=partial(build_fake_model, blocks=blocks)
+        if on_fake_tensors
+        else models.build_model,
         checkpointing_mode=request.settings.activation_checkpointing,
     )
     strategy = make_strategy_on_fakes(request)
@@ -222,18 +224,20 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
         return strategy, [units for _, units in strategy.cut_into_stages(model, worker)]
 
 
-def limit_microbatches(strategy: Any, turns: Turns) -> None:
+def limit_microbatches(strategy: Any, microbatch_counts: Turns) -> None:
     """Make a pipeline stage compute few micro-batches instead of all of a step.
 
     Args:
         strategy: The pipeline.
-        turns: Turns of these micro-batches.
+        microbatch_counts: Turns of these micro-batches.
     """
     make_schedule = strategy.make_schedule
 
     def make_short_schedule(samples: int) -> Any:
-        schedule = make_schedule(samples // turns.microbatches * strategy.options.microbatches)
-        shorten_schedule(schedule, *turns)
+        schedule = make_schedule(
+            samples // microbatch_counts.microbatches * strategy.options.microbatches
+        )
+        shorten_schedule(schedule, *microbatch_counts)
         return schedule
 
     strategy.make_schedule = make_short_schedule
