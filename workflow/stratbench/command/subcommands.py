@@ -56,7 +56,7 @@ class SubcommandAdder:
                 nargs="+",
                 default=[],
                 metavar="KEY=VALUE",
-                help="values that replace values of config.yaml",
+                help="values that replace those of the same keys in config.yaml",
             )
         return added
 
@@ -133,13 +133,13 @@ def apply_config_pairs(config: Mapping[str, Any], changes: Sequence[str]) -> dic
 
     result = json.loads(json.dumps(config))
     for pair in changes:
-        key, equals, text = pair.partition("=")
+        key, equals, value_text = pair.partition("=")
         if not equals or not key.isidentifier():
             raise CommandError(f"--config {pair}: is not KEY=VALUE")
         try:
-            value = yaml.safe_load(text)
+            value = yaml.safe_load(value_text)
         except yaml.YAMLError as error:
-            raise CommandError(f"--config {pair}: the value {text} is not YAML") from error
+            raise CommandError(f"--config {pair}: the value {value_text} is not YAML") from error
         merge_config(result, {key: value})
     return result
 

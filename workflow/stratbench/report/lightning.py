@@ -23,9 +23,8 @@ class ReportCallback(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.samples += len(batch[0]) * trainer.world_size
-        if (
-            trainer.global_step > self.steps
-        ):  # else the batch only accumulated gradients, without a step
+        # A batch that only accumulated gradients is no step.
+        if trainer.global_step > self.steps:
             whole = outputs["loss"].detach() * trainer.accumulate_grad_batches
             self.report.step(self.samples, whole)
             self.steps, self.samples = trainer.global_step, 0

@@ -90,33 +90,39 @@ def compute_claim(
         has_uncertain_score: Whether the score of the choice may be worse than allowed.
     """
     first = ranking.chosen_candidate
-    quick = "cheap" if first.is_ranked_by_cost else "fast"
+    fast = "cheap" if first.is_ranked_by_cost else "fast"
+    faster, fastest = f"{fast}er", f"{fast}est"
     they_have = [
         REMAINING_HAVE[kind].format(score=first.score.name)
         for kind in find_better_excluded(candidates, first, REMAINING_HAVE)
     ]
     remaining = f" of the candidates with {' and '.join(they_have)}" if they_have else ""
-    best = f"{quick.capitalize()}est{remaining}"
-    but_score = (
+    fastest_remaining = f"{fastest.capitalize()}{remaining}"
+    but_its_score = (
         f", but its {first.score.name} may be worse than allowed" if has_uncertain_score else ""
     )
     margin = f"{100 * constraints.equivalence_margin:g} %"
     ties = [c for c in ranking.comparisons if c.status == "tied"]
     if first.is_projected:
-        fastest = f"Not significantly {quick}er than {ties[0].alternative.name}" if ties else best
+        conclusion = (
+            f"Not significantly {faster} than {ties[0].alternative.name}"
+            if ties
+            else fastest_remaining
+        )
         workers = format_count(first.gpus, "worker")
-        text = f"{fastest} by projection; nothing was measured on {workers}."
+        text = f"{conclusion} by projection; nothing was measured on {workers}."
         return Claim("projected", text)
     if not ranking.comparisons:
-        return Claim("alone", f"The only candidate that is not excluded{but_score}.")
+        return Claim("alone", f"The only candidate that is not excluded{but_its_score}.")
     if len(first.times) < 2:
-        in_one_run = f"in one {first.run} each"
+        in_one_run_each = f"in one {first.run} each"
         if any(c.ratio.value < 1 for c in ranking.comparisons):
-            return Claim("one run", f"Within {margin} of the {quick}est, {in_one_run}{but_score}.")
-        return Claim("one run", f"{best}, {in_one_run}{but_score}.")
+            text = f"Within {margin} of the {fastest}, {in_one_run_each}{but_its_score}."
+            return Claim("one run", text)
+        return Claim("one run", f"{fastest_remaining}, {in_one_run_each}{but_its_score}.")
     if not ties:
-        distance = describe_distance(ranking.comparisons[0])
-        return Claim("winner", f"{best}{but_score}." if but_score else f"{best}: {distance}.")
+        reason = but_its_score or f": {describe_distance(ranking.comparisons[0])}"
+        return Claim("winner", f"{fastest_remaining}{reason}.")
     names = [c.alternative.name for c in ties]
     tied_candidates = join_with_and(names) if len(ties) == 2 else format_names(names, 1)
     most = constraints.equivalence_margin + 1e-12
@@ -124,9 +130,9 @@ def compute_claim(
     if known_equal and all(c.ratio.value <= 1 + most for c in ties):
         advantage = describe_advantage(first, [c.alternative for c in ties])
         return Claim(
-            "tie", f"As {quick} as {tied_candidates} within {margin}{advantage}{but_score}."
+            "tie", f"As {fast} as {tied_candidates} within {margin}{advantage}{but_its_score}."
         )
-    return Claim("apart", f"Not significantly {quick}er than {tied_candidates}{but_score}.")
+    return Claim("apart", f"Not significantly {faster} than {tied_candidates}{but_its_score}.")
 
 
 def describe_distance(comparison: ComparisonWithChoice, rival: str = "the next") -> str:

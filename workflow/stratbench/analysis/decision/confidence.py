@@ -201,8 +201,13 @@ def describe_unequal_worker_counts(ranking: Ranking, equivalence_margin: float) 
     shares = [c.mean_num_workers / c.gpus for c in elastic if c.mean_num_workers]
     if not shares or max(shares) <= (1 + equivalence_margin) * min(shares):
         return ""
-    means = ", ".join(f"{c.mean_num_workers:.2g} of {c.gpus} for {c.strategy}" for c in elastic)
-    return f"Workers joined and left, so the mean number of present workers differs: {means}."
+    numbers_by_strategy = ", ".join(
+        f"{c.mean_num_workers:.2g} of {c.gpus} for {c.strategy}" for c in elastic
+    )
+    return (
+        "Workers joined and left, so the mean number of present workers differs: "
+        f"{numbers_by_strategy}."
+    )
 
 
 def is_confirmed_by_verdict(ranking: Ranking) -> bool:

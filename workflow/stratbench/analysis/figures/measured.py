@@ -219,9 +219,9 @@ def iter_rows_caption(
         return
     if measure.name == "memory":
         yield (
-            "The worker with the highest peak, above the memory of its process before training."
+            "Peak of the worker that used most, above the memory of its process before training."
             if data.is_on_cpu
-            else "The worker with the highest peak."
+            else "Peak of the worker that used most."
         )
     if rows["gpus"].nunique() > 1:
         yield f"The number in a marker is the number of {noun}."

@@ -83,13 +83,13 @@ def draw_timeline_figure(
     lines = [[] if t is None else list(iter_worker_lines(t, columns_by_kind)) for t in timelines]
     panels = [Panel(*parts) for parts in zip(cells, timelines, lines, strict=True)]
     workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
-    caption = [f"First repeat of the cell with the most workers ({workers}).", "Shaded: training."]
+    caption = [f"First repeat of each strategy on most workers ({workers}).", "Shaded: training."]
     if any(line.name.startswith("server") for panel in panels for line in panel.lines):
         caption.append("Dashed: servers.")
     kinds = {"gpu" if (t["kind"] == "gpu").any() else "process" for t in timelines if t is not None}
     if unit == "MiB":
-        caption += ["Memory in use on the GPU, in total."] * ("gpu" in kinds)
-        caption += ["Resident set size of the process."] * ("process" in kinds)
+        caption += ["Memory in use on the GPU by all processes."] * ("gpu" in kinds)
+        caption += ["Resident set size of each worker's process."] * ("process" in kinds)
     return CaptionedFigure(draw_timelines(data, panels, unit), " ".join(caption))
 
 

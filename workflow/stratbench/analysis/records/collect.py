@@ -62,12 +62,14 @@ class Expectations:
 def add_expectation_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for skipped cells, target scores and required settings to a command line."""
     parser.add_argument(
-        "--skipped", default="{}", help="JSON object: reason by skipped cell's path"
+        "--skipped", default="{}", help="JSON object: why a cell is skipped, by its path"
     )
     parser.add_argument(
-        "--study", default="null", help="JSON object: the config, to check settings"
+        "--study", default="null", help="JSON object: the config, to check settings of records"
     )
-    parser.add_argument("--targets", default="{}", help="JSON object: score to reach by experiment")
+    parser.add_argument(
+        "--targets", default="{}", help="JSON object: the score to reach, by experiment"
+    )
 
 
 def read_expectations(args: argparse.Namespace) -> Expectations:

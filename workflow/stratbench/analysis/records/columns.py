@@ -62,7 +62,6 @@ class Column:
         return self.value_kind in ("text", "json")
 
 
-# One or two lines per column keep this readable as a table.
 # fmt: off
 _ALL_COLUMNS: tuple[Column, ...] = (
     Column("study", "text", "", None, "Name of the study."),
@@ -71,7 +70,7 @@ _ALL_COLUMNS: tuple[Column, ...] = (
     Column("model", "text", "", None, "Name of the model."),
     Column("dataset", "text", "", None, "Name of the data set."),
     Column("gpus", "number", "", None,
-           "Number of workers, each a GPU or a CPU process; servers are not counted."),
+           "Number of workers, each a GPU or a CPU process. Parameter servers are not counted."),
     Column("repeat", "number", "", None, "Number of the repeat, from 0."),
     Column("status", "text", "", "status",
            "Outcome of the cell: ok, oom, timeout, diverged or unsupported; missing, error or infeasible if "
@@ -89,8 +88,8 @@ _ALL_COLUMNS: tuple[Column, ...] = (
            "Wall-clock time of the slowest worker for the training steps of all epochs, synchronised with "
            "the device at both ends. It excludes start-up, warm-up, data staging and evaluation."),
     Column("throughput_samples_per_s", "number", "samples/s", "time.throughput_samples_per_s",
-           "Training samples of all workers divided by the training time. Samples count if their gradients "
-           "updated the weights, not if a server dropped them or if they overflowed."),
+           "Training samples of all workers divided by the training time. A sample counts if its gradient "
+           "updated the weights, not if the gradient overflowed or a parameter server dropped it."),
     Column("task", "text", "", "task.name"),
     Column("score_name", "text", "", "task.score"),
     Column("score_unit", "text", "", "task.unit"),
@@ -199,8 +198,8 @@ _ALL_COLUMNS: tuple[Column, ...] = (
            "Peak of the bytes requested from the GPU's allocator, which allocates whole blocks, by the "
            "worker with the largest peak memory. It includes the workspaces of cuBLAS."),
     Column("cublas_bytes", "number", "bytes", "memory.cublas_bytes",
-           "Bytes of cuBLAS's workspaces on a GPU, for the worker with the largest peak memory. Its "
-           "peaks include them with every strategy."),
+           "Bytes of cuBLAS's workspaces on a GPU, for the worker with the largest peak memory. The peak "
+           "memory includes them."),
     Column("model_states_bytes", "number", "bytes", derived.get_model_states_bytes,
            "Exact bytes of parameters, gradients, optimizer state and buffers between two steps, for the "
            "worker with the most. Activations, communication buffers and the memory of parameter servers "
@@ -332,7 +331,8 @@ def build_record_row(record: Record, timeline: Path) -> Row:
         if kind == "text":
             row[name] = join_lines(str(value))
         elif kind != "json" and not (isinstance(value, int | float) and math.isfinite(value)):
-            raise RecordError(f"{timeline.parent}/record.json: {name} is {str(value)[:80]!r}")
+            record_path, shown = timeline.parent / "record.json", repr(str(value)[:80])
+            raise RecordError(f"{record_path}: {name} is {shown}, which is not a finite number")
     return row
 
 

@@ -162,8 +162,8 @@ MEASURES: dict[str, Measure] = {
         Measure("memory_reduction", "Memory reduction against ddp", "peak_memory_bytes",
             explicit_definition="Peak memory per worker of ddp divided by the strategy's, on the "
                                 "same number of "
-            "workers. Sharding reduces model states, by the number of workers at most, but not "
-            "activations. CPU peaks exclude weights and momentum.", better="higher", baseline="ddp",
+            "workers. Sharding divides model states by the number of workers at most, and does not "
+            "reduce activations. CPU peaks exclude weights and momentum.", better="higher", baseline="ddp",
             is_inverted=True, audit_kind="memory", decimals=2),
         Measure("sent_per_step", "Sent by a worker in a step", "sent_bytes_per_step", "MiB"),
         Measure("bandwidth", "Implied bandwidth of a worker", "implied_bytes_per_s", "GB/s", better=None),

@@ -185,5 +185,5 @@ def parse_finite(text: str) -> float | None:
         return None
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite number")
+        raise ValueError(f"the value {text} of a timeline is not a finite number")
     return value

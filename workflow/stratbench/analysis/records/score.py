@@ -21,7 +21,7 @@ class Score:
     tolerance: float = 1.0
     #: What throughput counts: `samples` or `tokens`.
     throughput_unit: str = "samples"
-    #: How many of these a sample has.
+    #: How many of the units that throughput counts one sample has.
     counts_per_sample: float = 1.0
     #: The lowest possible mean loss in nats per token; None if unknown.
     min_loss: float | None = None

@@ -95,7 +95,7 @@ def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
     if 0 < len(cpu) < len(known):
         yield (
             f"Some cells ran without a GPU. {describe_worker_devices(cpu)} Their times, speedups and memory "
-            "do not apply to GPUs: further CPU processes share the same hardware."
+            "do not apply to GPUs, since more CPU processes share the same hardware."
         )
     if known["synthetic_data"].astype(str).eq("True").any():
         yield "Some cells train on generated data: their scores have no meaning outside this study."

@@ -17,7 +17,7 @@ def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
     for name in cells["strategy"].unique():
         base = bases.get(name, name)
         if base not in REGISTRY:  # a variant without any record, which would name its base strategy
-            unknown = "a variant of a strategy that no record names."
+            unknown = "a variant whose base strategy no record names."
             yield {"name": name, "summary": unknown, "rule": unknown}
             continue
         kind = "" if base == name else f"a variant of {base}: "
