@@ -382,7 +382,7 @@ def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of):
     assert "0.0 to 0.0" not in told
     answers = dict(answer_questions(plan))
     assert answers["How does the peak memory change with the number of workers?"] == [
-        "No strategy of the study has cells on two numbers of workers."
+        "No strategy of the study runs on two different numbers of workers."
     ]
 
 
@@ -879,7 +879,9 @@ def test_groups_lie_within_a_node_or_on_several(call: tuple, node_ranks: int, wi
     assert made.as_tuple == call
     assert made.is_within_node(node_ranks, 8) == within
     sent = traffic.compute_wire_bytes([call], 8, on_gloo=False, samples=1)
-    inside = traffic.compute_wire_bytes([call], 8, on_gloo=False, samples=1, within=node_ranks)
+    inside = traffic.compute_wire_bytes(
+        [call], 8, on_gloo=False, samples=1, ranks_per_node=node_ranks
+    )
     assert inside == (sent if within else 0)
 
 

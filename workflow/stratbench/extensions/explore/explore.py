@@ -230,7 +230,7 @@ def collect_audit_data(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
     by_cell = {
         number: sorted({rule_at[place] for place in places})
         for number, (status, places) in enumerate(found)
-        if places and status in STATUSES  # the audit concerns values, which other cells lack
+        if places and status in STATUSES  # cells without a result are left out
     }
     keys = ("id", "severity", "affects", "explanation")
     return {

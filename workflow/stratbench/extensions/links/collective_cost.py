@@ -201,14 +201,14 @@ def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     return CollectiveCost({level: 1}, {level: layout.workers * n_bytes})
 
 
-#: Stands for the name of an algorithm: the fastest algorithm of the library counts for each tensor.
+#: In place of an algorithm's name in links.csv: for each tensor, the library's fastest algorithm counts.
 FASTEST = "fastest"
 
 
 def get_named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
-    """Return the algorithms with the name in a row of `links.csv`.
+    """Return the collective algorithms for which a name in `links.csv` stands.
 
-    There may be several, of which the fastest counts.
+    If there are several, the fastest of them counts.
 
     Args:
         name: Name in the row.

@@ -24,17 +24,17 @@ MAX_MEASURED_MIB = 256
 
 
 def make_links_request(
-    study: Study, cluster: Mapping[str, Any], offered: Sequence[Node]
+    study: Study, cluster: Mapping[str, Any], offered_nodes: Sequence[Node]
 ) -> JobRequest:
     """Return the resources of the job that measures links.
 
     The job has two nodes, so that links between nodes are measured as well. It has one node if no partition
-    of `offered` has two suitable ones.
+    of `offered_nodes` has two suitable ones.
 
     Args:
         study: The study.
         cluster: The block `cluster` of the config.
-        offered: Nodes that SLURM offers.
+        offered_nodes: Nodes that SLURM offers.
     """
 
     def make_request(nodes: int) -> JobRequest:
@@ -43,7 +43,7 @@ def make_links_request(
         requests = [build_plain_request(c, s, cluster, LINKS_S) for c, s in full.items()]
         return combine_requests(requests, compute_job_runtime_min(LINKS_S, cluster))
 
-    return make_request(2 if count_fitting_nodes(make_request(2), offered) > 1 else 1)
+    return make_request(2 if count_fitting_nodes(make_request(2), offered_nodes) > 1 else 1)
 
 
 def make_links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:

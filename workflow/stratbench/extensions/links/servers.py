@@ -32,7 +32,7 @@ from stratbench.extensions.servers.ps.server_config import ServerConfig
 WARM_PUSHES = 2
 #: Minimum and maximum number of timed pushes per worker.
 MIN_PUSHES, MAX_PUSHES = 4, 10
-#: Bytes that a worker pushes in all timed pushes, within these limits.
+#: Bytes that a worker pushes in all its timed pushes, if the limits on their number allow it.
 PUSHED_BYTES = 40 << 20
 #: Smallest weights to measure, since smaller ones take equal time.
 SMALLEST_SERVED_BYTES = 1 << 16

@@ -56,10 +56,10 @@ class Network:
     values: bool = False
 
     @classmethod
-    def from_request(cls, r: Request) -> Network:
-        s = r.settings
+    def from_request(cls, request: Request) -> Network:
+        s = request.settings
         own = (json.dumps(spec, sort_keys=True) for spec in (s.own_model, s.own_task))
-        return cls(s.model, *own, s.task, r.input_shape, r.classes, r.values)
+        return cls(s.model, *own, s.task, request.input_shape, request.classes, request.values)
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def _make_untried_rehearsal(network: CheckResult) -> Rehearsal:
     )
 
 
-# --- check of one model ---------------------------------------------------------------------------------
+# --- check of one model ------------------------------------------------------------------------
 
 
 def check_network(request: Request) -> CheckResult:
@@ -432,7 +432,7 @@ def _count_model_parameters(request: Request) -> int:
     return _count_elements(model.parameters())
 
 
-# --- dry run of one kind of cell ----------------------------------------------------------------------------
+# --- dry run of one kind of cell --------------------------------------------------------------
 
 
 def rehearse_strategy(request: Request, network: CheckResult) -> Rehearsal:

@@ -14,7 +14,7 @@ from stratbench.extensions.plan.needs import Needs, Subject
 
 # Indices into the tuples below. Each tuple has a value for the best case, one for the worst case, and a usual
 # one, by which cells are compared. They were chosen from published trainings, which reach up to 74 % of a
-# GPU's peak rate. Memory limits small images, and the host's time to launch operations limits small batches.
+# GPU's peak rate.
 BEST, WORST, USUAL = range(3)
 GPU_UTILISATION = (0.8, 0.2, 0.7)
 MEMORY_UTILISATION = (0.8, 0.4, 0.8)
@@ -32,9 +32,9 @@ CPU_LAUNCH_S = (2e-6, 30e-6, 8e-6)
 SERVER_BYTES_PER_S = (30e9, 2e9, 8e9)
 #: Fraction of memory traffic and kernel launches that remains after torch.compile fuses operations.
 COMPILED = 0.5
-#: Bytes per second of copies between a GPU and its host, and then of the host's memory in the optimizer's
-#: step: at best, at worst and usually.
+#: Bytes per second of copies between a GPU and its host: at best, at worst and usually.
 HOST_COPY_BYTES_PER_S = (24e9, 6e9, 12e9)
+#: Bytes per second of the host's memory in the optimizer's step: at best, at worst and usually.
 HOST_OPTIMIZER_BYTES_PER_S = (40e9, 10e9, 20e9)
 FP32_BYTES = 4
 #: Number of copies per step between GPU and host: parameters for forward and for backward, and gradients.
@@ -78,7 +78,7 @@ class ProjectedDuration:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Predicted seconds of the parts of a step, for one case of rates (BEST, WORST or USUAL).
+    """Predicted seconds of the parts of a step: at best, at worst, or usually.
 
     Attributes:
         compute_s: Computation; None if the device's rate is unknown.
@@ -115,7 +115,7 @@ class PlannedStep:
 
 
 def plan_step(device: Device, s: Subject, needs: Needs, rate_case: int) -> PlannedStep:
-    """Predict the parts of a cell's step on a device, for one case of rates.
+    """Predict the duration of a cell's step on a device: at best, at worst, or usually.
 
     Args:
         device: The device.
@@ -126,7 +126,7 @@ def plan_step(device: Device, s: Subject, needs: Needs, rate_case: int) -> Plann
     utilisation = LINK_UTILISATION[rate_case]
 
     def compute_sending_s(n_bytes: float, bytes_within_node: float = 0.0) -> float:
-        """Return the seconds to send bytes, of which some stay within the node."""
+        """Return the seconds to send bytes to other workers, within and between nodes."""
         rest_s = (n_bytes - bytes_within_node) / device.get_slowest_link_bytes_per_s(needs.nodes)
         return (rest_s + bytes_within_node / device.get_slowest_link_bytes_per_s(1)) / utilisation
 
@@ -160,7 +160,7 @@ def compute_host_s(footprint: Footprint) -> tuple[float, ...]:
 
 
 def _plan_compute_s(device: Device, s: Subject, needs: Needs, rate_case: int) -> float:
-    """Predict the seconds of a step's computation, for one case of rates."""
+    """Predict the seconds of a step's computation: at best, at worst, or usually."""
     f, batch = needs.slowest_rank, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
     flops_s = f.computed_flops_per_sample * batch / estimate_training_flops_per_s(device, rate_case)
@@ -183,7 +183,7 @@ def _plan_compute_s(device: Device, s: Subject, needs: Needs, rate_case: int) ->
 
 
 def estimate_training_flops_per_s(device: Device, rate_case: int) -> float:
-    """Return the floating-point operations per second of training, for one case of rates."""
+    """Return the floating-point operations per second of training: best, worst or usual."""
     utilisation = GPU_UTILISATION if device.is_gpu else CPU_UTILISATION
     return device.flops_per_s * utilisation[rate_case]
 

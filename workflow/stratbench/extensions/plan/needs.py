@@ -179,19 +179,22 @@ def compute_bytes_within_nodes(s: Subject, footprint: Footprint, node_ranks: int
     )
 
 
-def compute_awaited_bytes(s: Subject, footprint: Footprint, within: int | None = None) -> float:
+def compute_awaited_bytes(
+    s: Subject, footprint: Footprint, ranks_per_node: int | None = None
+) -> float:
     """Return the bytes per step of sent activations for which the next layer waits.
 
     Args:
         s: The cell.
         footprint: Footprint of the cell.
-        within: Count only groups within a node of so many ranks, unless None.
+        ranks_per_node: Count only groups within a node of so many ranks, unless None.
     """
     if not s.strategy.waits_for_activations:
         return 0.0
     calls, on_gloo = footprint.slowest_rank.collectives, not s.request.is_on_cuda
     each = [
-        compute_wire_bytes(calls, s.cell.gpus, on_gloo, n, within) for n in (0, s.samples_per_step)
+        compute_wire_bytes(calls, s.cell.gpus, on_gloo, n, ranks_per_node)
+        for n in (0, s.samples_per_step)
     ]
     return each[1] - each[0]
 
@@ -302,6 +305,6 @@ def _compute_worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int
     kept_bytes = 3 * host_bytes.get("parameters", 0) + 2 * host_bytes.get("optimizer", 0)
     kept_bytes -= 2 * footprint.frozen_bytes if host_bytes else 0
     n_bytes += GPU_HOST_PROCESS_BYTES + footprint.warmup_copy_host_bytes + mirror_bytes + kept_bytes
-    if s.settings.data_placement == "host":  # pinned memory; mapped files may be dropped
+    if s.settings.data_placement == "host":  # the data set is in pinned memory
         n_bytes += data_bytes
     return n_bytes

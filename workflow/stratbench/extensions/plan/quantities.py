@@ -88,7 +88,7 @@ def group_cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, lis
 
 
 def sort_by_usual_time(cells: Iterable[Planned]) -> list[Planned]:
-    """Sort the cells of each group by the time for comparisons.
+    """Sort cells by their time for comparisons, separately per experiment and model.
 
     A group has one experiment, model, worker count and repeat. Unknown times come last. Groups, and cells of
     equal times, keep their order.
@@ -122,7 +122,7 @@ def format_span(span: Span) -> str:
 
 
 def format_compared_time(usual_s: float, span: Span) -> str:
-    """Return the compared time and its range as text, such as `20.5 (12-45 min)`."""
+    """Return the time for comparisons and its range as text, such as `20.5 (12-45 min)`."""
     if span.high_s < 1:
         return format_span(span)
     unit_s, digits = (1, 0) if span.high_s < 100 else (60, 1) if span.high_s < 6000 else (3600, 1)

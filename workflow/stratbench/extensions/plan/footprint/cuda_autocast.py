@@ -54,7 +54,8 @@ def cuda_autocast() -> Iterator[None]:
         BY_DTYPE, _run_with_float32_dtype
     )
     kernels |= {
-        name: partial(_run_overload, other=_get_operator(other)) for name, other in BY_OTHER.items()
+        name: partial(_run_overload, float32_overload=_get_operator(other))
+        for name, other in BY_OTHER.items()
     }
     try:
         with warnings.catch_warnings():
@@ -102,5 +103,5 @@ def _run_with_float32_dtype(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> An
     return op(x, *args, **kwargs)
 
 
-def _run_overload(op: Any, x: Tensor, *args: Any, other: Any) -> Any:
-    return other(x, *args, dtype=torch.float32) if x.dtype in SHORT else op(x, *args)
+def _run_overload(op: Any, x: Tensor, *args: Any, float32_overload: Any) -> Any:
+    return float32_overload(x, *args, dtype=torch.float32) if x.dtype in SHORT else op(x, *args)

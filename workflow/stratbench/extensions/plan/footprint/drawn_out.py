@@ -84,7 +84,7 @@ def extrapolate_footprint(trace_blocks: Callable[..., Followed], blocks: Blocks)
     """
     try:
         few, more = (trace_blocks(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
-    except Exception as error:  # a trace of all blocks may succeed, or say more
+    except Exception as error:  # the trace of all blocks may succeed
         raise UnlikeError("the model cannot be traced with fewer blocks") from error
     if few.other_moments or more.other_moments:
         raise UnlikeError(
@@ -135,13 +135,15 @@ def extrapolate_footprint(trace_blocks: Callable[..., Followed], blocks: Blocks)
     )
 
 
-def _split_step(followed: Followed, first_phase: int, stop_phase: int) -> list[EventSegment]:
-    return split_into_segments(followed.trace, followed.blocks.count, first_phase, stop_phase)
+def _split_step(traced_steps: Followed, first_phase: int, stop_phase: int) -> list[EventSegment]:
+    return split_into_segments(
+        traced_steps.trace, traced_steps.blocks.count, first_phase, stop_phase
+    )
 
 
-def _list_reductions_in_order(followed: Followed, parts: int) -> list[tuple[int, Sums]]:
+def _list_reductions_in_order(traced_steps: Followed, parts: int) -> list[tuple[int, Sums]]:
     """Return the position in the trace and the size of each CUDA reduction of a step."""
-    by_sums = list_reductions(followed.step_phases, followed.event_edges, parts)
+    by_sums = list_reductions(traced_steps.step_phases, traced_steps.event_edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
 
@@ -154,9 +156,9 @@ def _extrapolate_moments(
     """Return the moments of a step at which memory may peak for some batch size."""
     parts = both_traces[0].parts
 
-    def fit_line(i: int, j: int) -> Affine:
+    def fit_line(few_events: int, more_events: int) -> Affine:
         pair = (
-            extrapolate_numbers(few[i], more[j], num_further_blocks)
+            extrapolate_numbers(few[few_events], more[more_events], num_further_blocks)
             for few, more in zip(*live_bytes, strict=True)
         )
         return Affine.from_two_values(tuple(pair), parts)
@@ -189,7 +191,10 @@ def _extrapolate_moments(
 def _extrapolate_evaluation(
     both_traces: tuple[Followed, Followed], first_phase: int, num_further_blocks: int
 ) -> MemoryPeak:
-    """Return the peak memory of an evaluation, which has a single batch size."""
+    """Extrapolate the peak memory of an evaluation to all blocks of the model.
+
+    An evaluation has a single batch size.
+    """
     a, b = (_split_step(f, first_phase, first_phase + 1) for f in both_traces)
     start = [f.event_edges[2] for f in both_traces]
     lives = [
@@ -352,7 +357,7 @@ def extrapolate_collectives(
     collectives_of_traces: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
     num_further_blocks: int,
 ) -> list[CollectiveCall]:
-    """Return a step's collectives for a model with more blocks than the longer trace.
+    """Extrapolate a step's collectives to a model with more blocks.
 
     Args:
         few_segments: Segments of the shorter trace.

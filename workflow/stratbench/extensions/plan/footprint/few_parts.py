@@ -122,9 +122,11 @@ def extrapolate_stages(request: Request, num_stages: int, trial: Trial | None = 
     kinds = [(tuple(each), i == 0, i == num_stages - 1) for i, each in enumerate(units)]
 
     @cache
-    def follow_stage(kind: Any, microbatches: int, num_waiting: int) -> Footprint:
+    def follow_stage(stage_kind: Any, microbatches: int, num_waiting: int) -> Footprint:
         turns = Turns(microbatches, num_waiting)
-        return trace_two_steps(request, kinds.index(kind), trial, turns=turns).make_footprint()
+        return trace_two_steps(
+            request, kinds.index(stage_kind), trial, microbatch_counts=turns
+        ).make_footprint()
 
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps
     found = [
@@ -153,7 +155,7 @@ def extrapolate_microbatches(
     if 1 < num_waiting < microbatches:
         few = [(4, 3), (3, 2), (4, 2)]
         weights = [num_waiting - 2, 4 - microbatches, microbatches - num_waiting - 1]
-    else:  # one micro-batch waits at a time, or all of them wait
+    else:  # either one micro-batch waits at a time, or all of them do
         few = [(2, 1), (3, 1)] if num_waiting == 1 else [(2, 2), (3, 3)]
         weights = [3 - microbatches, microbatches - 2]
     parts = [num_accumulated_parts * n for n in (*(n for n, _ in few), microbatches)]
@@ -212,7 +214,7 @@ def _round_bytes(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _scale_lines(f: Footprint, factor: float) -> Footprint:
+def _scale_lines(footprint: Footprint, factor: float) -> Footprint:
     """Return the footprint with all its bytes per sample multiplied by a factor.
 
     Bytes per sample of a part become bytes per sample of a batch.
@@ -222,8 +224,8 @@ def _scale_lines(f: Footprint, factor: float) -> Footprint:
         return replace(line, per_sample=line.per_sample * factor)
 
     return replace(
-        f,
-        touched_bytes=scale_line(f.touched_bytes),
+        footprint,
+        touched_bytes=scale_line(footprint.touched_bytes),
         peak_moments=[
             replace(
                 m,
@@ -236,7 +238,9 @@ def _scale_lines(f: Footprint, factor: float) -> Footprint:
                     inputs=scale_line(m.reduction_sums.inputs),
                 ),
             )
-            for m in f.peak_moments
+            for m in footprint.peak_moments
         ],
-        collectives=[(*c[:3], c[3] * factor, *c[4:]) if len(c) > 3 else c for c in f.collectives],
+        collectives=[
+            (*c[:3], c[3] * factor, *c[4:]) if len(c) > 3 else c for c in footprint.collectives
+        ],
     )

@@ -44,7 +44,10 @@ class Affine:
 
     @classmethod
     def from_two_values(cls, values: tuple[float, float], parts: int = 1) -> Affine:
-        """Return the line through two values, for batches of BATCHES times `parts` samples."""
+        """Return the line through two values, which belong to two batch sizes.
+
+        The batch sizes are BATCHES times `parts`.
+        """
         slope = (values[1] - values[0]) / (parts * (BATCHES[1] - BATCHES[0]))
         return cls(values[0] - slope * parts * BATCHES[0], slope)
 
@@ -408,7 +411,7 @@ def trace_two_steps(
     stage: int = 0,
     trial: Trial | None = None,
     blocks: Blocks | None = None,
-    turns: Turns | None = None,
+    microbatch_counts: Turns | None = None,
 ) -> Followed:
     """Trace two steps of a pipeline stage's first rank, with different batch sizes.
 
@@ -417,7 +420,7 @@ def trace_two_steps(
         stage: Number of the stage.
         trial: Trial of the request's model.
         blocks: Equal blocks to keep in place of all.
-        turns: Turns of few micro-batches that a stage takes in place of all.
+        microbatch_counts: Turns of few micro-batches that a stage takes in place of all.
 
     Raises:
         ModelError: If the steps differ in more than their batch.
@@ -425,10 +428,10 @@ def trace_two_steps(
     from stratbench.extensions.plan.footprint import fake
 
     parts = request.num_accumulated_parts
-    if turns is not None:
-        parts = request.gradient_accumulation_steps * turns.microbatches
+    if microbatch_counts is not None:
+        parts = request.gradient_accumulation_steps * microbatch_counts.microbatches
     batches = [parts * batch for batch in BATCHES]
-    trace, strategy = fake.trace_steps(request, batches, 0, stage, trial, blocks, turns)
+    trace, strategy = fake.trace_steps(request, batches, 0, stage, trial, blocks, microbatch_counts)
     steps, edges = _split_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.collective_name, c.group_size) for c in calls] for calls in each]
@@ -540,7 +543,9 @@ def _find_peak_moments(
 def list_reductions(
     steps: tuple[list[Phase], list[Phase]], first_events: list[int], parts: int
 ) -> dict[Sums, list[int]]:
-    """Return the positions in the trace of reductions that may need a buffer, by their size.
+    """Return where in the trace a step has CUDA reductions, by the size of the reduction.
+
+    Only reductions that may need a buffer are included.
 
     Args:
         steps: Phases of both steps.

@@ -1,4 +1,4 @@
-"""Computes the temporary device memory of a sum on CUDA, in addition to the result.
+"""Computes the temporary memory that a sum on CUDA needs in addition to its result.
 
 PyTorch divides few sums of many numbers, as in the gradient of a bias, over several blocks of threads.
 These blocks write their partial sums to a buffer. The module does not import torch.
@@ -101,7 +101,7 @@ class Reduction:
 
 
 def _merge_dimensions(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge contiguous dimensions (stride, size), which are given from the nearest on."""
+    """Merge neighbouring dimensions that are contiguous, given as (stride, size) pairs."""
     merged: list[tuple[int, int]] = []
     for stride, size in dims:
         if merged and merged[-1][0] * merged[-1][1] == stride:

@@ -77,7 +77,7 @@ class FakeTensors(KnownFakes):
             elif isinstance(value, list | tuple):
                 words.append(self._describe_values(value))
             elif type(value) in _PLAIN:
-                words += type(value), value  # 1 == 1.0, but their results differ
+                words += type(value), value  # the type, since 1 == 1.0 but results differ
             else:
                 raise _IndescribableOperand
         return tuple(words)
@@ -290,7 +290,7 @@ def _run_fused(options: dict[str, Any], params: Any, grads: Any, *moments: Any) 
             )
 
 
-def shorten_schedule(schedule: Any, microbatches: int, waiting: int) -> None:
-    """Limit one stage's schedule to few micro-batches, of which `waiting` wait for backward."""
+def shorten_schedule(schedule: Any, microbatches: int, num_waiting: int) -> None:
+    """Limit one stage's schedule to few micro-batches, of which `num_waiting` wait for backward."""
     schedule._n_microbatches = microbatches
-    schedule._num_stages = schedule._stage.stage_index + waiting
+    schedule._num_stages = schedule._stage.stage_index + num_waiting

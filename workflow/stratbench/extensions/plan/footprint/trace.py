@@ -235,16 +235,16 @@ class OperatorTrace(TorchDispatchMode):
 
     # --- results of the trace --------------------------------------------------------------------
 
-    def list_live_bytes(self, first: int, stop: int) -> list[int]:
-        """Return the device's allocated bytes after each event from number `first` to `stop`."""
+    def list_live_bytes(self, first_event: int, last_event: int) -> list[int]:
+        """Return the device's allocated bytes after each event, from one number to another."""
         away = {number for number, part in self.tags.items() if part in self._on_host}
-        changes = (0 if number in away else n for number, n in self.events[:stop])
-        return list(accumulate(changes, initial=0))[first:]
+        changes = (0 if number in away else n for number, n in self.events[:last_event])
+        return list(accumulate(changes, initial=0))[first_event:]
 
-    def find_max_streamed_bytes(self, first: int, stop: int) -> int:
+    def find_max_streamed_bytes(self, first_event: int, last_event: int) -> int:
         """Return the maximum bytes of FSDP's communication buffers between two events."""
-        changes = (n if number in self.streamed else 0 for number, n in self.events[:stop])
-        return max(list(accumulate(changes, initial=0))[first:])
+        changes = (n if number in self.streamed else 0 for number, n in self.events[:last_event])
+        return max(list(accumulate(changes, initial=0))[first_event:])
 
     def get_device_bytes_by_purpose(self, num_events: int) -> dict[str, int]:
         """Return the bytes on the device after the first `num_events` events, by purpose."""

@@ -40,7 +40,7 @@ def compute_wire_bytes(
     world_size: int,
     on_gloo: bool,
     samples: int = 0,
-    within: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> float:
     """Return the bytes that a rank sends in the collectives of a step.
 
@@ -51,12 +51,12 @@ def compute_wire_bytes(
         world_size: Number of ranks.
         on_gloo: Whether the backend is gloo.
         samples: Samples that a worker computes in the step.
-        within: Number of ranks of a node, to count only groups within a node; None for all groups.
+        ranks_per_node: Number of ranks of a node, to count only groups within a node; None for all groups.
     """
     in_place = {"reduce_scatter": "all_reduce"} if on_gloo else {}
     each = (CollectiveCall(in_place.get(kind, kind), *rest) for kind, *rest in collectives)
     return sum(
         call.count_wire_bytes(world_size, samples)
         for call in each
-        if within is None or call.is_within_node(within, world_size)
+        if ranks_per_node is None or call.is_within_node(ranks_per_node, world_size)
     )

@@ -48,7 +48,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory on each GPU, and speed, of a training step.
+    """Memory per GPU and duration of a training step.
 
     Attributes:
         strategy: Name of the strategy.

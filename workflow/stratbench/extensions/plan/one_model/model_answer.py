@@ -190,12 +190,12 @@ def answer_question(
     dry_runs: dict[Any, Rehearsal] = {}
     networks: dict[Network, Any] = {}
 
-    def make_answer(subjects_to_answer: Iterable[Subject]) -> Answer:
+    def make_answer(cells_to_answer: Iterable[Subject]) -> Answer:
         choices = [
             _answer_strategy(
                 s, networks[Network.from_request(s.request)], dry_runs[s.request], sheet, cluster
             )
-            for s in subjects_to_answer
+            for s in cells_to_answer
         ]
         return Answer(
             question, sheet, cluster, data, first.optimizer, first.precision,

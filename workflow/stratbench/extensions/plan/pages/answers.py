@@ -92,7 +92,7 @@ def _iter_largest_counts(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
 
 
 def _answer_batches(plan: Plan) -> Iterator[str]:
-    for where, there in _iter_largest_counts(plan):
+    for setting, there in _iter_largest_counts(plan):
         settings, samples = there[0].subject.settings, there[0].subject.data.train_samples
         most = {
             c.cell.strategy: c.fit.largest_batch
@@ -106,11 +106,11 @@ def _answer_batches(plan: Plan) -> Iterator[str]:
         fit = f"The largest batch that fits is {most[strategy]:,} samples with {strategy}{and_with_other}."
         if most[strategy] >= samples:
             fit = f"A batch of all {samples:,} training samples would fit."
-        yield f"{where}: the study's global batch is {settings.global_batch:,}. {fit}"
+        yield f"{setting}: the study's global batch is {settings.global_batch:,}. {fit}"
 
 
 def compute_parameter_growth(
-    footprint: Footprint, batch: int, available_bytes: float, threads: int = 0
+    footprint: Footprint, batch: int, available_bytes: float, resident_threads: int = 0
 ) -> tuple[float, float]:
     """Return the factors by which the number of parameters can grow within a memory.
 
@@ -118,25 +118,25 @@ def compute_parameter_growth(
         footprint: Predicted memory of one worker.
         batch: Samples per worker.
         available_bytes: Memory of a worker for everything but the data set.
-        threads: Threads that the GPU holds at once.
+        resident_threads: Threads that the GPU holds at once.
 
     Returns:
         Factors (low, high). Low: all memory grows with the parameters, as in a deeper network. High:
         only the states grow.
     """
     peak, copied_bytes = (
-        footprint.compute_training_peak(batch, threads),
+        footprint.compute_training_peak(batch, resident_threads),
         footprint.warmup_copy_device_bytes,
     )
     states_bytes = sum(peak.parts_bytes.get(part, 0) for part in STATES)
     rest_bytes = peak.n_bytes - states_bytes
-    least = available_bytes / footprint.compute_needed_bytes(batch, threads)
+    least = available_bytes / footprint.compute_needed_bytes(batch, resident_threads)
     return least, max(least, (available_bytes - rest_bytes) / (states_bytes + copied_bytes))
 
 
 def _answer_sizes(plan: Plan) -> Iterator[str]:
     """Yield sentences on which strategy is fastest if the model grows, among those that fit."""
-    for where, there in _iter_largest_counts(plan):
+    for setting, there in _iter_largest_counts(plan):
         growth = {
             c.cell.strategy: compute_parameter_growth(
                 c.footprint,
@@ -156,11 +156,11 @@ def _answer_sizes(plan: Plan) -> Iterator[str]:
             if not chain or growth[name] > growth[chain[-1]]:
                 chain.append(name)
         if chain:
-            strategies_up_to_growth = ", then ".join(
+            strategies_up_to_n_times = ", then ".join(
                 f"{name} up to {_format_growth(growth[name])}" for name in chain
             )
             yield (
-                f"{where}, with this batch: the fastest strategy that fits is {strategies_up_to_growth} "
+                f"{setting}, with this batch: the fastest strategy that fits is {strategies_up_to_n_times} "
                 "the number of parameters."
             )
 
@@ -175,7 +175,7 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
 
     One time of each cell at equal rates decides which is fastest.
     """
-    for where, there in _iter_largest_counts(plan):
+    for setting, there in _iter_largest_counts(plan):
         least = min(there, key=lambda c: c.fit.needed_bytes)
         able = [c for c in there if c.fit.may_run]
         tight = sum(c.fit.memory_verdict == TIGHT for c in there)
@@ -183,12 +183,12 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
             continue
         if not able:
             strategy, needed_memory = least.cell.strategy, format_bytes(least.fit.needed_bytes)
-            yield f"{where}: no cell fits; {strategy} needs the least memory, {needed_memory}."
+            yield f"{setting}: no cell fits; {strategy} needs the least memory, {needed_memory}."
             continue
         fit = len(able) - tight
         count = "all cells fit" if fit == len(there) else f"{fit} of {len(there)} cells fit"
         count += f", {tight} tight" if tight else ""
-        told = f"{where}: {count}; {least.cell.strategy} needs the least memory"
+        told = f"{setting}: {count}; {least.cell.strategy} needs the least memory"
         best, near = _select_fastest(able, ALIKE), _select_fastest(able, NEAR)
         if all(c.state == "done" for c in able):
             told += "; all are trained, and `stratbench decide` names the fastest"
@@ -205,7 +205,7 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
 
 
 def _select_fastest(cells: list[Planned], max_excess: float) -> list[Planned]:
-    """Return the cells whose compared time is close to the shortest, fastest first.
+    """Return the cells whose time for comparisons is close to the shortest, fastest first.
 
     A time is close if it exceeds the shortest by at most the fraction `max_excess`.
     """
@@ -214,11 +214,11 @@ def _select_fastest(cells: list[Planned], max_excess: float) -> list[Planned]:
 
 
 def _answer_divisions(plan: Plan) -> Iterator[str]:
-    """Yield a sentence on the splits of the model: the fastest, and the least memory.
+    """Yield sentences on which split of the model is fastest, and which needs least memory.
 
     T is the degree of tensor parallelism, and S the number of pipeline stages.
     """
-    for where, there in _iter_largest_counts(plan):
+    for setting, there in _iter_largest_counts(plan):
         divided = [c for c in there if c.subject.mesh.workers_per_replica > 1]
         if not divided:
             continue
@@ -237,7 +237,7 @@ def _answer_divisions(plan: Plan) -> Iterator[str]:
             for c in divided
             if not c.fit.may_run
         ]
-        yield f"{where}: {'; '.join(told)}."
+        yield f"{setting}: {'; '.join(told)}."
 
 
 def _format_division(c: Planned) -> str:
@@ -251,7 +251,7 @@ def _format_division(c: Planned) -> str:
 def _answer_worker_counts(plan: Plan) -> Iterator[str]:
     known = _list_predicted(plan)
     if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
-        yield "No strategy of the study has cells on two numbers of workers."
+        yield "No strategy of the study runs on two different numbers of workers."
     for (experiment, model), cells in group_cells_by(known, "experiment", "model").items():
         rows = []
         ordered = sorted(cells, key=lambda c: (c.cell.strategy, c.cell.gpus))
@@ -281,7 +281,7 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
     for (experiment, model, workers), cells in group_cells_by(
         followed, "experiment", "model", "gpus"
     ).items():
-        # Cells that differ only in this option count as one kind.
+        # Cells that differ only in `reshard_after_forward` count as one kind.
         kinds = {
             c.subject.request.with_options(**{RESHARDING: "always"}): c for c in reversed(cells)
         }

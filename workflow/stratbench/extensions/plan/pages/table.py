@@ -142,7 +142,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = (
 
 
 def write_json(plan: Plan, path: Path) -> None:
-    """Write plan.json, the values per cell that the workflow reads, by path of the cell."""
+    """Write plan.json: the values that the workflow reads, by the path of each cell."""
     cells = {
         c.cell.path: {
             "settings": plan_file.compute_settings_digest(c.subject.settings),

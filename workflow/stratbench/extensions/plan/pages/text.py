@@ -199,7 +199,7 @@ def _format_table(cells: list[Planned], column_name: str, subject: str = "a cell
 
 
 def _sort_by_time(cells: list[Planned]) -> list[str]:
-    """Return strategies sorted by their compared time on the most workers.
+    """Return strategies sorted by their time for comparisons on the most workers.
 
     The other strategies follow in their order.
     """

@@ -91,7 +91,7 @@ def _pair_by_kind(gpu_rates: tuple[float, ...], cpu_rates: tuple[float, ...]) ->
     return {"gpu": gpu_rates, "cpu": cpu_rates}
 
 
-# --- devices of the page ---------------------------------------------------------------------------------
+# --- devices of the page -----------------------------------------------------------------------
 
 
 def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def _describe_cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
     return {**asdict(device), "whole_bytes": whole_bytes, "flops_per_s": {"": device.flops_per_s}}
 
 
-# --- networks of the page ---------------------------------------------------------------------------------
+# --- networks of the page ------------------------------------------------------------------------
 
 
 def _group_by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
@@ -385,7 +385,7 @@ def _make_pair(line: Affine) -> tuple[float, float]:
 
 
 def _sum_group_lines(lines_by_purpose: Mapping[str, Affine]) -> list[float]:
-    """Return the fixed bytes and the bytes per sample of each segment, alternately."""
+    """Return each memory segment's fixed bytes, followed by its bytes per sample."""
     none = Affine(0, 0)
     return [
         sum(getattr(lines_by_purpose.get(part, none), of) for part in members)
