@@ -116,7 +116,7 @@ def estimate_variance_prior(
 
 
 def trigamma(x: np.ndarray) -> np.ndarray:
-    """Return the trigamma function (second derivative of log gamma), faster than scipy does."""
+    """Return the trigamma function (second derivative of log gamma), computed faster than by scipy."""
     from scipy.special import zeta  # the import of scipy takes 0.2 s
 
     return zeta(2, x)

@@ -15,7 +15,7 @@ from stratbench.cell.text.words import format_bytes, format_count, format_names,
 
 
 def has_requested_worker_count(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
-    """Return whether a candidate has the requested number of workers, if a number is requested."""
+    """Return whether a candidate has the requested number of workers. True without a request."""
     return constraints.gpus is None or any(c.gpus == constraints.gpus for c in candidates)
 
 

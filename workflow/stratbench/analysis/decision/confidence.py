@@ -156,7 +156,7 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
 
 
 def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
-    """Yield in a few words each doubt about the choice or about a named alternative."""
+    """Yield in a few words the caveats on the choice, and on alternatives that the reason names."""
     first = ranking.chosen_candidate
     if first.caveats:
         yield f"{get_caveat_prefix(first.caveats[0])}{format_names(first.caveats, 1)}"

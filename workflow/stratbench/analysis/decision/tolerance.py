@@ -123,7 +123,7 @@ def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[l
 
 
 def compute_loss_half_widths(scores: np.ndarray, best_class: np.ndarray) -> np.ndarray:
-    """Return how far each class's score difference from the best is uncertain, one-sided at 95 %.
+    """Return the half-width of an interval (one-sided, 95 %) for each class's distance from the best.
 
     The half-widths of intervals hold simultaneously for all classes, by moderated t on paired differences.
 

@@ -117,7 +117,7 @@ def iter_points(
 def add_model_states(
     data: FigureData, strategy: str, points: Sequence[Point], unit_factor: float
 ) -> list[Point]:
-    """Return points of peak memory, each with the memory that model states take added."""
+    """Return the points of peak memory, to each of which the memory of model states is added."""
     states = data.select_summary_rows("model_states")
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
     by_count = dict(zip(states["gpus"].astype(str), states["value"] * unit_factor, strict=True))

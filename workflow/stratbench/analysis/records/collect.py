@@ -239,7 +239,7 @@ def describe_missing(rows_without_record: Sequence[Row], num_cells: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line of the collection. The exit code is 1 if records lack, unless `--partial`."""
+    """Run the command line of the collection. The exit code is 1 if records are missing."""
     parser = argparse.ArgumentParser(
         prog="stratbench.analysis.records.collect", description=__doc__
     )

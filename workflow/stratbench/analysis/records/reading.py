@@ -77,5 +77,5 @@ def render_section(template: Path, **values: Any) -> Markup:
 
 
 def list_readings() -> dict[str, Reading]:
-    """Return what each installed extension adds to decisions and the report, in the order of sections."""
+    """Return what each installed extension adds to decisions and the report, by extension."""
     return dict(iter_imported_additions("report_additions"))

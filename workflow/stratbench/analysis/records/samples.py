@@ -50,7 +50,7 @@ class ColumnSummary:
 
 
 class Sample(NamedTuple):
-    """A row of a timeline. `values` are those of the kind's COLUMNS, in their order."""
+    """A row of a timeline. Its values are in the order of COLUMNS for the row's kind."""
 
     t_s: float
     phase: str

@@ -54,7 +54,7 @@ def format_outcome_kinds(outcome_text: str) -> str:
 
 
 def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return a group's summary row with the metric's median and spread, or with the reason why it has none.
+    """Return a group's summary row: the metric's median and spread, or why there is none.
 
     Args:
         groups: All repeats.
@@ -144,7 +144,7 @@ def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | st
 
 
 def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
-    """Return the summary row of a ratio before the division, or with the reason why it has none.
+    """Return the summary row of a ratio before the division, or why there is none.
 
     `pair` has the values to divide, and `text` a reason.
 
