@@ -43,7 +43,7 @@ include: "workflow/rules/analysis.smk"
 rule all:
     default_target: True
     input:
-        JOBS.record_paths(),  # listed here too: a deleted record is made again although its tables are there
+        JOBS.list_record_paths(),  # listed here too: a deleted record is made again although its tables are there
         f"{RESULTS}/{STUDY.name}/report.html",
     message:
         f"the study {STUDY.name}: its records and its report"

@@ -71,14 +71,14 @@ def test_what_the_plan_calls_infeasible_is_skipped_where_the_config_lets_it(tmp_
     cluster = {"gpu": "A10G 24GB"}
     kept = jobs_of(tmp_path, **cluster)
     assert kept.skip_reasons == {}
-    assert len(kept.record_paths()) == 3
+    assert len(kept.list_record_paths()) == 3
     assert kept.build_job_request(cell).mem_mib == 5_000_000
     further = kept.find_cell(wildcards("ddp", 2) | {"repeat": "7"})  # as a verdict adds them
     assert kept.build_job_request(further) == kept.build_job_request(cell)
     skipping = jobs_of(tmp_path, **cluster, skip_infeasible=True)
     assert skipping.skip_reasons == {cell.path: "needs more"}
-    assert str(cell.record_path(tmp_path)) not in skipping.record_paths()
-    assert len(skipping.record_paths()) == 2
+    assert str(cell.record_path(tmp_path)) not in skipping.list_record_paths()
+    assert len(skipping.list_record_paths()) == 2
 
 
 def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ STAGES = {name: " ".join([line, *ADDED[name].options]) for name, line in STAGES.
 rule merge_records:
     input:
         cells=f"{RESULTS}/{{study}}/cells.json",
-        records=JOBS.record_paths(),
+        records=JOBS.list_record_paths(),
     output:
         cells=f"{RESULTS}/{{study}}/cells.csv",
         epochs=f"{RESULTS}/{{study}}/epochs.csv",

@@ -12,7 +12,7 @@ rule audit_records:
     input:
         added_inputs("audit"),
         cells=f"{RESULTS}/{{study}}/cells.csv",
-        records=JOBS.record_paths(),
+        records=JOBS.list_record_paths(),
     output:
         f"{RESULTS}/{{study}}/audit.csv",
     log:

@@ -138,7 +138,7 @@ def skipped(wildcards):
 
 def targets(wildcards):
     """The scores to reach, for `collect`."""
-    return json.dumps(STUDY.target_scores())
+    return json.dumps(STUDY.get_target_scores())
 
 
 def as_trained(wildcards, input):

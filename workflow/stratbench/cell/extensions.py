@@ -104,11 +104,11 @@ def import_named_additions(field_name: str) -> dict[str, Any]:
     return {name: import_attribute(path) for mapping in mappings for name, path in mapping.items()}
 
 
-def iter_extension_keys(block: str) -> Iterator[tuple[str, Any]]:
+def iter_extension_keys(block_name: str) -> Iterator[tuple[str, Any]]:
     """Yield the name and `Keys` class of each extension with keys in a config block."""
     for name, extension in load_extensions().items():
-        if block in extension.keys:
-            yield name, import_attribute(extension.keys[block])
+        if block_name in extension.keys:
+            yield name, import_attribute(extension.keys[block_name])
 
 
 def list_config_blocks() -> list[str]:

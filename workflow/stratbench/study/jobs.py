@@ -42,7 +42,7 @@ class Jobs:
         }
         return {path: reason for path, reason in reasons.items() if reason}
 
-    def record_paths(self) -> list[str]:
+    def list_record_paths(self) -> list[str]:
         """Return the record paths of all cells that are not skipped, in the config's order."""
         return [
             str(cell.record_path(self.results))

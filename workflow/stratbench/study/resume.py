@@ -47,8 +47,8 @@ def report_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
         internals.restart_snakemake(workflow)
 
 
-def retrain_results_of_changed_data(workflow: Any, path: Path, wanted: Settings) -> None:
-    """Make Snakemake replace a result if it was trained on data other than `wanted` describes.
+def retrain_results_of_changed_data(workflow: Any, path: Path, settings: Settings) -> None:
+    """Make Snakemake replace a result if it was trained on data other than `settings` describes.
 
     Snakemake replaces the result by itself if it remembers the settings of the
     file. Snakemake does not remember them in a copy of the folder, or if Snakemake in another folder has
@@ -57,22 +57,22 @@ def retrain_results_of_changed_data(workflow: Any, path: Path, wanted: Settings)
     Args:
         workflow: Snakemake's workflow.
         path: The record or the block's result.
-        wanted: Settings of the config.
+        settings: Settings of the config.
     """
-    if wanted.data_spec is None or internals.is_forced_file(workflow, str(path)):
+    if settings.data_spec is None or internals.is_forced_file(workflow, str(path)):
         return
     try:
         made = json.loads(path.read_bytes())
         trained = made["trained"].values() if "trained" in made else [made["settings"]]
-        others = any(s["data_spec"] != wanted.data_spec for s in trained)
+        others = any(s["data_spec"] != settings.data_spec for s in trained)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # the code that reads the file reports that it is missing or unreadable
     if others:
         internals.force_file(workflow, str(path))
-        if wanted.dataset not in _told:
-            _told.add(wanted.dataset)
+        if settings.dataset not in _told:
+            _told.add(settings.dataset)
             print(
-                f"{path} was trained on other data than {wanted.dataset!r} now is, or does not say on which; "
+                f"{path} was trained on other data than {settings.dataset!r} now is, or does not say on which; "
                 "this and all other such results are made again",
                 file=sys.stderr,
             )

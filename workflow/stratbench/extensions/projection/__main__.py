@@ -1,4 +1,4 @@
-"""Projects a study's records to other worker counts: writes projection.csv, and prints sentences.
+"""Projects a study's step times to more workers: writes projection.csv, and prints sentences.
 
 `snakemake project` calls `python -m stratbench.extensions.projection --config JSON`. `snakemake decide`
 adds `--most 256 --out FILE`.
@@ -35,7 +35,7 @@ from stratbench.extensions.projection.target import compute_share_to_target
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 
-#: Maximum number of workers to project to, without `--most`.
+#: Maximum number of workers to project to without the option `--most`.
 MAX_WORKERS = 1024
 
 
@@ -45,14 +45,15 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="the facts config as JSON text")
+    parser.add_argument("--config", required=True, help="the config of the study as JSON text")
     parser.add_argument(
         "--most",
         type=int,
-        help=f"largest number of workers to project to ({MAX_WORKERS}); prints nothing",
+        help=f"largest number of workers to project to (default: {MAX_WORKERS}); with this option "
+        "nothing is printed",
     )
     parser.add_argument(
-        "--out", type=Path, help="file to write; default: results/<study>/projection.csv"
+        "--out", type=Path, help="the file projection.csv to write; default: results/<study>/projection.csv"
     )
     args = parser.parse_args(argv)
     try:
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     write_csv(out, [row for _, rows, _ in by_evidence for row in rows])
-    if args.most:  # with `--most`, the caller prints the result
+    if args.most:  # `stratbench decide` uses this option, and prints results itself
         return 0
     if not by_evidence:
         print(
@@ -86,13 +87,15 @@ def project_inputs(
     evidence: ProjectionInputs,
     max_workers: int | None = None,
 ) -> tuple[list[Row], list[Projection]]:
-    """Return the rows and projections of a strategy, on doublings up to `max_workers`.
+    """Return the rows of projection.csv for a strategy, and its projections.
+
+    The projected counts are doublings of the largest measured number of workers.
 
     Args:
         config: The validated config.
         study: The study.
         evidence: Measurements of the strategy.
-        max_workers: Largest worker count, which is projected as well; None for the default limit.
+        max_workers: Largest number of workers, which is projected as well; None for MAX_WORKERS.
     """
     base = study.resolve_base_strategy(evidence.strategy)[0]
     if evidence.unfit_reason:
@@ -110,7 +113,7 @@ def project_inputs(
         make_subject_device(config, at[measured[-1]]).resident_threads,
         Path(config["results"]) / "plan-cache",
     )
-    target = compute_share_to_target(study.target_scores().get(evidence.experiment), evidence)
+    target = compute_share_to_target(study.get_target_scores().get(evidence.experiment), evidence)
     price = None if evidence.on_cpu else read_gpu_price(config)
     facts = TrainingFacts({n: s.steps for n, s in at.items()}, *target, price)
     rows = make_rows(evidence, base, made, dict(zip(workers, peaks, strict=True)), facts)
@@ -118,17 +121,15 @@ def project_inputs(
 
 
 def read_gpu_price(config: Mapping[str, Any]) -> float | None:
-    """Return the hourly price of a GPU from the decision, else from the plan."""
+    """Return the price of a GPU per hour from the block `decide`, else from `cluster`."""
     price = config["decide"]["price_per_gpu_hour"]
     return config["cluster"]["price_per_gpu_hour"] if price is None else price
 
 
 def describe_strategy(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
-    """Return a text on one strategy's projection.
+    """Return a text on the projections of one strategy, with a line per number of workers.
 
-    Only the first refused count beyond all projected ones has a sentence.
-
-    Only the first unsupported count beyond all projected ones has a sentence.
+    Beyond the largest projected number, only the first refused one has a line.
     """
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
     if evidence.unfit_reason:

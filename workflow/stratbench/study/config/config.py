@@ -263,7 +263,7 @@ class Study:
         own, other = (collect_extension_values("experiment", v, v) for v in (values, without))
         return {"time_limit_s"} | ({"target_score"} if own == other else set())
 
-    def target_scores(self) -> dict[str, float]:
+    def get_target_scores(self) -> dict[str, float]:
         """Return the target score of each experiment that has a target score."""
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}

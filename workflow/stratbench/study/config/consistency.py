@@ -400,15 +400,15 @@ def _iter_batch_faults(
 def _iter_strategy_faults(
     block: Mapping[str, Any],
     study: Mapping[str, Any],
-    set_options: Mapping[str, Any],
+    own_models: Mapping[str, Any],
     gpus_per_node: int,
 ) -> Iterator[str]:
     networks = {
-        m: models.make_model_metadata(m, models.get_model_specification(m, set_options))
+        m: models.make_model_metadata(m, models.get_model_specification(m, own_models))
         for m in block["models"]
     }
     name_alone = [
-        m for m in block["models"] if set_options.get(m, {}).get("call") == libraries.NAME_ALONE
+        m for m in block["models"] if own_models.get(m, {}).get("call") == libraries.NAME_ALONE
     ]
     for name, base, options in iter_strategy_options(block, study):
         strategy = get_strategy_class(base)
@@ -435,10 +435,10 @@ def _iter_strategy_faults(
 
 
 def _iter_model_faults(
-    block: Mapping[str, Any], dataset: Dataset, entry: Mapping[str, Any]
+    block: Mapping[str, Any], dataset: Dataset, own_models: Mapping[str, Any]
 ) -> Iterator[str]:
     for name in block["models"]:
-        spec = models.get_model_specification(name, entry)
+        spec = models.get_model_specification(name, own_models)
         if dataset.vocabulary and spec is None:
             yield (
                 f".models = {name!r}: it returns scores per token, but each text of the data set has one "

@@ -21,12 +21,12 @@ REMOVED_KEYS: dict[str, str] = {
 }
 
 
-def removed_key_reason(place: tuple[str | int, ...], key: str) -> str | None:
+def removed_key_reason(mapping_path: tuple[str | int, ...], key: str) -> str | None:
     """Return the replacement of a removed key, or None if the key never existed.
 
     Args:
-        place: The path through the config to the mapping that holds the key.
+        mapping_path: The path through the config to the mapping that holds the key.
         key: The unknown key.
     """
-    section = "experiment" if "experiments" in place else ".".join(map(str, place))
+    section = "experiment" if "experiments" in mapping_path else ".".join(map(str, mapping_path))
     return REMOVED_KEYS.get(f"{section}.{key}".lstrip("."))

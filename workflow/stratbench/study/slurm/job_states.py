@@ -49,17 +49,17 @@ class JobState:
     start: str = "N/A"
 
 
-def read_job_states(run: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:
+def read_job_states(run_name: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:
     """Return the states of a run's jobs by SLURM's id. The result is None if SLURM does not answer.
 
     Args:
-        run: SLURM's name of all jobs of the run.
+        run_name: SLURM's name of all jobs of the run.
         clusters: SLURM clusters to ask; none for the default cluster.
     """
     names = ",".join(sorted(set(clusters)))
     shown = read_command_output(
         [
-            *("squeue", "--noheader", "--array", "--states=all", f"--name={run}"),
+            *("squeue", "--noheader", "--array", "--states=all", f"--name={run_name}"),
             *([f"--clusters={names}"] if names else []),
             f"--format={_FORMAT}",
         ]
@@ -75,10 +75,10 @@ def read_job_states(run: str, clusters: Iterable[str] = ()) -> dict[str, JobStat
     return states
 
 
-def read_accounted_state(job: str) -> str | None:
+def read_accounted_state(job_id: str) -> str | None:
     """Return sacct's state of a job that squeue no longer shows, or None without accounting."""
     shown = read_command_output(
-        ["sacct", "--allocations", "--noheader", f"--jobs={job}", "--format=State%30"]
+        ["sacct", "--allocations", "--noheader", f"--jobs={job_id}", "--format=State%30"]
     )
     words = (shown or "").split()
     return words[0] if words else None

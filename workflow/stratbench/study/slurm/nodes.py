@@ -239,17 +239,21 @@ def _format_quantities(
 
 
 def _iter_remedies(
-    lacks: Iterable[str], cell: Cell, settings: Settings, request: JobRequest, largest: Node
+    missing_resources: Iterable[str],
+    cell: Cell,
+    settings: Settings,
+    request: JobRequest,
+    largest_node: Node,
 ) -> Iterator[str]:
     """Yield, for each resource that nodes lack, the key of config.yaml to change."""
     block = f"studies.{cell.study}.experiments.{cell.experiment}"
     served = "servers" in settings.options
     spread = "lower cluster.gpus_per_node, so that the cell spans more nodes"
-    for what in lacks:
-        if what == "gpus" and (of_type := largest.count_gpus(request.gpu_type)):
+    for what in missing_resources:
+        if what == "gpus" and (of_type := largest_node.count_gpus(request.gpu_type)):
             yield f"set cluster.gpus_per_node to {of_type}"
-        elif what == "gpus" and largest.gpus:
-            types = ", ".join(sorted(largest.gpu_types)) or "null: SLURM names none"
+        elif what == "gpus" and largest_node.gpus:
+            types = ", ".join(sorted(largest_node.gpu_types)) or "null: SLURM names none"
             yield f"set cluster.gpu_type to a type of this node ({types})"
         elif what == "gpus":
             yield f"set cluster.request_gpus to false, or {block}.device to cpu"

@@ -75,30 +75,30 @@ class Postponed:
     reported_kinds: set[Kind] = field(default_factory=set)
     _pause_seconds: float = SHORTEST_PAUSE_S
 
-    def is_pausing(self, now: float) -> bool:
+    def is_pausing(self, now_s: float) -> bool:
         """Return whether no job may be submitted now, because SLURM has just rejected one."""
-        return bool(self.jobs) and now < self.next_submission_s
+        return bool(self.jobs) and now_s < self.next_submission_s
 
-    def add_refused_job(self, job: Any, kind: Kind, now: float) -> None:
+    def add_refused_job(self, job: Any, kind: Kind, now_s: float) -> None:
         """Store a rejected job, and double the pause before the next submission.
 
         Args:
             job: Snakemake's job.
             kind: Kind of the rejection.
-            now: Monotonic time in seconds.
+            now_s: Monotonic time in seconds.
         """
         self.jobs.append(job)
         if kind == "limit":
             self.silent_since_s = None
         elif self.silent_since_s is None:
-            self.silent_since_s = now
-        if now >= self.next_submission_s:
-            self.next_submission_s = now + self._pause_seconds
+            self.silent_since_s = now_s
+        if now_s >= self.next_submission_s:
+            self.next_submission_s = now_s + self._pause_seconds
             self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_S)
 
-    def has_timed_out(self, now: float) -> bool:
+    def has_timed_out(self, now_s: float) -> bool:
         """Return whether SLURM has not answered for so long that the postponed jobs fail."""
-        return self.silent_since_s is not None and now - self.silent_since_s >= SILENCE_S
+        return self.silent_since_s is not None and now_s - self.silent_since_s >= SILENCE_S
 
     def end_pause(self) -> None:
         """Allow the next submission at once, because SLURM has just accepted a job."""

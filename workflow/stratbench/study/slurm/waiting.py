@@ -89,15 +89,15 @@ class WaitingJobs:
                 self._told_reasons.add(reason)
                 yield self._describe_wait(reason, jobs, waiting[jobs[0], reason].start)
 
-    def _describe_wait(self, reason: str, jobs: list[str], start: str) -> str:
-        first = jobs[0]
+    def _describe_wait(self, reason: str, job_ids: list[str], start_time: str) -> str:
+        first = job_ids[0]
         what = f"SLURM job {first} ({self.output_by_job.get(first, 'of this run')})"
-        if others := len(jobs) - 1:
+        if others := len(job_ids) - 1:
             what += f" and {format_count(others, 'other')}"
         meaning = next((m for p, m in MEANINGS.items() if re.fullmatch(p, reason)), None)
-        text = f"{what} {'wait' if len(jobs) > 1 else 'waits'} for the reason {reason}"
+        text = f"{what} {'wait' if len(job_ids) > 1 else 'waits'} for the reason {reason}"
         text += f": {meaning.replace('JOB', first)}" if meaning else ""
-        text += f"; SLURM expects it to start at {start}" if "T" in start else ""
+        text += f"; SLURM expects it to start at {start_time}" if "T" in start_time else ""
         return f"{text}; `scancel {first}` cancels it {format_help_address('for the reason')}"
 
 
