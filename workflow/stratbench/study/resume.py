@@ -72,7 +72,7 @@ def retrain_results_of_changed_data(workflow: Any, path: Path, settings: Setting
         if settings.dataset not in _told:
             _told.add(settings.dataset)
             print(
-                f"{path} was trained on other data than {settings.dataset!r} now is, or does not say on which; "
-                "this and all other such results are made again",
+                f"{path} was trained on other data than {settings.dataset!r} now is, or does not say on "
+                "which; this and all other such results are made again",
                 file=sys.stderr,
             )
