@@ -698,7 +698,7 @@ def test_norms_that_lie_in_a_shard_group_stay_in_float32(alone):
 @pytest.mark.parametrize("parts", [1, 4])
 def test_what_some_parts_skip_is_refused_where_fsdp_cannot_add_it_up(parts, options, world, remedy):
     """FSDP2 would add a gradient in 16 bits to one in 32, or shards of different parameters."""
-    trial = Trial(parameters_without_gradient=("blocks.0",), reads_values=True)
+    trial = Trial(parameters_without_gradient=("blocks.0",), forward_reads_values=True)
     strategy, worker = by_policy(
         odd_networks.Plain(CLASSES), trial, world, options, gradient_accumulation_steps=parts
     )

@@ -403,7 +403,7 @@ def build_model_and_task(
         )
         dtype = get_weights_dtype(s.precision)
         trial = models.take_model_trial(network, model, classes, shape, groups, task, dtype)
-        facts["dropout"] = trial.draws_random_numbers
+        facts["dropout"] = trial.forward_draws_random_numbers
     return Built(network, model, shape, task, kind, groups, trial, facts, group_sizes)
 
 

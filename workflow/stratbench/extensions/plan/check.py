@@ -342,7 +342,7 @@ def _try_model(request: Request) -> CheckResult:
     if models.get_metadata(request.model_source).own_model and parameters <= MAX_REAL_PARAMETERS:
         result = _run_trial(request, on_fake_tensors=False)
         # If forward reads values of tensors, a trial on fake tensors decides once for all kinds of cells.
-        if result.trial_values["reads_values"]:
+        if result.trial_values["forward_reads_values"]:
             try:
                 _run_trial(request, on_fake_tensors=True)
             except PassFailed as error:
@@ -388,7 +388,7 @@ def _run_trial(request: Request, on_fake_tensors: bool) -> CheckResult:
             num_root_parameters=parameters - sum(size for _, size in sizes),
             wrap_rule=models.describe_sharding_rule(request.model_source, model),
             has_batchnorm=models.has_batchnorm(model),
-            has_dropout=trial.draws_random_numbers,
+            has_dropout=trial.forward_draws_random_numbers,
             writes_buffers=models.has_batchnorm(model) or bool(trial.written_buffers),
             parameters_without_gradient=trial.skippable_names,
             remarks=list(iter_remarks(model, trial)),

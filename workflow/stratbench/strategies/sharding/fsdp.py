@@ -171,7 +171,7 @@ class FSDP(Sharded):
             yield refusals.skipped_at_random_reason(trial.randomly_called_modules)
         elif worker.world_size > 1 and trial.data_dependent_modules:
             yield refusals.skipped_by_data_reason(trial.data_dependent_modules)
-        elif worker.world_size > 1 and trial.reads_values and trial.uncalled_groups:
+        elif worker.world_size > 1 and trial.forward_reads_values and trial.uncalled_groups:
             yield (
                 f"forward reads values of tensors and did not call {format_names(trial.uncalled_groups)}: it "
                 "seems to choose modules by its data. Workers have different data, so they would gather "

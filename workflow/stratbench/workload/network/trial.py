@@ -104,9 +104,9 @@ class Trial:
     #: Labels of the shard groups of which forward calls no module.
     uncalled_groups: tuple[str, ...] = ()
     #: Whether forward reads values of tensors. It may then call other modules for another batch.
-    reads_values: bool = False
+    forward_reads_values: bool = False
     #: Whether forward draws random numbers.
-    draws_random_numbers: bool = False
+    forward_draws_random_numbers: bool = False
     #: For each shard group that forward calls, in this order: whether backward reaches it, by the group's
     #: index. Backward does not reach a group if this group and all groups before it are frozen.
     backward_reaches_group: dict[int, bool] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Trial:
         return (
             self.randomly_called_modules
             or self.data_dependent_modules
-            or (self.parameters_without_gradient if self.reads_values else ())
+            or (self.parameters_without_gradient if self.forward_reads_values else ())
         )
 
     @classmethod
@@ -249,8 +249,8 @@ class _TrialRun:
             uncalled_groups=tuple(
                 g[0] for i, g in enumerate(self.groups) if i not in gathering.in_backward
             ),
-            reads_values=gathering.reads_values,
-            draws_random_numbers=advanced,
+            forward_reads_values=gathering.reads_values,
+            forward_draws_random_numbers=advanced,
             backward_reaches_group=gathering.in_backward,
             groups_with_written_views=tuple(self.groups[i][0] for i in written_views),
         )
