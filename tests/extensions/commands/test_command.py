@@ -61,7 +61,7 @@ ENDS = {
         "import os\nopen(os.environ['STRATBENCH_REPORT'], 'w').write('{not json}\\n')",
         0,
         "error",
-        "report.jsonl, line 1: is no JSON object",
+        "report.jsonl, line 1: the line is no JSON object",
     ),
     "lacks memory": (
         f"{REPORTS}report.step(16)\nraise MemoryError('Unable to allocate 3 TiB')",
@@ -305,20 +305,20 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path):
     ("lines", "words"),
     [
         ((), "no step"),
-        ((step(11.0),), "line 1: step comes before start"),
-        ((START, "[1]"), "line 2: is no JSON object"),
-        ((START, "\x00"), "line 2: is no JSON object"),
-        ((START, "[" * 100_000), "line 2: is no JSON object"),
+        ((step(11.0),), "line 1: the event step comes before the event start"),
+        ((START, "[1]"), "line 2: the line is no JSON object"),
+        ((START, "\x00"), "line 2: the line is no JSON object"),
+        ((START, "[" * 100_000), "line 2: the line is no JSON object"),
         ((START, {"event": "step", "t": 11.0}), "line 2: lacks 'samples'"),
         ((START, step(11.0, samples=-1)), "no whole number"),
         ((START, step(11.0, samples=True)), "no whole number"),
-        ((START, step(9.0)), "before that of the line above"),
+        ((START, step(9.0)), "earlier than that of the previous line"),
         ((START, '{"event": "step", "t": NaN, "samples": 1}'), "not finite"),
         ((START, step(11.0, loss="low")), "is no number"),
-        ((START, {"event": "boom", "t": 11.0}), "is none of"),
+        ((START, {"event": "boom", "t": 11.0}), "is unknown"),
         ((START, {"event": ["step"], "t": 11.0}), "line 2"),
-        ((START, START | {"t": 11.0}), "a second start"),
-        ((START, {"event": "pause", "t": 11.0}, step(12.0)), "while the clock is stopped"),
+        ((START, START | {"t": 11.0}), "comes a second time"),
+        ((START, {"event": "pause", "t": 11.0}, step(12.0)), "while the training clock was stopped"),
         (({"event": "start", "t": 1.0, "facts": {}},), "workers"),
         (({"event": "start", "t": 1.0, "facts": {"workers": 1, "x": [1]}},), "the fact 'x'"),
     ],
@@ -377,7 +377,7 @@ def test_what_a_command_needs_is_looked_for_before_any_job(tmp_path, monkeypatch
 
 def test_several_nodes_need_their_numbers_and_a_place_to_meet():
     options = get_option_defaults("command") | {"command": ["torchrun", "{host}"]}
-    with pytest.raises(ValueError, match=r"give it \{node\}"):
+    with pytest.raises(ValueError, match=r"add \{node\}"):
         Command.check_nodes(options, 8, 4)
     Command.check_nodes(options | {"command": ["torchrun", "{host}", "{node}"]}, 8, 4)
     Command.check_nodes(options, 4, 4)

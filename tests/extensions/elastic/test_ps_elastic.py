@@ -383,7 +383,7 @@ def test_a_place_comes_back_and_a_number_does_not(tmp_path):
     held = Held(first=10)
     here = [Worked(plan, SECRET, n, before_push=held, incarnation=1) for n in (5, 3)]
     until(lambda: all(w.tickets for w in here), PATIENCE_S)
-    with pytest.raises(JoinLater, match="all 2 places are taken; come again later"):
+    with pytest.raises(JoinLater, match="the cell has 2 slots, and all have workers; try again later"):
         Worked(plan, SECRET, 8, incarnation=1).join()
     first = here[0]
     first.channel.leave()
@@ -411,7 +411,7 @@ def test_a_place_comes_back_and_a_number_does_not(tmp_path):
 def test_a_worker_of_another_incarnation_of_the_servers_is_sent_away(tmp_path):
     plan = elastic(tmp_path, incarnation=4)
     servers = serve_all(plan)
-    with pytest.raises(JoinLater, match="these servers are incarnation 4"):
+    with pytest.raises(JoinLater, match="restarted .incarnation 4"):
         Worked(plan, SECRET, 0, incarnation=3).join()
     with pytest.raises(JoinRefused, match="does not know this job's secret"):
         Worked(plan, b"x" * 32, 0, incarnation=4).join()
@@ -478,7 +478,7 @@ def test_a_worker_whose_host_is_gone_is_lost_long_before_its_heartbeat_is_overdu
     what, reason = out.get()
     if what == "skip":
         pytest.skip(f"no network of its own: {reason}")
-    assert reason == "its host has not answered for 2 s"
+    assert reason == "the peer's host has not answered for 2 s"
 
 
 @pytest.mark.slow
@@ -497,7 +497,7 @@ def test_the_host_of_a_process_that_stands_still_answers_for_it():
 
     sending = threading.Thread(target=flood)
     sending.start()
-    with theirs, pytest.raises(Silent, match="nothing was heard for 4 s"):
+    with theirs, pytest.raises(Silent, match="the peer has sent nothing for 4 s"):
         ours.receive()
     ours.close()
     sending.join(PATIENCE_S)
@@ -666,7 +666,7 @@ def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
 def test_a_policy_that_keeps_what_cannot_be_saved_says_so():
     policy = policy_of("ps-async")
     policy.window = object()
-    with pytest.raises(TypeError, match="a policy keeps a object, which cannot be saved"):
+    with pytest.raises(TypeError, match="an attribute of a policy is a object, which cannot be saved"):
         policy.state()
 
 

@@ -377,7 +377,7 @@ def test_a_state_that_cannot_be_saved_ends_the_run_with_the_reason(tmp_path):
     saver.begin_save(store, dict)
     saver.wait_for_save()
     assert len(told) == 1
-    assert "a policy keeps a object, which cannot be saved" in told[0]
+    assert "an attribute of a policy is a object, which cannot be saved" in told[0]
 
 
 # --- a worker that was given up meanwhile --------------------------------------------------------------

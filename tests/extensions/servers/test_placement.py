@@ -59,7 +59,7 @@ def test_servers_are_not_counted_by_hand_where_each_worker_has_one():
     cls = get_strategy_class("ps-sync")
     options = cls.Options(server_placement="colocated").__dict__
     cls.check("ps-sync", options, 4, 8)
-    with pytest.raises(ValueError, match="servers = 2 with server_placement = 'colocated'"):
+    with pytest.raises(ValueError, match="servers = 2: server_placement = 'colocated'"):
         cls.check("ps-sync", options | {"servers": 2}, 4, 8)
 
 

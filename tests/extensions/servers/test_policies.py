@@ -96,9 +96,9 @@ def test_whose_rule_is_for_one_optimizer_refuses_the_other():
     assert set(NAMES) - set(TAKE_SGD) == {"ps-preview"}
     hyper = Hyper(lr=0.1, optimizer="adamw", betas=(0.9, 0.999), eps=1e-8)
     for name in set(NAMES) - set(TAKE_ADAMW):
-        with pytest.raises(ValueError, match=f"{name} cannot update by adamw: its rule"):
+        with pytest.raises(ValueError, match=f"{name} does not support the optimizer adamw: its rule"):
             make_policy(name, torch.ones(2), hyper)
-    with pytest.raises(ValueError, match="ps-preview cannot update by sgd: it looks ahead by"):
+    with pytest.raises(ValueError, match="ps-preview does not support the optimizer sgd: it looks ahead by"):
         make_policy("ps-preview", torch.ones(2), Hyper(lr=0.1))
 
 
@@ -1081,8 +1081,8 @@ def test_every_policy_has_options_with_help_and_a_valid_default():
     ("name", "options", "complaint"),
     [
         ("ps-nothing", {}, "'ps-nothing' is no parameter-server policy; known: ps-sync"),
-        ("ps-sync", {"k": 2}, "unknown option 'k'; options it takes: none"),
-        ("ps-ssp", {"bound": 2}, "options it takes: staleness_bound, lr_scale"),
+        ("ps-sync", {"k": 2}, "unknown option 'k'; its options: none"),
+        ("ps-ssp", {"bound": 2}, "its options: staleness_bound, lr_scale"),
         ("ps-ssp", {"staleness_bound": -1}, "staleness_bound = -1: must be at least 0"),
         ("ps-ssp", {"staleness_bound": True}, "staleness_bound = true: must be a whole number"),
         ("ps-ssp", {"staleness_bound": 2.5}, "staleness_bound = 2.5: must be a whole number"),

@@ -418,7 +418,7 @@ def test_snapshots_are_the_state_at_the_end_of_each_epoch(tmp_path):
     assert ends == sorted(ends)
     assert load_snapshot(tmp_path / "kept", 1)[0] == ends[1]
     assert stats["train_time_s"] == pytest.approx(ends[-1])
-    with pytest.raises(FileNotFoundError, match=r"no snapshot of epoch 3: .*epoch3.0.json"):
+    with pytest.raises(FileNotFoundError, match=r"epoch 3 has no complete snapshot: .*epoch3.0.json"):
         load_snapshot(tmp_path / "kept", 3)
 
 

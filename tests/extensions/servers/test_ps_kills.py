@@ -174,7 +174,7 @@ def test_a_stopped_server_is_noticed_at_the_deadline(tmp_path):
         ends = [run.end(w) for w in (0, 1)]
     for end in ends:
         assert end["end"] == "ServerLost"
-        assert f"nothing was heard for {DEADLINE_S:g} s" in end["reason"]
+        assert f"the peer has sent nothing for {DEADLINE_S:g} s" in end["reason"]
 
 
 def test_a_run_in_which_all_workers_are_killed_ends(tmp_path):

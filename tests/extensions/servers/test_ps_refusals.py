@@ -227,7 +227,7 @@ def test_a_worker_closed_as_its_handshake_ends_comes_again(tmp_path, caplog, gat
     monkeypatch.setattr(gate, "open_handshake", dismissing)
     stats = join_late(tmp_path, lambda address: None)
     assert stats["lost"] == []
-    assert "make room" in caplog.text
+    assert "in favour of a newer one" in caplog.text
 
 
 def test_connections_that_are_reset_leave_one_bounded_log_and_no_traceback(tmp_path, caplog):
@@ -289,7 +289,7 @@ def test_another_users_local_connection_is_refused_at_once(run):
     assert (
         subprocess.run(command, timeout=PATIENCE_S, check=False).returncode == 0
     )  # nothing was said
-    assert "user 65534 is not the one who runs this job" in run.finish()["refusals"][0]
+    assert "the peer's user 65534 is not the user of this job" in run.finish()["refusals"][0]
 
 
 def test_a_wrong_secret_is_refused_on_both_sides(run):
@@ -335,9 +335,9 @@ def test_a_recorded_handshake_cannot_be_replayed(tmp_path):
     ("changed", "reason"),
     [
         ({}, "connected already"),
-        ({"worker": 7}, "is not one of 0..0"),
-        ({"worker": "0"}, "is not one of"),
-        ({"worker": True}, "is not one of"),
+        ({"worker": 7}, "is not in 0 to 0"),
+        ({"worker": "0"}, "is not in"),
+        ({"worker": True}, "is not in"),
         ({"wire": "int8"}, "wire format 'int8'"),
         ({"layout": {}}, "malformed HELLO"),
         ({"scaled": 1}, "malformed HELLO"),
@@ -364,7 +364,7 @@ def test_a_worker_with_another_model_is_refused(tmp_path, monkeypatch):
     first = Worked(plan, SECRET, 0)
     assert first.asked.wait(PATIENCE_S)
     other = FlatSpace(torch.nn.Linear(3, 3).double())
-    with pytest.raises(JoinRefused, match="model differs"):
+    with pytest.raises(JoinRefused, match="the model of worker 1 differs"):
         Channel.connect(plan.rendezvous, 1, other, SECRET)
     passed_s[0] = DEADLINE_S
     with pytest.raises(RunEnded, match=r"only workers \[0\] of 2 were ready to start"):
@@ -522,10 +522,10 @@ class Insider:
 @pytest.mark.parametrize(
     ("frame", "payload", "reason"),
     [
-        (Frame(Kind.PUSH, 0, 1, 999), bytes(SHARD_BYTES), "does not hold"),
-        (Frame(Kind.PUSH, 0, 1, -2), bytes(SHARD_BYTES), "does not hold"),
-        (Frame(Kind.PUSH, 1, 1, -1), bytes(SHARD_BYTES), "PUSH without a ticket"),
-        (Frame(Kind.APPLY), b"", "APPLY of a push that is not complete"),
+        (Frame(Kind.PUSH, 0, 1, 999), bytes(SHARD_BYTES), "but worker 1 has ticket"),
+        (Frame(Kind.PUSH, 0, 1, -2), bytes(SHARD_BYTES), "but worker 1 has ticket"),
+        (Frame(Kind.PUSH, 1, 1, -1), bytes(SHARD_BYTES), "PUSH has no ticket"),
+        (Frame(Kind.APPLY), b"", "APPLY came before all shards"),
         (
             Frame(Kind.PUSH, 0, 1),
             bytes(SHARD_BYTES - 1),
@@ -536,20 +536,20 @@ class Insider:
             bytes(SHARD_BYTES),
             f"{SHARD_BYTES} bytes, expected {2 * SHARD_BYTES}",
         ),
-        (Frame(Kind.PUSH, 0, 0), b"", r"PUSH of shards 0\.\.-1"),
+        (Frame(Kind.PUSH, 0, 0), b"", r"PUSH of shards 0 to -1"),
         (Frame(Kind.PUSH, 10_000, 1), bytes(SHARD_BYTES), "PUSH of shards 10000"),
         (Frame(Kind.PUSH, 0, 0xFFFFFFFE), bytes(SHARD_BYTES), "PUSH of shards"),
         (Frame(Kind.PUSH, 0xFFFFFFFF, 0), bytes(3), "3 bytes, expected"),
-        (Frame(Kind.INIT, 0, 1), bytes(SHARD_BYTES), "INIT that was not asked for"),
-        (Frame(Kind.SKIP, ticket=5), b"", "does not hold"),
+        (Frame(Kind.INIT, 0, 1), bytes(SHARD_BYTES), "INIT was not requested"),
+        (Frame(Kind.SKIP, ticket=5), b"", "but worker 1 has ticket"),
         (Frame(Kind.SKIP), b"x", "1 bytes, expected 0"),
-        (Frame(Kind.SETTLE, 1), b"", "SETTLE of server 1"),
-        (Frame(Kind.WELCOME), b"", "WELCOME from a worker"),
-        (Frame(Kind.MEMORY), b"", "MEMORY from a worker"),
+        (Frame(Kind.SETTLE, 1), b"", "SETTLE must go to server 0"),
+        (Frame(Kind.WELCOME), b"", "a worker sent WELCOME"),
+        (Frame(Kind.MEMORY), b"", "a worker sent MEMORY"),
         (Frame(Kind.BYE), b"{}", "malformed BYE"),
         (Frame(Kind.BYE), b"[1]", "malformed BYE"),
         (Frame(Kind.BYE), b'{"wait_s": 1}', "left before the run was over"),
-        (Frame(Kind.PUSH, 0, 1), bytes(70_000), "oversized frame: 70000 bytes"),
+        (Frame(Kind.PUSH, 0, 1), bytes(70_000), "oversized frame: it has 70000 bytes of payload"),
     ],
 )
 def test_what_a_worker_may_not_send_loses_that_worker_only(tmp_path, frame, payload, reason):
@@ -560,7 +560,7 @@ def test_what_a_worker_may_not_send_loses_that_worker_only(tmp_path, frame, payl
     insider = Insider(plan, 1)
     number = insider.ticket()
     of_ticket = frame.kind in (Kind.PUSH, Kind.SKIP, Kind.APPLY)
-    if of_ticket and frame.ticket == NO_TICKET and "without" not in reason:
+    if of_ticket and frame.ticket == NO_TICKET and "has no ticket" not in reason:
         frame = frame._replace(ticket=number)
     insider.connection.send(frame, payload)
     with pytest.raises(Exception, match=reason):
@@ -620,7 +620,7 @@ def test_an_initialiser_given_up_half_way_changes_nothing_when_it_goes_on(
     other = Worked(plan, SECRET, 1, before_push=pause)  # it starts when the insider is given up
     assert reached.wait(PATIENCE_S)
     connection.sock.sendall(bytes(n_bytes - n_bytes // 2))
-    until(lambda: "INIT of a worker that was given up" in caplog.text)
+    until(lambda: "INIT from a worker that was declared lost" in caplog.text)
     go.set()
     other.join()
     stats = server.result()
@@ -647,7 +647,7 @@ def test_a_header_is_good_once_in_order_and_on_its_own_connection():
     assert receiver.unpack_frame(heads[0], 100)[1] is True  # a replay
     with pytest.raises(ProtocolError, match="number 2, expected 1"):
         receiver.unpack_frame(heads[2], 100)
-    with pytest.raises(ProtocolError, match="oversized frame: 100 bytes, at most 99"):
+    with pytest.raises(ProtocolError, match="oversized frame: it has 100 bytes of payload, at most 99"):
         receiver.unpack_frame(heads[1], 99)
     assert receiver.unpack_frame(heads[1], 100)[1] is False
     with pytest.raises(ProtocolError, match="tag"):

@@ -54,7 +54,7 @@ def test_the_schedule_goes_by_the_pushes_of_global_batches():
     """Two pushes per batch; a ticket that comes twice counts once, and a skipped step counts."""
     config = ServerConfig(
         "", workers=2, epochs=2, steps_per_epoch=2, slices_per_step=2, policy="ps-async", hyper={},
-        schedule={"schedule": "linear", "warmup": 0, "final": 0.2},
+        schedule={"schedule": "linear", "warmup_steps": 0, "final_factor": 0.2},
     )  # fmt: skip
     policy = make_policy("ps-async", torch.zeros(1), Hyper(lr=1.0, workers=2), {})
     shard = Shard(0, policy, lambda *release: None, config.lr_share)

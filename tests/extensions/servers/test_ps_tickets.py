@@ -24,12 +24,12 @@ def test_a_plan_numbers_its_batches_by_epoch_step_and_slice():
 
 @pytest.mark.parametrize("number", [-1, 24])
 def test_a_ticket_outside_the_plan_is_an_error(number):
-    with pytest.raises(IndexError, match=r"outside the plan's 0\.\.23"):
+    with pytest.raises(IndexError, match=r"no ticket .*, only 0 to 23"):
         TicketPlan(2, 3, 4).get_ticket(number)
 
 
 def test_an_empty_plan_is_an_error():
-    with pytest.raises(ValueError, match=">= 1"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         TicketPlan(1, 0, 4)
 
 
@@ -53,7 +53,7 @@ def test_a_worker_gets_its_own_slice_while_that_is_free():
 def test_only_the_holder_can_settle_and_only_once():
     tickets = Tickets(TicketPlan(1, 1, 2))
     ticket = tickets.take_next_ticket(0)
-    with pytest.raises(KeyError, match="worker 1 does not hold ticket 0"):
+    with pytest.raises(KeyError, match="worker 1 does not have ticket 0"):
         tickets.record_settled(1, ticket.number)
     tickets.record_settled(0, ticket.number)
     with pytest.raises(KeyError):

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_inequality_messages
 from stratbench.extensions.audit.rule import record_rule
 
-#: Largest difference in seconds between times of two processes on one node, which share the kernel's clock.
+#: Tolerance in seconds between the times of the command and of its supervisor, which read the same clock.
 READ_S = 0.001
-#: Smallest CPU time per second of training steps: even the busiest machine gives that much to a process that
-#: trains.
+#: Smallest plausible CPU time per second of training. Even on a busy machine, a training process gets more.
 MIN_CPU_SHARE = 0.005
-#: Pairs of record fields that must be equal: a value, and what the command reported or the kernel measured.
+#: Pairs of record fields that must be equal. The command or the kernel gave the second.
 EQUAL = (
     ("time.step_ms.count", "program.self_reported.steps"),
     ("batch.updates_applied", "program.self_reported.steps"),
@@ -21,7 +20,7 @@ EQUAL = (
     ("model.parameters", "program.self_reported.parameters"),
     ("memory.peak_bytes", "program.external.largest_process_bytes"),
 )
-#: Pairs of fields in seconds of which the first must not exceed the second.
+#: Pairs of record fields with times in seconds. The first time must not be later than the second.
 WITHIN = (
     ("program.external.begun_s", "program.self_reported.first_s"),
     ("program.self_reported.last_s", "program.external.ended_s"),
@@ -31,8 +30,8 @@ WITHIN = (
 
 @record_rule("contradictory-report", "unusable", "all", of="commands")
 def find_contradictory_reports(facts: Facts) -> Iterator[str]:
-    """The report of a command contradicts external measurements of its processes, or itself: steps lie
-    outside of the processes' lifetime, or counts do not add up.
+    """A command's report contradicts itself or the measurements of its processes. Steps lie outside of the
+    processes' lifetime, or counts do not add up.
     """
     reported, outside = facts("program.self_reported"), facts("program.external")
     if not facts.finished or not reported:
@@ -62,8 +61,8 @@ def find_contradictory_reports(facts: Facts) -> Iterator[str]:
 
 @record_rule("unlike-its-cell", "warning", "all", of="commands")
 def find_reports_unlike_cell(facts: Facts) -> Iterator[str]:
-    """A command reports other numbers of processes or samples than its cell requests. It is not ranked with
-    cells that have the requested numbers.
+    """A command reports another number of processes or samples than its cell requests. The cell is not ranked
+    with cells that have the requested numbers.
     """
     if facts.status != "ok":
         return
@@ -83,7 +82,7 @@ def find_reports_unlike_cell(facts: Facts) -> Iterator[str]:
 
 @record_rule("contradictory-cpu-time", "unusable", "time", of="commands")
 def find_contradictory_cpu_time(facts: Facts) -> Iterator[str]:
-    """A command's processes used hardly any CPU time while they trained by its report."""
+    """A command reports training steps, but its processes used hardly any CPU time for them."""
     train_s, used_s = facts("time.train_time_s"), facts("program.external.cpu_time_s")
     if facts.finished and train_s is not None:
         least_s = MIN_CPU_SHARE * train_s

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 # fmt: off
-#: Columns as arguments of `analysis.records.columns.Column`: name, kind, unit, path in the record,
-#: definition.
+#: Columns of cells.csv: name, kind, unit, path in the record, definition (the arguments of `Column`).
 COLUMNS = (
     ("same_work", "text", "", None,
            "For a cell that a user's command trained: `yes` if its samples, batch, parameters and score "

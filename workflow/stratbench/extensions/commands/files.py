@@ -10,12 +10,12 @@ from typing import Any
 from stratbench.cell.run_folder import RunFolder
 from stratbench.workload.users_code import find_source_files
 
-#: The largest file that counts as a part of a command, in bytes: a larger one is data.
+#: Maximum size in bytes of a file that counts as a command's code. Larger files are data.
 MAX_PART_BYTES = 1 << 20
 
 
 def get_command_log_name(node: int) -> str:
-    """Return the name of a node's command, with which the names of its files begin."""
+    """Return the common name of a command's files on a node, such as `command0`."""
     return f"command{node}"
 
 
@@ -30,15 +30,18 @@ def get_output_folder(run: RunFolder) -> Path:
 
 
 def get_exit_status_path(run: RunFolder, node: int) -> Path:
-    """Return the path of the file with a command's end on a node.
+    """Return the path of the file that says how the command on a node ended.
 
-    A supervisor writes to it how the command ended.
+    The command's supervisor writes this file.
     """
     return run.path / f"{get_command_log_name(node)}.json"
 
 
 def read_exit_statuses(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
-    """Read how the command ended, for each node on which it ended by itself."""
+    """Read how the command ended on each node.
+
+    Nodes on which the command was killed or could not start are left out.
+    """
     paths = {node: get_exit_status_path(run, node) for node in range(n_nodes)}
     return [
         json.loads(path.read_text(encoding="utf-8")) | {"node": node}
@@ -48,11 +51,11 @@ def read_exit_statuses(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
 
 
 def find_files_in_arguments(arguments: Iterable[str]) -> dict[str, Path]:
-    """Return the user's files that a command names.
+    """Return the user's files that a command's arguments name, by their names there.
 
-    The local imports of its Python files are included. The files are by their names in the command, or by
-    their relative paths. A module after `-m` is searched in the working directory. Binary files, files above
-    1 MiB and installed packages are left out.
+    The result includes files of the user that a Python file imports, by their relative paths. A module after
+    `-m` is searched in the working directory. Binary files, files above 1 MiB and installed packages are left
+    out.
     """
     by_name: dict[str, Path] = {}
     before = ""

@@ -32,16 +32,19 @@ from stratbench.report import VARIABLE
 from stratbench.train.agent import NodeProcesses
 from stratbench.train.job import Job
 
-#: Environment variable that marks all processes of a command, so that leftover ones can be found and killed.
+#: Environment variable that marks all processes of a command. Marked processes that remain are killed.
 MARK = "STRATBENCH_COMMAND"
 #: Seconds in which the supervisor must end all processes of the command.
 END_S = 20.0
-#: Seconds for which other nodes wait for the rendezvous address that node 0 writes.
+#: Maximum seconds that other nodes wait until node 0 has written the rendezvous address.
 MEETING_S = 120.0
 
 
 class CommandProcess:
-    """The command of a job on one node, under a supervisor. It has the interface of `forkserver.Process`."""
+    """The command of a job on one node, which a supervisor process starts.
+
+    The class has the interface of `forkserver.Process`.
+    """
 
     starts_others = True
 
@@ -116,12 +119,12 @@ class CommandProcess:
 
 @contextmanager
 def make_command_process(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the command of a node, not yet started, as the node's only process."""
+    """Yield the processes of a node: the command only, which is not started yet."""
     yield NodeProcesses(job, [CommandProcess(job, node)])
 
 
 def kill_marked_processes(mark: str) -> None:
-    """Kill all processes whose environment has this mark.
+    """Kill all processes whose environment variable `STRATBENCH_COMMAND` has the value `mark`.
 
     Such processes remain if the command's supervisor was killed.
     """
@@ -139,7 +142,7 @@ def make_environment(job: Job, mark: str) -> dict[str, str]:
         VARIABLE: os.fspath(get_report_path(job.folder)),
         MARK: mark,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONUNBUFFERED": "1",  # keeps the log complete if the command is killed
+        "PYTHONUNBUFFERED": "1",  # so that the log is complete if the command is killed
     }
 
 

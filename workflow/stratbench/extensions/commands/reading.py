@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Largest length of a line in bytes. A line may have all losses of an epoch.
+#: Maximum bytes of one line of the report. A line may have the losses of all steps of an epoch.
 MAX_LINE = 1 << 24
-#: Largest number of facts that a command may state, and of characters in a fact.
+#: Maximum number of facts in a report's first line, and maximum number of characters of one fact.
 MAX_FACTS, MAX_FACT = 50, 200
 
 
 class ReportError(RuntimeError):
-    """The report cannot be used. The message gives the reason in one sentence."""
+    """Error for a report that is missing or invalid. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class ReportedScore:
-    """Result of an evaluation, and its time. `train_loss` is the mean loss since the previous evaluation."""
+    """Results of one evaluation that a command has reported, and the time of the report.
+
+    `train_loss` is the mean loss of the training steps since the previous evaluation.
+    """
 
     reported_at_s: float
     train_time_s: float
@@ -36,20 +39,21 @@ class ReportedScore:
 
 @dataclass
 class CommandReport:
-    """The content of a report. Times are seconds by the clock of the node that wrote it.
+    """The content of a command's report. Times are seconds on the clock of the command's node.
 
     `first_nonfinite_value_name` names the first value that was not finite, if any.
     """
 
     reported_facts: dict[str, Any] = field(default_factory=dict)
-    #: Begin and end of each interval in which training was timed.
+    #: Begin and end of each interval in which the command trained, without evaluations and pauses.
     training_intervals: list[list[float]] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
     samples_per_step: list[int] = field(default_factory=list)
     scores: list[ReportedScore] = field(default_factory=list)
     first_nonfinite_value_name: str | None = None
-    #: Time of the last line, and whether the training clock was stopped then.
+    #: Time of the report's last line.
     last_line_at_s: float = -math.inf
+    #: Whether the training clock was stopped at the report's last line.
     is_paused: bool = False
 
     @property
@@ -77,10 +81,10 @@ def read_report(path: Path) -> CommandReport:
                 except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as e:
                     raise ReportError(f"{path.name}, line {number}: {_describe_error(e)}") from e
             if len(line) > MAX_LINE:
-                raise ReportError(f"{path.name}, line {number + 1}: is longer than 16 MiB")
+                raise ReportError(f"{path.name}, line {number + 1}: the line is longer than 16 MiB")
     except FileNotFoundError:
         raise ReportError(
-            "it wrote no report: let it make a `stratbench.report.Report` (docs/engines.md)"
+            "the command wrote no report; create a `stratbench.report.Report` in it (docs/engines.md)"
         ) from None
     if not reader.report.step_times_s:
         raise ReportError(
@@ -91,16 +95,19 @@ def read_report(path: Path) -> CommandReport:
 
 def _describe_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
-        return "is no JSON object"
+        return "the line is no JSON object"
     return f"lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 class _ReportReader:
-    """Builds a report from its lines in order. Raises ValueError and similar errors on an invalid line."""
+    """Builds a `CommandReport` from the lines of a report, in order.
+
+    An invalid line raises ValueError, TypeError or KeyError.
+    """
 
     def __init__(self) -> None:
         self.report = CommandReport()
-        # Begin of the next step, or None if the clock is stopped.
+        # Time at which the next step begins. None while the training clock is stopped.
         self._clock_s: float | None = None
         self._losses: list[float] = []
         self._begins_anew = True
@@ -115,27 +122,25 @@ class _ReportReader:
     def read_line(self, line: Any) -> None:
         """Add the values of one line of JSON to the report."""
         if not isinstance(line, dict):
-            raise ValueError("is no JSON object")
+            raise ValueError("the line is no JSON object")
         event, at_s = line["event"], _parse_number(line["t"], "t")
         if not math.isfinite(at_s):
-            raise ValueError(f"t = {line['t']} is not finite")
+            raise ValueError(f"the time t = {line['t']} is not finite")
         if event not in self._events:
-            raise ValueError(f"event {str(event)[:40]!r} is none of {', '.join(self._events)}")
+            raise ValueError(f"event {str(event)[:40]!r} is unknown; use {', '.join(self._events)}")
         if not self.report.reported_facts and event != "start":
-            raise ValueError(f"{event} comes before start")
+            raise ValueError(f"the event {event} comes before the event start")
         if at_s < self.report.last_line_at_s:
-            raise ValueError(f"t = {at_s} is before that of the line above")
+            raise ValueError(f"the time t = {at_s} is earlier than that of the previous line")
         self._events[event](line, at_s)
         self.report.last_line_at_s, self.report.is_paused = at_s, self._clock_s is None
 
     def _start(self, line: dict[str, Any], at_s: float) -> None:
         if self.report.reported_facts:
-            raise ValueError(
-                "a second start: the training began twice, so that its time is not one"
-            )
+            raise ValueError("the event start comes a second time; create one Report per training")
         facts = line["facts"]
         if not isinstance(facts, dict) or len(facts) > MAX_FACTS:
-            raise ValueError(f"facts must be an object of at most {MAX_FACTS}")
+            raise ValueError(f"facts must be a JSON object with at most {MAX_FACTS} entries")
         for name, value in facts.items():
             if not isinstance(value, str | int | float | bool) or len(str(value)) > MAX_FACT:
                 raise ValueError(f"the fact {name[:40]!r} must be a number or a short text")
@@ -148,7 +153,7 @@ class _ReportReader:
     def _step(self, line: dict[str, Any], at_s: float) -> None:
         if self._clock_s is None:
             raise ValueError(
-                "a step while the clock is stopped; call resume() or score() after pause()"
+                "a step came while the training clock was stopped; call resume() or score() after pause()"
             )
         self.report.samples_per_step.append(_parse_whole_number(line["samples"], "samples", 1))
         if "loss" in line:
@@ -163,7 +168,7 @@ class _ReportReader:
     def _pause(self, line: dict[str, Any], at_s: float) -> None:
         self._take_losses(line.get("losses", []))
         if self._clock_s is not None and not self._begins_anew:
-            # The device may have computed the last step until now, so that this time belongs to the step.
+            # The device may still have computed the last step. So the time until now belongs to that step.
             self.report.step_times_s[-1] += at_s - self._clock_s
             self.report.training_intervals[-1][1] = at_s
         self._clock_s, self._begins_anew = None, True
@@ -199,7 +204,7 @@ class _ReportReader:
 
     def _take_losses(self, losses: list[Any]) -> None:
         if not isinstance(losses, list):
-            raise ValueError("losses must be a list")
+            raise ValueError("losses must be a list of numbers")
         for loss in losses:
             if not math.isfinite(_parse_number(loss, "loss")):
                 self.report.first_nonfinite_value_name = (

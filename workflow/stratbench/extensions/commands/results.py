@@ -23,10 +23,10 @@ from stratbench.telemetry.timeline import PhaseLog, read_samples
 from stratbench.train.inputs import build_files_entry, build_unbuilt_model_entry
 from stratbench.train.job import Job
 
-#: A command whose last step was longer ago than both of these when its time limit ended had hung, and was not
-#: merely slow: seconds, and multiples of its longest step.
+#: A command counts as hung, and not as slow, if it reported no step for this long before its time limit:
+#: QUIET_S seconds, or QUIET_STEPS times its longest step if that is longer.
 QUIET_S, QUIET_STEPS = 60.0, 10.0
-#: Text in the record for what was evaluated, which is only known from the command.
+#: The record's `evaluated_on` for a command. stratbench does not see what the command evaluates.
 EVALUATED_ON = "what the command says that it evaluated"
 
 
@@ -109,9 +109,9 @@ def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str
 
 
 def list_last_times_before_scores_s(report: CommandReport) -> list[float]:
-    """Return the end of the last step or score before each score.
+    """Return the time at which the evaluation for each score began, in seconds.
 
-    The evaluation for the score began at that time.
+    It is the end of the last step, or the time of the previous score.
     """
     ends, latest = [], report.training_intervals[0][0]
     for score in report.scores:
@@ -140,7 +140,10 @@ def list_epoch_entries(s: Settings, report: CommandReport) -> list[dict[str, Any
 
 
 def compute_epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
-    """Return the seconds of training between successive scores, and after the last score."""
+    """Return the training time of each epoch: the time between two successive scores.
+
+    Training after the last score is one more epoch.
+    """
     ends = [e["train_time_s"] for e in list_epoch_entries(s, report)]
     spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     rest = report.train_time_s - (ends[-1] if ends else 0.0)
@@ -148,9 +151,9 @@ def compute_epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
 
 
 def get_time_origin_s(job: Job) -> float:
-    """Return the origin of the cell's times on the clock of node 0.
+    """Return the time on node 0's clock at which the times of the cell are 0.
 
-    Node 0 wrote the report.
+    The report's times are on this clock.
     """
     ends = read_exit_statuses(job.folder, 1)
     return ends[0]["origin_s"] if ends else job.origin_s
@@ -236,7 +239,7 @@ def read_sampled_values(job: Job, kind: str, column: str) -> list[int]:
     return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
 
 
-# --- how it ended --------------------------------------------------------------------------------
+# --- how the command ended --------------------------------------------------------------------------------
 
 
 def describe_failure(job: Job, exits: Sequence[Any]) -> str:
@@ -253,9 +256,9 @@ def read_last_log_lines(job: Job) -> list[str]:
 
 
 def find_hang_reason(job: Job) -> str | None:
-    """Return the reason for which a command at its time limit counts as hung.
+    """Return why a command that reached its time limit counts as hung.
 
-    The result is None without a time limit, and if the command was only slow. A slow command is a result.
+    The result is None without a time limit, or if the command was only slow: being slow is a valid result.
     Only reported steps count as progress.
     """
     if job.time_limit_s is None:

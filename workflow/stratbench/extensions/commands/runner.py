@@ -24,7 +24,10 @@ from stratbench.train.running.runner import Runner
 
 
 class CommandRunner(Runner):
-    """Runner of cells that a command trains: it is started once per node, and reports as one worker."""
+    """Runner of cells that a user's command trains.
+
+    The command is started once per node, and its results are stored as those of one worker.
+    """
 
     section = "program"
     processes = "stratbench.extensions.commands.process:make_command_process"

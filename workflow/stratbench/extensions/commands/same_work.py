@@ -19,9 +19,9 @@ from stratbench.cell.text.words import format_count
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Value of the column `same_work` if a command trained the same.
+#: Value of the column `same_work` if the command trained the same as the compared cells.
 YES = "yes"
-#: Columns to compare: of a command, of other cells, and the name in a sentence.
+#: Compared counts: column of a command's cell, column of another cell, and name in messages.
 _COUNTS = (
     ("samples_seen", "samples_seen", "samples"),
     ("command_batch", "global_batch", "samples per step"),
@@ -30,15 +30,18 @@ _COUNTS = (
 
 
 def judge_same_work(rows: Sequence[Row]) -> None:
-    """Set `same_work` in the rows of commands' cells, and the status of incomparable cells."""
-    beside: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
+    """Set `same_work` in the rows of cells that users' commands trained.
+
+    A cell that did other work gets the status `incomparable`.
+    """
+    by_model: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row["status"] == "ok":
-            beside[row["experiment"], row["model"]].append(row)
+            by_model[row["experiment"], row["model"]].append(row)
     verdicts = [
-        (row, next(iter_work_differences(row, select_compared_rows(row, of_place)), None))
-        for of_place in beside.values()
-        for row in of_place
+        (row, next(iter_work_differences(row, select_compared_rows(row, candidates)), None))
+        for candidates in by_model.values()
+        for row in candidates
         if row["strategy_kind"] == "own"
     ]
     for row, reason in verdicts:
@@ -47,13 +50,13 @@ def judge_same_work(rows: Sequence[Row]) -> None:
             row["status"], row["reason"] = INCOMPARABLE, f"other work: {reason}"
 
 
-def select_compared_rows(row: Row, beside: Sequence[Row]) -> list[Row]:
-    """Return the rows with which a command's row is compared, preferably with equal worker counts.
+def select_compared_rows(row: Row, candidates: Sequence[Row]) -> list[Row]:
+    """Return the rows of the cells with which a command's cell is compared.
 
-    Cells of stratbench's loop with DDP's arithmetic have precedence, then its other cells, then other
-    commands.
+    Cells of stratbench's loop with DDP's arithmetic have precedence, then its other cells, then cells of
+    other commands. Among these, cells with the same number of workers have precedence.
     """
-    others = [r for r in beside if r["strategy"] != row["strategy"]]
+    others = [r for r in candidates if r["strategy"] != row["strategy"]]
     ours = [r for r in others if r["strategy_kind"] != "own"]
     for chosen in ([r for r in ours if r["equals_ddp"]], ours, others):
         if chosen:
@@ -61,28 +64,30 @@ def select_compared_rows(row: Row, beside: Sequence[Row]) -> list[Row]:
     return []
 
 
-def iter_work_differences(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield texts on differences between a command's training and the compared cells' training."""
+def iter_work_differences(row: Row, compared_rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a text for each difference between the training of a command's cell and of compared cells."""
     if row["command_workers"] != row["gpus"]:
         yield f"it reports {row['command_workers']} processes, but the cell has {row['gpus']}"
-    if not partners:
+    if not compared_rows:
         yield "there is nothing to compare it with"
         return
     for own, theirs, what in _COUNTS:
-        expected = {r[own if r["strategy_kind"] == "own" else theirs] for r in partners} - {None}
+        expected = {r[own if r["strategy_kind"] == "own" else theirs] for r in compared_rows} - {
+            None
+        }
         if row[own] is None:
             yield f"it does not report its number of {what}"
         elif expected and row[own] not in expected:
             yield f"it has {row[own]:,} {what}, but compared cells have {_format_values(expected)}"
-    yield from iter_score_difference(row, partners)
+    yield from iter_score_difference(row, compared_rows)
 
 
-def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
-    """Yield a text if a command's score differs too much from the compared cells' scores.
+def iter_score_difference(row: Row, compared_rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a text if a command's score differs too much from the scores of the compared cells.
 
-    A difference is too large if tolerance and sampling error together do not explain it.
+    A difference is too large if it exceeds the score's tolerance plus the sampling error.
     """
-    known = [r for r in partners if r["score_final"] is not None]
+    known = [r for r in compared_rows if r["score_final"] is not None]
     if not known:
         return
     if row["score_final"] is None:
@@ -102,7 +107,11 @@ def iter_score_difference(row: Row, partners: Sequence[Row]) -> Iterator[str]:
 
 
 def compute_standard_error(row: Row) -> float:
-    """Return the standard error of a score: recorded, from a binomial share, or else 0."""
+    """Return the standard error of a cell's score.
+
+    Without a recorded standard error, that of a share follows from the number of test samples. For other
+    scores it is 0.
+    """
     if row["score_error"] is not None:
         return row["score_error"]
     if row["score_unit"] != "share" or not row["test_samples"]:
@@ -115,7 +124,10 @@ def _format_values(values: set[float]) -> str:
 
 
 def iter_command_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
-    """Yield notices that commands report their values themselves, and how many of them are ranked."""
+    """Yield the report's notices on cells that users' commands trained.
+
+    They say that commands measure themselves, and how many of the cells are ranked.
+    """
     rows = cells[cells["same_work"].notna()]
     if not len(rows):
         return

@@ -74,7 +74,7 @@ class Command(Strategy):
                 )
             if unknown := [n for n in iter_placeholders(self.command or ()) if n not in NAMES]:
                 raise ValueError(
-                    f"command: {{{unknown[0]}}} is unknown; use one of: {', '.join(NAMES)}"
+                    f"command: the placeholder {{{unknown[0]}}} is unknown; use one of: {', '.join(NAMES)}"
                 )
             for pin in self.needs or ():
                 if not re.fullmatch(r"[A-Za-z0-9._-]+==[\w.]+", pin):
@@ -86,7 +86,7 @@ class Command(Strategy):
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
         if not get_arguments(options):
             raise ValueError(
-                "it has no command; name a variant in its place, such as "
+                "it has no command to start; use a variant instead, such as "
                 "mine: {strategy: command, command: [python, train.py]}"
             )
 
@@ -95,8 +95,9 @@ class Command(Strategy):
         lacking = {"node", "host"} - set(iter_placeholders(get_arguments(options)))
         if gpus > per_node and lacking:
             raise ValueError(
-                f"{gpus} workers span several nodes, on each of which its command is started; give it "
-                f"{' and '.join(f'{{{name}}}' for name in sorted(lacking))}, or use fewer workers"
+                f"{gpus} workers span several nodes, and the command is started on each node; add "
+                f"{' and '.join(f'{{{name}}}' for name in sorted(lacking))} to its arguments, "
+                "or use fewer workers"
             )
 
     @classmethod
@@ -105,7 +106,7 @@ class Command(Strategy):
     ) -> Iterator[str]:
         for key in ("slowdown", "profile"):
             if values[key]:
-                yield f".{key} = {values[key]}: a command cannot be reached from outside"
+                yield f".{key} = {values[key]}: stratbench cannot do this in a user's command"
         for name in iter_placeholders(get_arguments(options)):
             if name in GIVEN and values[name] is None:
                 yield f".{name} = null: a command has it as {{{name}}}"
@@ -133,7 +134,10 @@ class Command(Strategy):
 
 
 def get_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Return the program and its arguments with placeholders, or an empty list without a command."""
+    """Return the program and the arguments of a command, with their placeholders.
+
+    The list is empty if the options have no command.
+    """
     return options["command"] or []
 
 

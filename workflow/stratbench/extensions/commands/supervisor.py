@@ -28,13 +28,14 @@ import psutil
 from stratbench.cell.files import write_atomic
 from stratbench.train.locks import lock_cell_as_worker
 
-#: Options of prctl(2): orphaned descendants become children of this process; a child dies with its parent.
+#: Options of prctl(2). The first makes orphaned descendants children of this process. The second kills a
+#: child when its parent ends.
 _SET_CHILD_SUBREAPER, _SET_PDEATHSIG = 36, 1
 _POLL_S = 0.02
 
 
 def main() -> None:
-    """Run the command until it ends, or until the agent ends it."""
+    """Run the command until it ends, or until the node's agent ends it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--logs", type=Path, required=True, help="log folder of the cell")
     parser.add_argument("--log", type=Path, required=True, help="file for the command's output")
@@ -45,12 +46,12 @@ def main() -> None:
         "--origin-s",
         type=float,
         required=True,
-        help="origin of the cell's times on the monotonic clock",
+        help="time on the monotonic clock at which the times of the cell are 0",
     )
     parser.add_argument("program", nargs="+", help="program and arguments of the command")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # These signals are ignored, because only the agent may stop this process, by closing its input.
+        # Only the node's agent may stop this process, by closing its standard input.
         signal.signal(number, signal.SIG_IGN)
     lock_cell_as_worker(args.logs)
     set_process_attribute(_SET_CHILD_SUBREAPER, 1)
@@ -68,18 +69,18 @@ def main() -> None:
             log.write(f"{args.program[0]}: {e.strerror}\n".encode())
             os._exit(127)
     threading.Thread(target=end_when_input_closes, daemon=True).start()
-    code = child.wait()
+    exit_code = child.wait()
     ended_s = time.monotonic()
     kill_descendants()
     write_atomic(
         args.end,
-        json.dumps({"origin_s": args.origin_s} | collect_exit_values(code, begun_s, ended_s)),
+        json.dumps({"origin_s": args.origin_s} | collect_exit_values(exit_code, begun_s, ended_s)),
     )
     sys.stdout.flush()
     os._exit(0)
 
 
-def collect_exit_values(code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
+def collect_exit_values(exit_code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
     """Return how the command ended, and the CPU time and memory that it used.
 
     Times are in seconds and memory is in bytes. `max_rss_bytes` is the high-water mark of the largest
@@ -87,14 +88,14 @@ def collect_exit_values(code: int, begun_s: float, ended_s: float) -> dict[str, 
     (getrusage(2), RUSAGE_CHILDREN).
 
     Args:
-        code: Exit code.
+        exit_code: Exit code of the command.
         begun_s: Start of the command on this node's monotonic clock.
         ended_s: End of the command on that clock.
     """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     kib = 1 if sys.platform == "darwin" else 1024
     return {
-        "exit_code": code,
+        "exit_code": exit_code,
         "begun_s": begun_s,
         "ended_s": ended_s,
         "cpu_time_s": used.ru_utime + used.ru_stime,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-#: Number of elements per part when a distance is summed, so that temporary tensors stay small.
+#: Number of elements at a time when a distance of weights is summed, so that temporary tensors are small.
 SUMMED_NUMBERS = 1 << 20
 
 
@@ -85,18 +85,21 @@ class Local(collective.Collective):
         self.worker.mark_phase_end("exposed_communication")
         return loss
 
-    def average_batch_weight(self, own: Tensor) -> Tensor:
-        """Return `own`, because each worker trains by the mean loss over its own batch."""
-        return own
+    def average_batch_weight(self, own_weight: Tensor) -> Tensor:
+        """Return the weight of this worker's batch, without an average over workers.
+
+        Each worker trains by the mean loss over its own batch.
+        """
+        return own_weight
 
     def exchange_weights(self) -> None:
         """Exchange weights with other workers, if an exchange is due after `self.steps` steps."""
         raise NotImplementedError
 
     def is_due(self, period: int, start: int = 0) -> bool:
-        """Return whether `period` steps have passed since step `start`, or the training has ended.
+        """Return whether workers exchange their weights after the present step.
 
-        The same holds after every further `period` steps.
+        They do so every `period` steps from step `start` on, and after the last step of the training.
         """
         since = self.steps - start
         return since > 0 and (since % period == 0 or self.steps == self.worker.total_steps)
@@ -115,7 +118,7 @@ class Local(collective.Collective):
     def open_evaluation_model(self) -> Iterator[nn.Module]:
         own, sent_bytes = [flat.clone() for flat in self.exchanged_tensors], self.sent_bytes
         self.average_tensors(self.exchanged_tensors)
-        # The traffic of the evaluation does not count as traffic of a step.
+        # Averaging for an evaluation does not count as traffic of the training.
         self.sent_bytes = sent_bytes
         self.distances.append(self.compute_distance_from_mean(own[: len(self.weights)]))
         with super().open_evaluation_model() as model:
@@ -123,18 +126,18 @@ class Local(collective.Collective):
         for flat, before in zip(self.exchanged_tensors, own, strict=True):
             flat.copy_(before)
 
-    def compute_distance_from_mean(self, own: Sequence[Tensor]) -> Tensor:
-        """Return the relative distance of the workers' weights from their mean.
+    def compute_distance_from_mean(self, own_weights: Sequence[Tensor]) -> Tensor:
+        """Return the distance of the workers' weights from their mean, divided by the mean's norm.
 
         The distance is the root mean square over the workers, the consensus distance of Kong et al.,
-        "Consensus Control for Decentralized Deep Learning", ICML 2021, divided by the norm of the mean. The
-        model has the mean at this time, and `own` are this worker's weights.
+        "Consensus Control for Decentralized Deep Learning", ICML 2021. `own_weights` are this worker's
+        weights. The model has the mean weights when this method is called.
         """
         import torch
         import torch.distributed as dist
 
         squares = torch.zeros(2, dtype=torch.float64, device=self.worker.device)
-        for mine, mean in zip(own, self.weights, strict=True):
+        for mine, mean in zip(own_weights, self.weights, strict=True):
             for a, b in zip(mine.split(SUMMED_NUMBERS), mean.split(SUMMED_NUMBERS), strict=True):
                 squares[0] += (a - b).square().sum()
                 squares[1] += b.square().sum()
@@ -155,9 +158,9 @@ class Local(collective.Collective):
 
 
 def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Make a flat tensor per dtype, and turn `tensors` into views of it.
+    """Return one flat tensor per dtype, of which `tensors` become views.
 
-    The views keep the strides of the tensors.
+    The tensors keep their values and strides.
     """
     import torch
 
@@ -178,5 +181,5 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def count_periods(steps: int, period: int) -> int:
-    """Return the number of periods in `steps` steps, including a shorter last one."""
+    """Return the number of periods in `steps` steps. An incomplete last period counts."""
     return -(-max(0, steps) // period)

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class DiLoCo(Local):
-    """Takes an outer step of SGD with Nesterov momentum after every `inner_steps` steps.
+    """Trains workers separately; every `inner_steps` steps, an outer SGD step applies their mean change.
 
+    The outer SGD has Nesterov momentum.
     The gradient of an outer step is the workers' mean change of weights since the previous outer step. All
     workers continue from its result. The inner optimizer is that of the experiment, and each worker keeps its
     own moments. An outer step also follows the last step. BatchNorm's statistics are averaged. The method is

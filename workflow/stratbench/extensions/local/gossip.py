@@ -10,12 +10,12 @@ from stratbench.strategies import base
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-#: Largest number of bytes per exchange; the receive buffer of each neighbour has this size.
+#: Maximum bytes of one message. A worker has a receive buffer of this size for each neighbour.
 CHUNK_BYTES = 25 << 20
 
 
 class Gossip(Local):
-    """Averages each worker's weights with those of its two ring neighbours after each update.
+    """Trains workers separately; after each update, each averages its weights with its two ring neighbours.
 
     All weights of the average are equal (a doubly stochastic matrix), so that the mean over all workers
     changes by the mean of all updates. Two workers have one neighbour each, and equal weights after each
@@ -36,7 +36,7 @@ class Gossip(Local):
             is_synchronous_on_one_worker=True,
             equals_ddp=gpus == 1,
             updates_per_step=1,
-            # Each worker sends all weights to each neighbour, for any number of workers.
+            # A worker sends all its weights to each neighbour. The unit is (W - 1) / W copies of the weights.
             ring_copies=min(2, gpus - 1) * gpus / max(1, gpus - 1),
         )
 

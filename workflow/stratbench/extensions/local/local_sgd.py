@@ -11,12 +11,13 @@ from stratbench.strategies import base
 
 
 class LocalSGD(Local):
-    """Averages the workers' weights and BatchNorm statistics after every `period` steps.
+    """Trains workers separately, and averages their weights after every `period` steps.
 
-    The last step is followed by an average as well. Each worker keeps its own momentum or AdamW moments
-    (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use Large
-    Mini-Batches, Use Local SGD", ICLR 2020; PyTorch's PostLocalSGDOptimizer). Before step `start` gradients
-    are averaged as by DDP, but after backward: this is the post-local SGD of the second paper.
+    BatchNorm's statistics are averaged as well. An average also follows the last step. Each worker keeps its
+    own momentum or AdamW moments (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin
+    et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020; PyTorch's PostLocalSGDOptimizer). Before
+    step `start`, gradients are averaged as by DDP, but after backward: this is the post-local SGD of the
+    second paper.
     """
 
     summary: ClassVar[str] = "workers train alone; weights are averaged every few steps"

@@ -15,10 +15,13 @@ def has_servers(s: Settings) -> bool:
 
 
 def count_servers(s: Settings) -> int:
-    """Return the number of parameter servers of a cell, or 0 for another strategy."""
+    """Return the number of parameter servers of a cell; 0 if its strategy has none."""
     return s.options["servers"] if has_servers(s) else 0
 
 
 def read_servers(job: Job) -> list[dict[str, Any]]:
-    """Return the statistics of the servers that reached their end, by number."""
+    """Return the statistics of a cell's parameter servers that ended by themselves, in order.
+
+    A server that was killed has no statistics.
+    """
     return job.folder.read_all_server_statistics(count_servers(job.settings))

@@ -16,7 +16,7 @@ def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def count_servers(record: Record) -> int | None:
-    """Return the number of parameter servers of a cell."""
+    """Return the number of parameter servers that a record has, or None without servers."""
     return len(list_servers(record)) or None
 
 
@@ -28,7 +28,7 @@ def sum_server_bytes(record: Record) -> int | None:
 
 
 def sum_server_wait_s(record: Record) -> float | None:
-    """Return the time in s that workers waited for servers, summed over servers and workers."""
+    """Return the seconds that workers waited for servers, summed over servers and workers."""
     if not list_servers(record):
         return None
     return sum(link.get("wait_s") or 0.0 for link in iter_server_worker_entries(record))
@@ -42,7 +42,7 @@ def count_lost_workers(record: Record) -> int | None:
 
 
 # fmt: off
-#: The arguments of `analysis.records.columns.Column`.
+#: Columns of cells.csv: name, kind, unit, function of the record, definition (the arguments of `Column`).
 COLUMNS = (
     ("servers", "number", "", count_servers, "Number of parameter servers."),
     ("server_bytes", "number", "bytes", sum_server_bytes,

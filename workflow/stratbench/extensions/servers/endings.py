@@ -19,7 +19,7 @@ def classify_served_ending(
 ) -> Ending:
     """Return how a cell with parameter servers ended.
 
-    The servers decide whether the loss of a worker makes the cell fail.
+    If a worker was lost, the servers have decided whether the cell fails.
 
     Args:
         job: Job of the cell.
@@ -37,7 +37,7 @@ def classify_served_ending(
             for w in f.get("lost", ())
         ]
         return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
-    # The servers do not begin before every worker has joined.
+    # The training does not begin before every worker has joined. So a worker's earlier error ends the cell.
     for rank, worker in workers.items():
         if worker["status"] == "error" and not has_joined(job, rank):
             return Ending("error", worker["reason"])
@@ -48,14 +48,17 @@ def classify_served_ending(
             (p for p in exits.processes if parse_rank(p.name) is None and p.exit_code), None
         )
         return Ending("error", str(dead or "a parameter server left no statistics"))
-    evaluates = not job.settings.steps  # without evaluation, a worker that finished is enough
+    evaluates = not job.settings.steps  # a cell with a number of steps is not evaluated
     if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):
         return Ending("error", find_first_reason(workers, "error") or "no worker lived to evaluate")
     return Ending("ok", None)
 
 
 def find_own_loss_reason(worker: Mapping[str, Any] | None) -> str | None:
-    """Return a worker's error, or None without one, or if servers caused the error."""
+    """Return a worker's error, unless the error follows from the end of the servers or of their run.
+
+    The result is None without such an error.
+    """
     reason = worker is not None and worker["status"] == "error" and worker["reason"]
     return (
         reason

@@ -1,4 +1,4 @@
-"""Figures of a cell with parameter servers, from the results of its workers and servers."""
+"""Computes the record's values of a cell with parameter servers from results of workers and servers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from stratbench.train.job import Job
 
 
 def make_server_entry(job: Job) -> dict[str, Any] | None:
-    """Return the record's `server`: the servers' statistics, without single step times.
+    """Return the record's section `server`: the statistics of all servers, without the times of steps.
 
-    Each lost worker has its own report. None where no server left statistics.
+    Each lost worker has the error that it reported. The result is None if no server left statistics.
     """
     servers = read_servers(job)
     if not servers:
@@ -36,7 +36,7 @@ def compute_server_traffic(
     servers: list[dict[str, Any]],
     run: dict[str, Any],
 ) -> dict[str, float]:
-    """Return the bytes per second of the busiest server, and of the links between nodes.
+    """Return the traffic of the busiest server in bytes per second, and the traffic of links.
 
     Args:
         job: Job of the cell.
@@ -52,9 +52,9 @@ def compute_server_traffic(
 
 
 def compute_node_link_traffic(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the bytes within nodes and over the busiest link between nodes.
+    """Return the traffic within nodes per step, and that of the busiest link per global batch, in bytes.
 
-    Workers count them. Lost workers, of which nothing is known, are left out.
+    Workers count these bytes. Lost workers are left out, because their counts are unknown.
     """
     sent, received, local = [0] * job.n_nodes, [0] * job.n_nodes, 0
     steps = 0
@@ -71,7 +71,7 @@ def compute_node_link_traffic(job: Job, workers: list[dict[str, Any]]) -> dict[s
             for at, gone, come in ((own, out, back), (node, back, out)):
                 sent[at] += gone
                 received[at] += come
-    # A step of all workers is a global batch.
+    # Each worker's step is one slice of a global batch, which has `job.world_size` slices.
     batches = steps / job.world_size
     return {
         "local_bytes_per_step": local / steps,
@@ -85,11 +85,11 @@ def sum_served_run(
     samples_per_step: int,
     per_epoch: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the totals that the parameter servers saw, until the last applied push.
+    """Return the training time, samples, updates and epochs of a run, as its servers counted them.
 
-    An epoch ends when as many pushes as it has tickets were taken, some of them perhaps of the next epoch.
-    The samples of a lost worker count if its pushes were taken. A late push may have been dropped by some
-    shards and applied by others: `samples_applied` is the mean over the shards.
+    An epoch ends when as many tickets were completed as the epoch has; some may belong to the next epoch. The
+    samples of a lost worker count if its tickets were completed. Some shards may have dropped a late push
+    that others applied. So `samples_applied` is the mean over the shards.
 
     Args:
         workers: Results of the workers.
@@ -115,10 +115,10 @@ def sum_served_run(
 
 
 def compute_mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
-    """Return the mean training loss of an epoch, from each worker's report (`loop.Result.losses`).
+    """Return the mean training loss of an epoch over its steps.
 
-    The result is None if a loss was not finite, or if the workers that took the steps were lost before
-    reporting.
+    `losses` has an element per worker: by step, the sum of losses and the sum of weights. The result is None
+    if a loss was not finite, or if no worker reported losses of this epoch.
     """
     steps: dict[str, list[tuple[float | None, float]]] = {}
     for each in losses:
@@ -134,6 +134,6 @@ def compute_mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]
 
 
 def count_applied_pushes(servers: list[dict[str, Any]]) -> float:
-    """Return the mean number of pushes applied to a shard's weights, over all shards."""
+    """Return the number of pushes that a shard applied, as a mean over all shards."""
     shards = [sum(counts) for server in servers for counts in server["staleness"]]
     return sum(shards) / len(shards)

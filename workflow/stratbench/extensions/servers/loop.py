@@ -73,7 +73,9 @@ def train_on_tickets(
     worker.mark_phase_end = clock.mark_phase_end
     losses: dict[int, dict[int, list[torch.Tensor]]] = {}
     samples = taken = 0
-    reports = ThreadPoolExecutor(1)  # prints in a thread, so that a slow disk does not delay a step
+    reports = ThreadPoolExecutor(
+        1
+    )  # writes the log in a thread, so that a slow disk delays no step
     tables(0)
     collect_and_freeze_garbage()
     for epoch, where in strategy.iter_tickets(evaluate_epoch_now):
@@ -82,7 +84,7 @@ def train_on_tickets(
         if not clock.is_running:
             clock.begin_epoch()
         if epoch not in losses:
-            # Each worker prints it, since workers begin an epoch at different times.
+            # Every worker prints this line, because workers begin an epoch at different times.
             reports.submit(print, f"epoch {epoch + 1}/{passes} begun", flush=True)
         order, augmentation = tables(epoch)
         x, y = data.make_training_batch(order[where], augmentation)
@@ -120,10 +122,10 @@ def train_on_tickets(
 
 
 def sum_losses(losses: list[torch.Tensor]) -> tuple[float, float]:
-    """Return the sum of batch losses, and the number of batches or sum of weights.
+    """Return the sum of the losses of batches, and the sum of the batches' weights.
 
     Args:
-        losses: Scalars, or pairs [2] of a sum and its weight.
+        losses: A tensor per batch: the loss as a scalar, with weight 1, or the pair (sum of losses, weight).
     """
     stacked = torch.stack(losses).double()
     if stacked.dim() == 1:
@@ -135,9 +137,9 @@ def sum_losses(losses: list[torch.Tensor]) -> tuple[float, float]:
 def make_epoch_table_copier(
     data: DeviceData, s: Settings, epochs: int
 ) -> Callable[[int], EpochTables]:
-    """Return a function that copies one epoch's sample order and augmentation to the device.
+    """Return a function that copies the sample order and augmentation of an epoch to the device.
 
-    The tables of all epochs are drawn in advance, because training with servers has no pause between two
+    These tables are drawn for all epochs in advance, because training with servers has no pause between two
     epochs.
 
     Args:
@@ -149,7 +151,7 @@ def make_epoch_table_copier(
         data.draw_epoch_tables(s.seed, epoch, s.augment).pack_tables() for epoch in range(epochs)
     ]
 
-    @lru_cache(maxsize=2)  # a ticket of a lost worker may belong to the previous epoch
+    @lru_cache(maxsize=2)  # two epochs, because a lost worker's ticket may be of the previous epoch
     def copy_epoch_tables(epoch: int) -> EpochTables:
         return drawn[epoch].to_device(data.index_device)
 
@@ -175,9 +177,7 @@ def evaluate_epoch_snapshot(
 def evaluate_all_snapshots(
     strategy: Any, data: DeviceData, worker: Worker, progress: Progress
 ) -> list[str]:
-    """Evaluate the servers' snapshots of all epochs.
-
-    The result names the losses that are not finite.
+    """Evaluate the servers' snapshots of all epochs, and return the names of losses that are not finite.
 
     Args:
         strategy: Strategy of the cell.
@@ -198,7 +198,7 @@ def evaluate_all_snapshots(
 def make_epoch_entry(
     strategy: Any, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
-    """Evaluate a snapshot that the model has loaded, and return the results of its epoch.
+    """Evaluate the snapshot that is in the model, and return the results of the snapshot's epoch.
 
     The training loss is missing, because only the launcher has the losses of all workers.
 

@@ -18,41 +18,44 @@ from stratbench.train.agent import NodeProcesses, create_workers, start_fork_ser
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
 
-#: What the process of a server runs.
+#: The function that a server process calls, as `module:name`.
 SERVER = "stratbench.extensions.servers.process:serve_parameters"
 
 
 @contextmanager
 def make_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the servers and workers of this node, not yet started."""
+    """Yield the processes of the servers and workers on a node, which are not started yet."""
     with start_fork_server(job) as path:
         servers = make_server_processes(path, job.folder, list_servers_of_node(job, node))
         yield ServedProcesses(job, create_workers(job, node, path), servers)
 
 
 class ServedProcesses(NodeProcesses):
-    """Servers and workers of a node. Workers continue after the loss of others while the servers run.
+    """The processes of the servers and workers on a node.
 
-    A worker that the servers have given up is killed: it may be stopped for good.
+    If a worker is lost, the others continue as long as the servers run. A worker that the servers have
+    declared lost is killed, because its process may be stopped for good.
     """
 
     poll_s = 0.5
 
     def tolerates_failure(self, name: str) -> bool:
-        """Return whether the process is a worker that had joined the servers."""
+        """Return whether the cell may continue after the process failed.
+
+        It may if the process is a worker that had joined the servers.
+        """
         rank = parse_rank(name)
         return rank is not None and has_joined(self.job, rank)
 
     def cannot_succeed(self, ended: Mapping[str, int]) -> bool:
-        """Return whether no worker is left, or the servers wait for an ended worker."""
-        # On several nodes, the servers may still have workers of other nodes, so that this is checked on one
-        # node only.
+        """Return whether the cell must fail: all workers have ended, or the servers wait for an ended one."""
+        # On several nodes, workers of other nodes may still run. So this is checked on a single node only.
         return super().cannot_succeed(ended) or (
             self.job.n_nodes == 1 and all(p.name in ended for p in self.workers)
         )
 
     def are_workers_hung(self, awake_since_s: float) -> bool:
-        """Return whether no worker of the cell makes progress."""
+        """Return whether no worker of the cell makes progress. False on several nodes."""
         # On several nodes, workers of other nodes may make progress while those of this node do not.
         return self.job.n_nodes == 1 and super().are_workers_hung(awake_since_s)
 
@@ -68,7 +71,7 @@ class ServedProcesses(NodeProcesses):
 def make_server_processes(
     fork_server: Path, run: RunFolder, configs: Sequence[ServerConfig], entry: str = SERVER
 ) -> list[Process]:
-    """Return the processes of parameter servers, not yet started.
+    """Return the processes of parameter servers, which are not started yet.
 
     Args:
         fork_server: Folder of the fork server.
@@ -92,9 +95,9 @@ def list_servers_of_node(job: Job, node: int) -> list[ServerConfig]:
 
 
 def has_joined(job: Job, rank: int) -> bool:
-    """Return whether worker `rank` had joined the servers before the worker ended.
+    """Return whether the worker with rank `rank` has joined the servers.
 
-    The servers wait for a worker that ended before it joined.
+    If a worker ends before it has joined, the servers still wait for it.
     """
     phases = read_phases([job.folder.get_phase_log_path(rank)])
     return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)

@@ -23,7 +23,7 @@ from stratbench.train.worker import (
 
 
 def serve_parameters(config_json: str, run_dir: str) -> None:
-    """Entry point of a parameter-server process. Exits 0 when its run ended well, else 1."""
+    """Run a parameter server in this process, which exits with 0 after success and else with 1."""
     serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, run_server)
 
 
@@ -35,7 +35,7 @@ def serve_as_process(
     Args:
         config: Config of the server.
         run_dir: Run folder of the cell.
-        serve: Runs the server, given its config and the secret.
+        serve: Function of the config and the secret that runs the server.
     """
     folder = RunFolder(Path(run_dir))
     redirect_output(folder.get_log_path(format_server_name(config.server)))

@@ -1,4 +1,4 @@
-"""Runs a cell with parameter servers. The servers decide whether a lost worker matters."""
+"""Runs a cell with parameter servers. If a worker is lost, the servers decide whether the cell fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stratbench.train.running.runner import Runner
 
 
 class ServedRunner(Runner):
-    """Runner of servers and workers. Its totals come from the servers' statistics."""
+    """Runner of cells with parameter servers, whose statistics give training time, samples and epochs."""
 
     processes = "stratbench.extensions.servers.node:make_node_processes"
     profile_note = "the servers had ended: the exchange with them is not in it"
@@ -40,11 +40,11 @@ class ServedRunner(Runner):
             return super().launch_processes(job, cpus_per_node)
         finally:
             job.folder.secret_path.unlink(missing_ok=True)
-            # Snapshots are left if the cell was not evaluated.
+            # The workers delete evaluated snapshots. Snapshots that were not evaluated are deleted here.
             shutil.rmtree(job.folder.get_snapshot_dir(job.n_nodes > 1), ignore_errors=True)
 
     def classify(self, job: Job, exits: Exits, kills_before: int | None) -> Ending:
-        """Return how the cell ended: the servers decide whether a lost worker matters.
+        """Return how the cell ended. If a worker was lost, the servers have decided whether the cell fails.
 
         Args:
             job: Job of the cell.
@@ -54,7 +54,7 @@ class ServedRunner(Runner):
         return classify_ending(job, exits, kills_before, classify_served_ending)
 
     def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the run's seconds, samples and epochs by the servers' statistics."""
+        """Return the training time, samples and epochs of the run, as the servers counted them."""
         servers, s = read_servers(job), job.settings
         if not servers:
             return super().compute_totals(job, workers)
@@ -79,13 +79,13 @@ class ServedRunner(Runner):
         return figures | compute_server_traffic(job, workers, servers, run)
 
     def list_lost_workers(self, job: Job) -> list[dict[str, Any]]:
-        """Read which workers the servers lost."""
+        """Return an entry for each worker that a server declared lost."""
         return [w for server in read_servers(job) for w in server.get("lost", ())]
 
     def read_step_times_s(self, job: Job) -> list[list[float]]:
-        """Read the seconds per global batch of pushes, for each server.
+        """Return for each server the seconds that each global batch took.
 
-        A single worker's step does not show the joint rate.
+        The time of one worker's step does not show how fast all workers together are.
         """
         ends = [[0.0, *server["step_ends_s"]] for server in read_servers(job)]
         return [[after - before for before, after in pairwise(e)] for e in ends]

@@ -16,13 +16,16 @@ TEMPLATE = Path(__file__).parent / "templates" / "servers.html.j2"
 
 
 def make_server_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Yield the section if cells of the study have parameter servers."""
+    """Yield the report's section on parameter servers, if cells of the study have servers."""
     if lines := list_server_rows(inputs.cells):
         yield Section("servers", render_section(TEMPLATE, servers=lines), "Servers")
 
 
 def list_server_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row per strategy with parameter servers, model and worker count, over all repeats."""
+    """Return the rows of the report's table on parameter servers.
+
+    A row is of one strategy, model and number of workers, over all repeats.
+    """
     known = cells[cells["staleness"].notna()]
     lines = []
     keys = ["experiment", "strategy", "model", "gpus"]
@@ -30,9 +33,9 @@ def list_server_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
         counts = [json.loads(text) for text in rows["staleness"]]
         pushes = sum(map(sum, counts))
         weighted = sum(i * count for c in counts for i, count in enumerate(c))
-        # For stopped cells the time is unknown in which servers made workers wait.
+        # Stopped cells have no training time, and their waiting time is unknown.
         timed = rows[rows["train_time_s"] > 0]
-        # A worker waits for all servers at the same time.
+        # A worker waits for all servers at the same time, and `server_wait_s` sums its wait over the servers.
         worker_s = (timed["train_time_s"] * timed["gpus"] * timed["servers"]).sum()
         wait = timed["server_wait_s"].sum() / worker_s if worker_s else float("nan")
         bytes_per_s = (rows["server_bytes"] / rows["train_time_s"]).median()

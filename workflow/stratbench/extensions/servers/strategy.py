@@ -1,8 +1,8 @@
-"""Workers that push gradients to parameter servers, which update the weights by a policy.
+"""Strategies with parameter servers: workers push gradients, and servers update weights by a policy.
 
 Each policy in `policies/policies.py` makes one strategy of the same name (`get_strategy_of_policy`). Workers
-take batches as tickets, so a slow worker does fewer, and a lost one's batch is handed on. The servers keep
-the optimizer's state.
+get slices of batches as tickets. So a slow worker gets fewer, and another worker gets the ticket of a lost
+one. The servers store the optimizer's state.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class ServerOptions(base.Options):
 
 @cache
 def get_strategy_of_policy(policy: str) -> type[ParameterServer]:
-    """Return the strategy whose servers follow the policy registered as `policy`."""
+    """Return the strategy whose servers follow the policy with the name `policy`."""
     rules = get_policy_class(policy)
 
     @dataclass(frozen=True)
     class Options(ServerOptions, rules.Options):
-        """Options of the policy and of the servers, and properties that follow from the policy's."""
+        """Options of the servers and of their policy, and the policy's properties that follow from them."""
 
     facts = {
         "policy": policy,
@@ -77,7 +77,7 @@ def get_strategy_of_policy(policy: str) -> type[ParameterServer]:
     return type(f"ServedBy{rules.__name__}", (ParameterServer,), facts)
 
 
-#: The settings by which a server updates the weights.
+#: Names of the settings of the servers' optimizer.
 HYPER = ("lr", "momentum", "weight_decay", "nesterov", "optimizer", "betas", "eps")
 
 
@@ -112,8 +112,8 @@ def make_server_configs(
             policy_options={name: getattr(options, name) for name in own},
             schedule={
                 "schedule": s.schedule,
-                "warmup": s.lr_warmup_steps,
-                "final": s.final_lr / s.lr,
+                "warmup_steps": s.lr_warmup_steps,
+                "final_factor": s.final_lr / s.lr,
             }
             if s.has_changing_lr
             else None,
@@ -129,7 +129,7 @@ def make_server_configs(
 
 
 def find_node_of_server(s: Settings, server: int, n_nodes: int) -> int:
-    """Return the number of the node on which a server of a cell runs.
+    """Return the number of the node on which a parameter server of a cell runs.
 
     Args:
         s: Settings of the cell.
@@ -141,20 +141,23 @@ def find_node_of_server(s: Settings, server: int, n_nodes: int) -> int:
 
 
 def choose_node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
-    """Return the node of a server, by the placement of a cell's servers.
+    """Return the number of the node on which a server runs with this value of `server_placement`.
 
     Args:
-        server_placement: The option.
+        server_placement: Value of the option, "central" or "colocated".
         server: Number of the server.
         workers: Number of workers.
         n_nodes: Number of nodes.
     """
-    # Servers are divided as workers are: each node has equally many, except the last (`Job.list_ranks`).
+    # Colocated servers are divided among nodes as workers are: all nodes but the last have equally many.
     return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
 
 
 class ParameterServer(base.Strategy):
-    """A worker of parameter servers; `get_strategy_of_policy` makes a subclass for each policy."""
+    """Base class of strategies with parameter servers, as a worker runs them.
+
+    `get_strategy_of_policy` makes a subclass for each policy.
+    """
 
     kind = "server"
     loop = "stratbench.extensions.servers.loop:train_on_tickets"
@@ -192,14 +195,14 @@ class ParameterServer(base.Strategy):
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
         if options["server_placement"] == "colocated" and options["servers"] != 1:
             raise ValueError(
-                f"servers = {options['servers']} with server_placement = 'colocated', which runs a server "
-                "for each worker; leave servers out, or set server_placement to 'central'"
+                f"servers = {options['servers']}: server_placement = 'colocated' runs one server per worker; "
+                "leave servers out, or set server_placement to 'central'"
             )
         pushes = cls.Options(**options).pushes_per_ticket
         if per_worker_batch % pushes:
             raise ValueError(
-                f"{name} pushes {pushes} times a batch, which {per_worker_batch} samples for each of "
-                f"{gpus} workers do not divide into; change pushes_per_batch or the batch"
+                f"{name} has {pushes} pushes per batch, but the {per_worker_batch} samples of each of {gpus} "
+                "workers cannot be divided into so many equal parts; change pushes_per_batch or the batch"
             )
 
     @classmethod
@@ -269,19 +272,19 @@ class ParameterServer(base.Strategy):
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect()
         self.ticket: Ticket | Evaluation | None = None
-        # None once the run is over.
+        # Exchanges gradients and weights with the servers after backward. None once the run is over.
         self._exchange: Callable[[], None] | None = self.channel.rehearse_exchange
         self._before: tuple[float, ...] = (0.0,)
         self.reset()
 
     def flatten(self) -> FlatSpace:
-        """Return the model's tensors as views of flat tensors."""
+        """Move the model's tensors into flat tensors, and return these."""
         from stratbench.extensions.servers.ps.flat import FlatSpace
 
         return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
 
     def connect(self) -> Channel:
-        """Return the connections to the cell's servers."""
+        """Connect this worker to the cell's servers, and return the channel to them."""
         by = self.worker.make_server_channel
         return by(self._connect) if by else self._connect(None, 300.0)
 
@@ -303,7 +306,7 @@ class ParameterServer(base.Strategy):
                 scale=self.scale,
                 n_servers=options["servers"],
                 incarnation=incarnation,
-                start=worker.initial_weights_hash,
+                initial_weights_hash=worker.initial_weights_hash,
             )
         except JoinRefused as refused:
             if OTHER_START in str(refused):
@@ -325,10 +328,11 @@ class ParameterServer(base.Strategy):
     def iter_tickets(
         self, evaluate: Callable[[int], dict[str, float | None]] | None = None
     ) -> Iterator[tuple[int, slice]]:
-        """Yield this worker's batches: the epoch, and the slice of its shuffled samples.
+        """Yield the epoch of each batch of this worker, and the slice of the epoch's shuffled samples.
 
-        The first waits until all workers are ready. `step` must be called for each. In an elastic cell the
-        servers also request evaluations: `evaluate(epoch)` returns the values that `Channel.score` takes.
+        The first batch comes when all workers are ready. The caller must call `step` for each batch. In an
+        elastic cell the servers also request evaluations. `evaluate` returns the results for an epoch, which
+        `Channel.send_evaluation` sends.
         """
         self.ticket = self._get_next_ticket(self.channel.wait_for_first_ticket)
         self._before = self._exchange_counts()
@@ -344,13 +348,13 @@ class ParameterServer(base.Strategy):
         self._exchange = None
 
     def predict_next_ticket(self, train_samples: int) -> tuple[int, slice] | None:
-        """Return the batch that this worker will probably get next, as epoch and slice.
+        """Return the epoch and the slice of samples that this worker will probably get next.
 
-        The server reserves the worker's slice of the next step while the worker keeps pace. The actual batch
-        is only known after the push. The result is None at the end of the training.
+        A worker that keeps pace with the others gets the same slice of the next step. Which batch it gets is
+        only known after its push. The result is None at the end of the training.
         """
         s, t = self.worker.settings, self.ticket
-        assert isinstance(t, Ticket)  # a worker that steps has a ticket and no evaluation
+        assert isinstance(t, Ticket)  # within a step, the worker has a ticket and no evaluation
         steps = train_samples // s.global_batch
         following = t.epoch * steps + t.step + 1
         if following >= self.worker.total_steps:
@@ -367,21 +371,21 @@ class ParameterServer(base.Strategy):
         self.steps += 1
 
     def _get_next_ticket(
-        self, work: Callable[[], Ticket | Evaluation | None]
+        self, request_next: Callable[[], Ticket | Evaluation | None]
     ) -> Ticket | Evaluation | None:
-        """Return the next ticket or request, or None at the end.
+        """Return the ticket or the evaluation that `request_next` returns.
 
-        The result is also None if this worker must leave.
+        The result is None at the end of the training, or if this worker must leave.
         """
         from stratbench.extensions.servers.wire.link import Left
 
         try:
-            return work()
+            return request_next()
         except Left:
             return None
 
     def _exchange_counts(self) -> tuple[float, ...]:
-        """Return seconds waited so far, and the bytes sent to and received from each server."""
+        """Return the seconds waited so far, then the bytes sent to and received from each server."""
         return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -396,7 +400,7 @@ class ParameterServer(base.Strategy):
         with create_autocast_context(self.worker.settings.precision, self.worker.device):
             loss, weight = compute_loss_and_weight(self.worker.task, self.compiled(x), y)
         detached = loss.detach()
-        # A push is a mean over its samples; a mean of pushes needs their weights.
+        # The pushed gradient is a weighted mean over samples. The servers need its weight to average pushes.
         if weight is not None:
             detached = torch.stack([detached.double(), weight])
             loss = loss * divide_or_zero(1.0, weight).to(loss.dtype)
@@ -423,13 +427,13 @@ class ParameterServer(base.Strategy):
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this worker evaluates for all workers. Known only after the last ticket."""
+        """Whether this worker evaluates the snapshots after the training. False before the last ticket."""
         return self.channel.evaluator == self.worker.rank
 
     def load_snapshot(self, epoch: int) -> float:
-        """Load the servers' state after `epoch` (from 0) into the model.
+        """Load the servers' snapshot of an epoch, counted from 0, into the model.
 
-        Return the seconds from the first ticket to the end of that epoch.
+        The result is the seconds from the first ticket to the end of that epoch.
         """
         from stratbench.extensions.servers.ps.snapshots import load_snapshot
 
@@ -439,18 +443,17 @@ class ParameterServer(base.Strategy):
 
     @contextmanager
     def hold_snapshot(self, epoch: int) -> Iterator[float]:
-        """Context in which the model has the servers' state after `epoch`.
+        """Load the servers' snapshot of an epoch into the model within a block.
 
-        The context yields the result of `load_snapshot`.
-
-        The model's running statistics return with the block's end, its weights with the next ticket.
+        The context yields the result of `load_snapshot`. At the end of the block the model gets its own
+        running statistics again. It gets its weights with the next ticket.
         """
         own = self.flat.buffers.clone()
         yield self.load_snapshot(epoch)
         self.flat.buffers.copy_(own)
 
     def delete_snapshot(self, epoch: int) -> None:
-        """Delete the servers' state after `epoch`, once it has been evaluated."""
+        """Delete the servers' snapshot of an epoch, which has been evaluated."""
         from stratbench.extensions.servers.ps.snapshots import delete_snapshot
 
         delete_snapshot(self.channel.snapshot_dir, epoch)

@@ -64,12 +64,12 @@ class AsyncPolicy(Policy):
         return self.push_lr
 
     def _compute_gradient_weight(self, staleness: int) -> float:
-        """Return the factor on a gradient of some staleness, before the gradient enters the momentum."""
+        """Return the factor by which a stale gradient is multiplied before it enters the momentum."""
         return 1.0
 
 
 class StalenessLrPolicy(AsyncPolicy):
-    """Policy that gives older gradients a smaller weight.
+    """Policy that gives a gradient less weight the staler it is.
 
     W -= eta * velocity(g / (1 + tau)). Source: Zhang et al., "Staleness-aware async-SGD for distributed deep
     learning", IJCAI 2016, who divide each gradient's learning rate by its staleness. Here the divisor is 1 +
@@ -84,7 +84,7 @@ class StalenessLrPolicy(AsyncPolicy):
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
-        # "full", since 1 / (1 + staleness) divides by about N already.
+        # The default is "full", because the factor 1 / (1 + staleness) already divides by about N workers.
         lr_scale: Literal["full", "1/N"] = make_lr_scale_option("full")
 
     def _compute_gradient_weight(self, staleness: int) -> float:
@@ -92,7 +92,7 @@ class StalenessLrPolicy(AsyncPolicy):
 
 
 class SspPolicy(AsyncPolicy):
-    """Policy that applies every push at once, but makes fast workers wait at a bound.
+    """Policy that applies every push at once, but makes workers wait that are too far ahead of others.
 
     No batch starts more than `s` pushes ahead of the slowest worker.
 
@@ -136,7 +136,7 @@ class SspPolicy(AsyncPolicy):
 
 
 class AsyncModifiedPolicy(SspPolicy):
-    """Policy of the "modified asynchronous" server in section 5.3 of the paper.
+    """Policy of the "modified asynchronous" server of the published study that stratbench re-implements.
 
     The policy differs from ps-async in three ways. A worker splits each batch into f = `pushes_per_batch`
     sub-batches, and pushes and pulls for each. Staleness is bounded as in ps-ssp, where the clock counts
@@ -169,9 +169,9 @@ class AsyncModifiedPolicy(SspPolicy):
 
         @property
         def is_synchronous_on_one_worker(self) -> bool:
-            """Whether a batch has only one push, as in synchronous training.
+            """Whether training with one worker equals PyTorch's own optimizer.
 
-            Several pushes would be several updates on smaller batches.
+            It does if each batch has one push. Several pushes are several updates on smaller batches.
             """
             return self.pushes_per_batch == 1
 
@@ -185,14 +185,17 @@ class AsyncModifiedPolicy(SspPolicy):
 
 @dataclass(frozen=True)
 class ViewKeepingOptions(EveryPushOptions):
-    """Options of policies that store the weights that each worker has read, and two running means."""
+    """Options of policies that store a copy of the weights that each worker has read.
+
+    The fixed buffers are the momentum, a running mean of squares, and a temporary tensor.
+    """
 
     fixed_buffers: ClassVar[int] = 3
     buffers_per_worker: ClassVar[int] = 1
 
 
 class ViewKeepingPolicy(Policy):
-    """Base class of policies that compare the present weights with those that the worker has read."""
+    """Base class of policies that compare the present weights with those that a worker has read before."""
 
     scratch = ("_scratch",)
 
@@ -211,7 +214,7 @@ class ViewKeepingPolicy(Policy):
 
 
 class DcAsgdPolicy(ViewKeepingPolicy):
-    """Policy that corrects a gradient for the weights' change since the worker read them.
+    """Policy that corrects a gradient for the change of the weights since the worker read them.
 
     ms <- m ms + (1 - m) g*g;  g' = g + lambda / sqrt(ms + 1e-7) * g*g*(W - W_read);
     W -= eta * velocity(g'). g*g approximates the Hessian's diagonal. Source: DC-ASGD-a of Zheng et al.,
@@ -239,7 +242,7 @@ class DcAsgdPolicy(ViewKeepingPolicy):
         decay = self.options.dc_decay
         self._mean_square.mul_(decay).addcmul_(grad, grad, value=1 - decay)
         if read_version != self.version:
-            # The stored W_read is not needed after this push. So its memory is reused for W_read - W.
+            # The memory of W_read is reused for W_read - W, because W_read is not needed after this push.
             moved_back = self._read[worker].sub_(self.weights)
             curvature = torch.add(self._mean_square, 1e-7, out=self._scratch).sqrt_()
             torch.div(grad, curvature, out=curvature).mul_(grad)
@@ -250,9 +253,9 @@ class DcAsgdPolicy(ViewKeepingPolicy):
 
 
 class GapAwarePolicy(ViewKeepingPolicy):
-    """Policy that divides a gradient by the distance the weights moved since they were read.
+    """Policy that makes a gradient smaller the more its weights have changed since the worker read them.
 
-    The division is per weight, with the distance in units of a typical step.
+    The gradient of each weight is divided by 1 plus the change of this weight, in units of a typical step.
 
     g' = g / (1 + |W - W_read| / (eta RMS(v)));  W -= eta * velocity(g'). v is the step direction
     (with Nesterov g' + mu times the momentum), and RMS its bias-corrected running root mean square. Source:
@@ -274,10 +277,11 @@ class GapAwarePolicy(ViewKeepingPolicy):
 
         decay, lr = self.options.step_decay, self.push_lr
         if read_version != self.version:
-            # The stored W_read is not needed after this push. So its memory is reused for the gap.
+            # The running mean starts at 0. Division by this share corrects its bias, as in Adam.
             seen_share = 1 - decay**self.version
             typical = torch.div(self._mean_square, seen_share, out=self._scratch).sqrt_()
             typical.mul_(lr).add_(1e-8)
+            # The memory of W_read is reused for the gap, because W_read is not needed after this push.
             gap = self._read[worker].sub_(self.weights).abs_().div_(typical)
             grad.div_(gap.add_(1))
         direction = self._momentum.step(self.weights, grad, lr)
@@ -287,7 +291,7 @@ class GapAwarePolicy(ViewKeepingPolicy):
 
 
 class DanaPolicy(Policy):
-    """Policy with one momentum per worker, from which servers predict the weights for each worker.
+    """Policy with a momentum per worker. A worker reads weights predicted from the others' momenta.
 
     v_i <- mu v_i + g;  W -= eta v_i. Worker i reads W - eta mu sum over j != i of v_j, which estimates the
     weights to which its gradient will be applied. With `nesterov`, W -= eta (g + mu v_i). The part of j's
@@ -337,7 +341,7 @@ class DanaPolicy(Policy):
         return Outcome.APPLIED
 
     def _recompute_sum(self) -> None:
-        """Recompute the sum of all momenta, so that rounding errors do not accumulate."""
+        """Recompute the sum of all workers' momentum buffers, so that rounding errors do not accumulate."""
         self._sum.zero_()
         for momentum in self._momenta:
             self._sum.add_(momentum.value)
@@ -348,7 +352,7 @@ class DanaPolicy(Policy):
         import torch
 
         own = self._momenta[worker]
-        others = torch.sub(self._sum, own.value, out=out)  # with one worker this is exactly 0
+        others = torch.sub(self._sum, own.value, out=out)  # exactly 0 with one worker
         torch.sub(self.weights, others, alpha=self.push_lr * own.next_step_factor, out=out)
         return self.version
 

@@ -1,4 +1,4 @@
-"""Policies that average several gradients into one update: synchronous, backup workers, K-batch.
+"""Policies that average several gradients into one update: `ps-sync`, `ps-backup` and `ps-kbatch`.
 
 An update uses the learning rate of a global batch, and `lr_scale` has no effect.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SyncPolicy(Policy):
-    """Policy that averages the gradients of all live workers in one step; all workers wait.
+    """Policy that averages the gradients of all live workers in each step. All workers wait.
 
     W -= lr * velocity(mean of the gradients, weighted by `push_weight`). Sources: bulk-synchronous SGD of Li
     et al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential
@@ -51,7 +51,10 @@ class SyncPolicy(Policy):
             return 1.0
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the number of buffers: the momentum, and all but one of a step's gradients."""
+            """Return the number of buffers: one for the momentum, and N - 1 for gradients of N workers.
+
+            The gradient that arrives last needs no buffer.
+            """
             return 1 + (workers - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -61,16 +64,21 @@ class SyncPolicy(Policy):
         self._optimizer = make_shard_optimizer(weights, hyper)
         self._live = set(range(hyper.workers))
         self._arrived: set[int] = set()
-        self._arrived_and_left = 0  # workers that left after a push in this round
-        self._weight = 0.0  # sum of the weights of this round's gradients; skipped pushes have none
-        self._total: Tensor | None = None  # sum of the gradients that are already in order
-        self._held: dict[int, Tensor] = {}  # gradients that must wait for those of lower slots
+        self._arrived_and_left = (
+            0  # number of workers that left after their push for the present step
+        )
+        self._weight = 0.0  # sum of the weights of the gradients that arrived for the present step
+        self._total: Tensor | None = (
+            None  # sum of the first gradients of the step, in the order of slots
+        )
+        # Gradients by slot that are not in the sum yet, because the gradient of a lower slot is missing.
+        self._held: dict[int, Tensor] = {}
         slots = self.options.optimizer_buffers(hyper.workers) - 1
-        # Zeros instead of empty: the memory is touched now and not within the timed region.
+        # Filling the buffers with zeros makes the kernel provide their memory now, and not during training.
         self._free = [torch.zeros_like(weights) for _ in range(slots)]
 
     def state(self) -> Fields:
-        """Return the state with the number of free buffers in place of their unused contents."""
+        """Return the policy's state. It has the number of free buffers in place of these buffers."""
         return Fields(super().state(), _free=len(self._free))
 
     def load(self, state: Fields) -> None:
@@ -97,8 +105,8 @@ class SyncPolicy(Policy):
     def on_leave(self, worker: int) -> None:
         self._live.discard(worker)
         if worker in self._arrived:
-            # The push of the worker that left stays part of the round. Another worker may get its slot within
-            # the round.
+            # The worker's push still counts for the present step. Another worker may get its slot before the
+            # step ends.
             self._arrived.discard(worker)
             self._arrived_and_left += 1
             if worker in self._held:
@@ -112,17 +120,20 @@ class SyncPolicy(Policy):
         return worker not in self._arrived
 
     def _find_sum_limit(self) -> float:
-        """Return the lowest slot whose gradient has not arrived, or infinity if all have."""
+        """Return the slot below which all gradients of the present step have arrived.
+
+        It is infinity if the gradients of all live workers have arrived.
+        """
         return min(self._live - self._arrived, default=math.inf)
 
     def _advance(self, borrowed: Tensor | None = None) -> bool:
-        """Add the gradients whose turn it is to the sum. If the round is complete, update the weights.
+        """Add arrived gradients to the sum in the order of slots. If none is missing, update the weights.
 
         Args:
-            borrowed: Gradient that belongs to the caller, so that it must not become a free buffer.
+            borrowed: Gradient tensor of the caller, which must not become a free buffer.
 
         Returns:
-            Whether the round was complete.
+            Whether the weights were updated and the next step begins.
         """
         limit = self._find_sum_limit()
         for worker in sorted(w for w in self._held if w < limit):
@@ -130,7 +141,7 @@ class SyncPolicy(Policy):
         if limit != math.inf:
             return False
         if self._total is not None:
-            if self._weight not in (0.0, 1.0):  # if all weights are 0, the sum is 0 as well
+            if self._weight not in (0.0, 1.0):  # a sum with weight 0 is itself 0
                 self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1
@@ -157,7 +168,7 @@ class SyncPolicy(Policy):
 
 
 class BackupPolicy(SyncPolicy):
-    """Policy that uses the first N - b of N gradients per step, and drops the others.
+    """Policy that averages the gradients of the fastest workers in each step, and drops late gradients.
 
     Source: Chen et al., "Revisiting distributed synchronous SGD", 2016. A push is late if its weights were
     read before the last step. Its worker continues at once with the new weights. A step is also made when
@@ -175,26 +186,29 @@ class BackupPolicy(SyncPolicy):
         refuses_adamw: ClassVar[str | None] = None
         backups: int = option(1, "workers a step does not wait for (at most workers - 1)", least=0)
 
-        # With one worker, each step waits for the push of this worker.
+        # A single worker is never late. So its training equals that with PyTorch's own optimizer.
         is_synchronous_on_one_worker: ClassVar[bool] = True
 
         def waits_for_slowest(self, workers: int) -> bool:
             return self.quorum(workers) == workers
 
         def quorum(self, workers: int) -> int:
-            """Return how many pushes make a step."""
+            """Return the number of gradients that a step averages: all but those of `backups` workers."""
             return max(1, workers - self.backups)
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the number of buffers: the momentum, and all but one of a step's gradients."""
+            """Return the number of buffers: one for the momentum, and others for gradients.
+
+            The last gradient of a step needs no buffer.
+            """
             return 1 + (self.quorum(workers) - 1)
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
         super().__init__(weights, hyper, options)
         self._quorum = self.options.quorum(hyper.workers)
-        self._late: set[int] = set()  # workers whose push since the last step was late
-        #: Workers that were missing in a step whose pushes were all skipped. Their next push is late,
-        #: although the version has not changed.
+        self._late: set[int] = set()  # slots of the workers whose push since the last step was late
+        #: Slots of workers whose push did not arrive in a step in which all others skipped. Their next push
+        #: is late, although the version of the weights has not changed.
         self._passed: set[int] = set()
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
@@ -229,9 +243,9 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _find_sum_limit(self) -> float:
-        """Return infinity if the step has enough gradients to be summed, else -1.
+        """Return infinity once the present step has all gradients that it averages, and -1 before.
 
-        Until then, any gradient may still belong to the step.
+        No gradient is summed before, because it is unknown which gradients will be the first to arrive.
         """
         enough = len(self._arrived) + self._arrived_and_left >= self._quorum
         return math.inf if enough or self._live <= self._arrived | self._late else -1
@@ -239,7 +253,10 @@ class BackupPolicy(SyncPolicy):
 
 @dataclass(frozen=True)
 class BucketOptions(PolicyOptions):
-    """Options of policies that average every n pushes from any workers into one update, without waiting."""
+    """Options of policies that average a fixed number of pushes of any workers into one update.
+
+    No worker waits for others.
+    """
 
     refuses_adamw: ClassVar[str | None] = None
 
@@ -254,16 +271,16 @@ class BucketOptions(PolicyOptions):
         return workers / self.pushes_per_update(workers)
 
     def pushes_per_update(self, workers: int) -> int:
-        """Return the number of pushes per update: the number of workers."""
+        """Return the number of pushes that are averaged into one update: the number of workers."""
         return workers
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Return the number of buffers: the momentum, and a sum for updates of several pushes."""
+        """Return the number of buffers: one for the momentum, and one for the sum of several gradients."""
         return 1 + (self.pushes_per_update(workers) > 1)
 
 
 class KBatchPolicy(Policy):
-    """Policy that averages every K pushes, from any workers, into one update, without waiting.
+    """Policy that averages the gradients of any `k` pushes into one update. No worker waits.
 
     W -= lr * velocity(mean of K gradients). Sources: K-batch-async SGD of Dutta et al., "Slow and stale
     gradients can win the race", AISTATS 2018; n-softsync of Zhang et al., IJCAI 2016. If fewer than K
@@ -280,7 +297,7 @@ class KBatchPolicy(Policy):
         )
 
         def pushes_per_update(self, workers: int) -> int:
-            """Return `k`, or the number of workers if `k` is 0."""
+            """Return the option `k`, or the number of workers if `k` is 0."""
             return self.k or workers
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:

@@ -12,7 +12,7 @@ from stratbench.cell.options import Options, option
 
 
 def make_lr_scale_option(default: str) -> Any:
-    """Return the dataclass field of `lr_scale`, which is "full" or "1/N"."""
+    """Return the dataclass field for the option `lr_scale`, whose values are "full" and "1/N"."""
     return option(
         default,
         "learning rate of one push: 'full' (the study's own, so N workers move N times as far per "
@@ -24,66 +24,66 @@ def make_lr_scale_option(default: str) -> Any:
 class PolicyOptions(Options):
     """Base class of a policy's options. The fields of a subclass are the options in config.yaml."""
 
-    #: Number of tensors of the weights' size that do not depend on the number of workers.
+    #: Number of tensors, as large as the weights, that the policy stores for any number of workers.
     fixed_buffers: ClassVar[int] = 1
-    #: Number of tensors of the weights' size per worker.
+    #: Number of further tensors, as large as the weights, that the policy stores per worker.
     buffers_per_worker: ClassVar[int] = 0
     #: Whether the run continues if a worker is lost.
     survives_worker_loss: ClassVar[bool] = True
-    #: Whether every update is the mean of one push of each worker, on the same weights.
+    #: Whether every update averages one gradient of each worker, all computed on the same weights.
     averages_all: ClassVar[bool] = False
-    #: Why the policy does not support AdamW. None: it does.
+    #: The reason why the policy does not support AdamW. None: it supports AdamW.
     refuses_adamw: ClassVar[str | None] = (
         "its rule weighs or corrects SGD's velocity, and AdamW has none"
     )
-    #: Why the policy does not support SGD. None: it does.
+    #: The reason why the policy does not support SGD. None: it supports SGD.
     refuses_sgd: ClassVar[str | None] = None
 
     @property
     def is_synchronous_on_one_worker(self) -> bool:
-        """Whether training with one worker equals PyTorch's own optimizer."""
+        """Whether training with one worker equals training with PyTorch's own optimizer."""
         return False
 
     @classmethod
     def refusal(cls, optimizer: str) -> str | None:
-        """Return the reason for which the policy does not support the optimizer.
+        """Return the reason why the policy does not support an optimizer, "sgd" or "adamw".
 
-        The optimizer is "sgd" or "adamw". The result is None if the policy supports it.
+        The result is None if the policy supports the optimizer.
         """
         return {"sgd": cls.refuses_sgd, "adamw": cls.refuses_adamw}[optimizer]
 
     def waits_for_slowest(self, workers: int) -> bool:
-        """Return whether, in the long run, all workers are as slow as the slowest one."""
+        """Return whether a slow worker makes all others as slow as itself, on average over time."""
         return True
 
     def updates_per_step(self, workers: int) -> float | None:
-        """Return the number of updates per global batch, or None if it is not fixed."""
+        """Return the number of updates of the weights per global batch. None: the number varies."""
         return None
 
     @property
     def pushes_per_ticket(self) -> int:
-        """Number of pushes into which a worker splits one ticket."""
+        """Number of parts into which a worker splits its slice of a batch, each with a push of its own."""
         return 1
 
     def lr_factor(self, workers: int) -> float:
-        """Return `Hyper.lr_scale`: 1.0, or 1 / workers if the option `lr_scale` is "1/N"."""
+        """Return the factor on the learning rate of one push: 1, or 1 / `workers` if `lr_scale` is "1/N"."""
         return 1.0 / workers if getattr(self, "lr_scale", "full") == "1/N" else 1.0
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Return how many tensors the policy stores besides the weights, if momentum is used.
+        """Return how many tensors as large as the weights a policy with momentum stores.
 
-        Each tensor has the size of the weights.
+        The weights themselves do not count.
         """
         return self.fixed_buffers + self.buffers_per_worker * workers
 
     def momentum_buffers(self, workers: int) -> int:
-        """Return how many of the tensors in `optimizer_buffers` are needed only for momentum."""
+        """Return how many tensors of `optimizer_buffers` a policy without momentum does not store."""
         return 1
 
 
 @dataclass(frozen=True)
 class EveryPushOptions(PolicyOptions):
-    """Options of policies that update with every push, without waiting."""
+    """Options of policies that update the weights with every push, and let no worker wait."""
 
     is_synchronous_on_one_worker: ClassVar[bool] = True
 
@@ -96,7 +96,10 @@ class EveryPushOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class BoundedOptions(EveryPushOptions):
-    """Options of policies that update with every push, but let fast workers wait at a staleness bound."""
+    """Options of policies that update the weights with every push, and bound the staleness.
+
+    Workers that are too far ahead of the slowest one wait.
+    """
 
     def waits_for_slowest(self, workers: int) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Ordered momentum: a late gradient enters the momentum as if it had arrived in time.
+"""The policy `ps-ormo`: a late gradient changes the momentum as if it had arrived in time.
 
 The notation is that of `asynchronous.py`.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OrMoPolicy(Policy):
-    """Momentum SGD that applies a late gradient as if it had arrived in time.
+    """Policy of momentum SGD that applies a late gradient as if it had arrived in time.
 
     N gradients form a bucket, which is one global batch. A gradient belongs to the bucket in which its
     weights were
@@ -50,9 +50,9 @@ class OrMoPolicy(Policy):
         )
 
         def lr_factor(self, workers: int) -> float:
-            """Return the factor on the learning rate: 1 / N for N workers.
+            """Return the factor on the learning rate of one push: 1 divided by the number of workers.
 
-            The N gradients of a bucket are the parts of one global batch.
+            Each gradient is of a part of one global batch.
             """
             return 1.0 / workers
 

@@ -33,7 +33,7 @@ POLICIES: dict[str, str] = {
 
 
 def get_policy_class(name: str) -> type[Policy]:
-    """Return the class of a policy.
+    """Return the class of the policy with this name.
 
     Raises:
         ValueError: If no policy has this name.
@@ -49,22 +49,22 @@ def list_policies_for(optimizer: str) -> list[str]:
     return [name for name in POLICIES if not get_policy_class(name).Options.refusal(optimizer)]
 
 
-def parse_options(name: str, given: Mapping[str, Any] | None = None) -> PolicyOptions:
-    """Return the options of a policy from plain values, with defaults for missing keys.
+def parse_options(policy: str, values: Mapping[str, Any] | None = None) -> PolicyOptions:
+    """Return the checked options of a policy from `values` by option, with defaults for missing options.
 
     Raises:
         ValueError: If the policy or a key is unknown, or if a value has the wrong type or range.
     """
-    options, given = get_policy_class(name).Options, given or {}
+    options, values = get_policy_class(policy).Options, values or {}
     known = [spec.name for spec in fields(options)]
-    for key in given:
-        if key not in known:
-            takes = ", ".join(known) or "none"
-            raise ValueError(f"{name}: unknown option {key!r}; options it takes: {takes}")
+    for option in values:
+        if option not in known:
+            known_options = ", ".join(known) or "none"
+            raise ValueError(f"{policy}: unknown option {option!r}; its options: {known_options}")
     try:
-        return options(**given)
+        return options(**values)
     except ValueError as e:
-        raise ValueError(f"{name}: {e}") from None
+        raise ValueError(f"{policy}: {e}") from None
 
 
 def make_policy(
@@ -83,6 +83,6 @@ def make_policy(
     """
     parsed = parse_options(name, options)
     if reason := parsed.refusal(hyper.optimizer):
-        raise ValueError(f"{name} cannot update by {hyper.optimizer}: {reason}")
+        raise ValueError(f"{name} does not support the optimizer {hyper.optimizer}: {reason}")
     hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))
     return get_policy_class(name)(weights, hyper, parsed)

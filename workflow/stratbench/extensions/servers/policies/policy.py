@@ -1,4 +1,4 @@
-"""Interface of update policies: how one shard of a parameter server applies pushes and hands out weights.
+"""Interface of update policies: how a shard of the weights applies gradients, and what workers read.
 
 A policy object owns one shard. The server and the simulation under a virtual clock use the same objects, so
 that tests under the clock hold for training. The rules are in `averaging.py` and `asynchronous.py`, and
@@ -41,12 +41,12 @@ class Hyper:
     weight_decay: float = 0.0
     nesterov: bool = False
     workers: int = 1
-    #: Factor on `lr` for one asynchronous push: 1.0 (`full`, as in the paper) or 1 / workers.
+    #: Factor on `lr` for one asynchronous push: 1 (option "full"), or 1 / `workers` (option "1/N").
     lr_scale: float = 1.0
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    #: AdamW's betas. None for SGD.
+    #: AdamW's `betas`, as in torch.optim.AdamW. None for SGD.
     betas: tuple[float, float] | None = None
-    #: AdamW's eps. None for SGD.
+    #: AdamW's `eps`, as in torch.optim.AdamW. None for SGD.
     eps: float | None = None
 
 
@@ -78,8 +78,8 @@ def copy_attribute(value: Any) -> Any:
     if isinstance(value, (Momentum, AdamW)):
         return copy_attributes(value)
     raise TypeError(
-        f"a policy keeps a {type(value).__name__}, which cannot be saved; keep tensors, numbers, texts, "
-        "lists, sets or dicts, or name the field in `scratch`"
+        f"an attribute of a policy is a {type(value).__name__}, which cannot be saved; use tensors, numbers, "
+        "texts, lists, sets or dicts, or name the attribute in `scratch`"
     )
 
 
@@ -91,24 +91,28 @@ def restore_attributes(owner: object, fields: Fields) -> None:
     """
     if unknown := fields.keys() - vars(owner).keys():
         raise ValueError(
-            f"a saved {', '.join(sorted(unknown))} is none of {type(owner).__name__}'s"
+            f"saved attributes {', '.join(sorted(unknown))} do not exist in {type(owner).__name__}"
         )
     for name, saved in fields.items():
         setattr(owner, name, _restore_value(getattr(owner, name), saved))
 
 
-def _restore_value(now: Any, saved: Any) -> Any:
-    """Return the saved value, or `now` with its attributes restored if the value is `Fields`."""
+def _restore_value(present: Any, saved: Any) -> Any:
+    """Return the saved value of an attribute.
+
+    If the saved value is `Fields`, the attribute is an object: the result is this object with its attributes
+    restored.
+    """
     if isinstance(saved, Fields):
-        restore_attributes(now, saved)
-        return now
+        restore_attributes(present, saved)
+        return present
     if isinstance(saved, list) and any(isinstance(each, Fields) for each in saved):
-        return [_restore_value(*pair) for pair in zip(now, saved, strict=True)]
+        return [_restore_value(*pair) for pair in zip(present, saved, strict=True)]
     return saved
 
 
 class Momentum:
-    """The momentum buffer of a shard, updated as by torch.optim.SGD with dampening 0."""
+    """SGD with momentum for one shard of the weights, as torch.optim.SGD with dampening 0."""
 
     def __init__(self, like: Tensor, hyper: Hyper) -> None:
         """Allocate a buffer of zeros like `like`, shape [n], unless the momentum is 0."""
@@ -150,7 +154,7 @@ class Momentum:
 
     @property
     def next_step_factor(self) -> float:
-        """Factor of the present momentum buffer in the direction of the next step.
+        """Factor with which the present momentum buffer enters the direction of the next step.
 
         The factor is mu. With Nesterov it is mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g +
         mu^2 v.
@@ -159,8 +163,9 @@ class Momentum:
 
 
 class AdamW:
-    """AdamW's two moments of a shard, updated as by torch.optim.AdamW. It is used in place of `Momentum`.
+    """AdamW for one shard of the weights, as torch.optim.AdamW.
 
+    The class is used in place of `Momentum`.
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
     """
 
@@ -190,13 +195,13 @@ class AdamW:
         weights.mul_(1 - lr * h.weight_decay)
         self.mean.lerp_(grad, 1 - beta1)
         self.square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = torch.sqrt(self.square, out=grad)  # reuses the gradient's memory
+        root = torch.sqrt(self.square, out=grad)  # the gradient's memory is reused
         root.div_((1 - beta2**self.steps) ** 0.5).add_(h.eps)
         weights.addcdiv_(self.mean, root, value=-lr / (1 - beta1**self.steps))
 
 
 def make_shard_optimizer(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
-    """Create the optimizer of a shard: AdamW or SGD's momentum, for weights of shape [n]."""
+    """Create the optimizer of a shard with weights of shape [n]: AdamW or SGD with momentum."""
     return AdamW(weights, hyper) if hyper.optimizer == "adamw" else Momentum(weights, hyper)
 
 
@@ -213,12 +218,13 @@ class Policy(ABC):
     weights before it pushes again.
     """
 
-    #: One line for documentation and reports that says what the policy does.
+    #: One line that says what the policy does, for documentation and reports.
     summary: ClassVar[str]
-    #: Formula of the update of the weights W by a push. g is the gradient, velocity SGD's direction from it,
-    #: lr the learning rate of a global batch, eta that of a push, N the number of workers.
+    #: Formula by which a push updates the weights W, for documentation. Its symbols: g is the gradient,
+    #: velocity SGD's direction, lr and eta the learning rates of a global batch and of a push, N the number
+    #: of workers.
     rule: ClassVar[str]
-    #: Clause that says why workers cannot join and leave during the training. None: they can.
+    #: Clause that says why workers cannot join and leave during the training. None: workers can.
     rigid: ClassVar[str | None] = None
     #: Names of attributes whose values are not needed between two calls, so that they are not saved.
     scratch: ClassVar[tuple[str, ...]] = ()
@@ -244,9 +250,9 @@ class Policy(ABC):
         self.hyper = hyper
         self.options = options if options is not None else self.Options()
         self.version = 0  # updates applied to this shard
-        #: Factor of the schedule on the learning rate, set by the caller before each call.
+        #: Present factor of the learning rate schedule, which the caller sets before each call.
         self.lr_share = 1.0
-        #: Weight of the current push in a mean over pushes, set by the caller before each call.
+        #: Weight of the present push in a mean over pushes, which the caller sets before each call.
         self.push_weight = 1.0
 
     @property
@@ -274,22 +280,21 @@ class Policy(ABC):
             read_version: Version of the weights on which the gradient was computed.
         """
 
-    # The next methods do nothing here. A policy overrides those that matter to it.
+    # The following methods do nothing. A policy overrides those that it needs.
     def on_skip(self, worker: int, read_version: int) -> None:  # noqa: B027
-        """Handle a step of a worker that has no gradient.
+        """Count a worker's step as done although the worker has no gradient.
 
-        The gradient overflowed or was applied before. The step counts as arrived, and the worker waits for
-        `ready` as after a push.
+        The gradient overflowed, or was applied before. The worker waits for `ready` as after a push.
         """
 
     def on_leave(self, worker: int) -> None:  # noqa: B027
-        """Handle a worker that has finished, is lost, or waits because no ticket is free.
+        """Stop waiting for a worker that has finished, is lost, or has no batch to compute at present.
 
-        The server calls it at once, because other workers may be waiting for this one.
+        The server calls this method at once, because other workers may be waiting for this one.
         """
 
     def on_join(self, worker: int) -> None:  # noqa: B027
-        """Handle the return of a worker that had left. The worker reads the weights at once."""
+        """Count a worker as present again that had left. The worker reads the weights at once."""
 
     def state(self) -> Fields:
         """Return a copy of all attributes that determine later steps.

@@ -1,4 +1,4 @@
-"""AdamW without waiting: N pushes make a step, and workers read predicted weights."""
+"""The policy `ps-preview`: AdamW without waiting, whose workers read predicted weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from stratbench.extensions.servers.policies.policy import Hyper
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Number of elements that are predicted at a time. They fit a core's cache, and are enough that the overhead
-#: of starting operations is small (measured: a tenth more time than without chunks).
+#: Number of weights that are predicted at a time. So many elements fit into the cache of a core.
 CHUNK = 65536
 
 
 class PreviewPolicy(KBatchPolicy):
-    """AdamW on the mean of any N pushes. Workers read weights predicted from the unfinished mean.
+    """Policy of AdamW on the mean gradient of any N pushes. Workers read predicted weights.
 
     N pushes of any workers form a bucket, which makes one step of AdamW, as `ps-kbatch` with K = N (Dutta et
     al., AISTATS 2018). Let m and v be AdamW's moments after t buckets, S the sum of the j gradients that the
@@ -69,20 +68,24 @@ class PreviewPolicy(KBatchPolicy):
         self._chunk = torch.zeros_like(weights[:CHUNK]) if looks else None
 
     def view(self, worker: int, out: Tensor) -> int:
-        others = len(self._present - {worker})  # less than N, so that the worker reads W if j = 0
+        # Fewer than N. So a worker reads the weights themselves if the bucket has no gradient yet.
+        others = len(self._present - {worker})
         if self._chunk is None or self._count + others < self._k:
             return super().view(worker, out)
         self._look_ahead(out)
         return self.version
 
     def _look_ahead(self, out: Tensor) -> None:
-        """Write the weights, moved by the predicted step of the bucket, to `out`, shape [n]."""
+        """Write predicted weights to `out`, shape [n].
+
+        They are the weights after `look_ahead` times the step that the unfinished bucket would make.
+        """
         import torch
 
         (beta1, beta2), h, n = self.hyper.betas, self.hyper, self._k
         moments, far = self._optimizer, self.lr * self.options.look_ahead
         t = moments.steps
-        # Constant factors are combined into `step`: u is first n G, and then n m' / (1 - b1).
+        # To save operations, u is first n G and then n m' / (1 - b1). `step` has the constant factors.
         missing = (n - self._count) / (1 - beta1**t) if t else 0.0
         unbias = (1 - beta2 ** (t + 1)) ** 0.5
         step = far * unbias * (1 - beta1) / n / (1 - beta1 ** (t + 1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class BufferMean:
-    """Averages the latest float buffers of all workers.
+    """Averages the latest float buffers that all workers have pushed.
 
     Every worker has running statistics of its own batches and pushes them with each gradient. The server's
     buffers are the unweighted mean over the workers. A worker that has finished still counts. A lost worker
@@ -26,16 +26,16 @@ class BufferMean:
         self._lost: set[int] = set()
         self._lock = threading.Lock()
 
-    def push(self, worker: int, buffers: Tensor, alive: Callable[[], bool]) -> None:
-        """Store a copy of a worker's latest buffers.
+    def push(self, worker: int, buffers: Tensor, is_alive: Callable[[], bool]) -> None:
+        """Store a copy of a worker's latest buffers, which replaces the copy before.
 
         Args:
             worker: Number of the worker.
             buffers: Buffers of the worker, shape [buffer_numel].
-            alive: Returns whether the worker is still part of the run. If not, nothing is stored.
+            is_alive: Returns whether the worker is still part of the run. If not, nothing is stored.
         """
         with self._lock:
-            if not alive():
+            if not is_alive():
                 return
             self._lost.discard(worker)
             if worker not in self._latest:
@@ -54,12 +54,12 @@ class BufferMean:
             return {"initial": self._initial.clone(), "latest": latest}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state, in which all workers count as lost."""
+        """Restore the result of `state`. All workers of that time then count as lost."""
         self._initial.copy_(state["initial"])
         self._latest, self._lost = state["latest"], set(state["latest"])
 
     def compute_mean(self) -> Tensor:
-        """Return the mean of the buffers as a new tensor, shape [buffer_numel]."""
+        """Return the workers' mean buffers as a new tensor, shape [buffer_numel]."""
         with self._lock:
             counted = sorted(self._latest.keys() - self._lost) or sorted(self._latest)
             if not counted:

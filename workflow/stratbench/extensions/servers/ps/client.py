@@ -50,8 +50,8 @@ class Channel:
     A worker calls, from one thread:
 
     1. `channel = Channel.connect(...)`.
-    2. `channel.rehearse()` in each step of the warm-up, in place of `push_pull`.
-    3. `ticket = channel.first()`.
+    2. `channel.rehearse_exchange()` in each step of the warm-up, in place of `push_pull`.
+    3. `ticket = channel.wait_for_first_ticket()`.
     4. Per ticket: zero the gradients, run forward and backward on its batch, `ticket = channel.push_pull()`.
        None means that no ticket is left.
     5. `channel.close()`.
@@ -73,9 +73,9 @@ class Channel:
         self.snapshot_dir: str | None = None
         #: Number of the worker that evaluates after the training: the lowest of those still connected.
         self.evaluator: int | None = None
-        #: Number of updates in the current weights, as counted by the shard that arrived last.
+        #: Number of updates that the shard which arrived last has received.
         self.version = 0
-        #: Seconds between the last byte of a push and the last byte of the reply, summed over pushes.
+        #: Seconds from the last byte of a push to the last byte of the servers' reply, summed over pushes.
         self.wait_s = 0.0
         self._wire = wire
         self._incarnation: int | None = None
@@ -84,7 +84,7 @@ class Channel:
         self._ticket = NO_TICKET
         self._rehearsing = True
         self._next: Ticket | Evaluation | None = None
-        # Set when TICKET, EVAL or DONE has arrived, or the channel has ended.
+        # Set when the frame TICKET, EVAL or DONE has arrived, or when the channel has ended.
         self._told = threading.Event()
         self._was_idle = False
         self._gone = threading.Event()  # set once `leave` has finished
@@ -92,7 +92,7 @@ class Channel:
         self._done = False
         self._closing = threading.Event()
         self._staging: Staging | None = None
-        self._weight = 1.0  # weight of the current push
+        self._weight = 1.0  # weight of the current push in an average of pushes
         self._lock = threading.Lock()
 
     @classmethod
@@ -108,7 +108,7 @@ class Channel:
         scale: LossScale | None = None,
         n_servers: int = 1,
         incarnation: int | None = None,
-        start: str = "",
+        initial_weights_hash: str = "",
     ) -> Channel:
         """Connect a worker to all servers of a run.
 
@@ -128,7 +128,7 @@ class Channel:
                 gradient overflowed, and updates it.
             n_servers: Number of servers.
             incarnation: Incarnation of the servers of an elastic run. None: the workers are a gang.
-            start: Hash of the model's initial weights, which must be equal for all workers.
+            initial_weights_hash: Hash of the model's initial weights, which must be equal for all workers.
 
         Raises:
             ConnectionError: If the worker is not connected by `deadline_s`. JoinRefused has the server's
@@ -139,10 +139,10 @@ class Channel:
         if flat.host.shared_memory_descriptor is None and transport == "auto":
             transport = "tcp"
         channel = cls(flat, worker, wire, scale)
-        channel._incarnation, channel._start = incarnation, start
+        channel._incarnation, channel._start = incarnation, initial_weights_hash
         deadline = time.monotonic() + deadline_s
         try:
-            # Elastic workers may be more than the slots: all ask server 0 first, which assigns the slots.
+            # Elastic workers connect to server 0 first, which assigns slots: there may be too few of them.
             first = worker if incarnation is None else 0
             for k in range(first, first + n_servers):
                 link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
@@ -156,7 +156,9 @@ class Channel:
                 channel.snapshot_dir = link.snapshot_dir
             channel._links.sort(key=lambda link: link.server)
         except BaseException:
-            if incarnation is not None:  # the worker will try again, and must not count as lost
+            if (
+                incarnation is not None
+            ):  # the worker will connect again, so that it must not count as lost
                 channel._send_farewell(Kind.LEAVE)
             channel._close_connections()
             raise
@@ -167,24 +169,24 @@ class Channel:
         self, rendezvous: str | Path, server: int, secret: bytes, transport: str, deadline: float
     ) -> Link:
         while True:
-            sock, used = connect_to_server(rendezvous, server, transport, deadline)
+            sock, used_transport = connect_to_server(rendezvous, server, transport, deadline)
             try:
-                return self._shake_hands(sock, server, secret, used)
-            # A connection is closed without a reason if the server had too many new ones.
+                return self._shake_hands(sock, server, secret, used_transport)
+            # A server with too many new connections closes some of them without a reason.
             except Closed as error:
                 if time.monotonic() > deadline:
                     reason = f"server {server} refuses worker {self.worker}: {error}"
                     raise JoinRefused(reason) from None
             time.sleep(_REDIAL_S)
 
-    def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, used: str) -> Link:
+    def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, transport: str) -> Link:
         try:
             connection = Connection(sock, tick_s=1.0)
-        except OSError as error:  # the server has closed the connection already
+        except OSError as error:  # the server has closed this connection already
             sock.close()
             raise Closed(str(error)) from None
         connection.deadline = time.monotonic() + _HANDSHAKE_S
-        wire = "native" if used == "shm" else self._wire
+        wire = "native" if transport == "shm" else self._wire
         hello = {
             "worker": self.worker,
             "layout": asdict(self.flat.layout),
@@ -195,8 +197,10 @@ class Channel:
         }
         try:
             welcome = join_handshake(connection, secret, hello)
-            if used == "shm":
-                with contextlib.suppress(Closed):  # the next frame says why the server closed
+            if transport == "shm":
+                with contextlib.suppress(
+                    Closed
+                ):  # a frame that arrives later has the server's reason
                     connection.send_descriptor(
                         Frame(Kind.MEMORY), self.flat.host.shared_memory_descriptor
                     )
@@ -207,15 +211,15 @@ class Channel:
             connection.close()
             raise JoinRefused(f"server {server} refuses worker {self.worker}: {error}") from None
         connection.deadline = None
-        return Link(connection, server, used, welcome)
+        return Link(connection, server, transport, welcome)
 
     def _start_threads(self) -> None:
-        """Compute the bounds of all shards, and start the threads."""
+        """Compute the bounds of all shards, and start the threads that receive and send frames."""
         self._bounds = cut_into_shards(self.flat.layout.numel, self._links[0].shard_numel)
         if self.flat.is_mirrored:
             pushes = self._push_buffers, self._push_shards, self._end_push
             self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._set_weight)
-            self._staging.fetch_initial()  # the warm-up copies these weights back to the device
+            self._staging.fetch_initial()  # the warm-up copies the host's weights to the device
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
         self._weight_bytes = get_tensor_bytes(self.flat.host.weights)
         self._grad_bytes = get_tensor_bytes(self.flat.host.grads)
@@ -243,10 +247,13 @@ class Channel:
 
     @property
     def moved_bytes(self) -> list[int]:
-        """Bytes sent to and received from each server since `wait_for_first_ticket`."""
+        """Bytes sent to server 0, received from server 0, sent to server 1, and so on.
+
+        Bytes before `wait_for_first_ticket` do not count.
+        """
         return [n for link in self._links for n in (link.bytes_out, link.bytes_in)]
 
-    # --- what the worker calls -------------------------------------------------------------------
+    # --- methods that the worker calls -----------------------------------------------------------
 
     def wait_for_first_ticket(self) -> Ticket | Evaluation | None:
         """Wait until all workers are ready, load the initial weights, and return the first ticket.
@@ -258,10 +265,10 @@ class Channel:
         self._expect_reply()
         if self._staging is not None:
             self._staging.accept_weights()
-        for link in reversed(self._links):  # server 0 is last, because it starts the run
+        for link in reversed(self._links):  # server 0 comes last, because its reply starts the run
             self._send_frame(link, Frame(Kind.PULL))
         ticket = self._await_reply(time.perf_counter())
-        self.wait_s = 0.0  # waiting for other workers before the run does not count
+        self.wait_s = 0.0  # the time in which other workers warmed up does not count
         return ticket
 
     def reset_counters(self) -> None:
@@ -281,9 +288,9 @@ class Channel:
             self._staging.copy_during_backward()
 
     def set_push_weight(self, weight: torch.Tensor) -> None:
-        """Set the weight of the next push in the average of a step, a scalar.
+        """Set the weight, a scalar, with which the servers average the next push.
 
-        Call it before `send_during_backward`.
+        Call this method before `send_during_backward`.
         """
         if self._staging is not None:
             self._staging.weight = weight
@@ -309,14 +316,14 @@ class Channel:
         self._push_tensors()
         return self._await_reply(time.perf_counter())
 
-    def send_evaluation(self, figures: dict[str, float | None]) -> Ticket | Evaluation | None:
+    def send_evaluation(self, results: dict[str, float | None]) -> Ticket | Evaluation | None:
         """Send the results of a requested evaluation, and wait for weights and the next ticket."""
         self._told.clear()
         self._next = None
         if self._staging is not None:
-            # The evaluation is over, so that new weights may overwrite the evaluated ones.
+            # The evaluation is over. So new weights may overwrite the evaluated weights.
             self._staging.accept_weights()
-        self._send_frame(self._links[0], Frame(Kind.SCORE), json.dumps(figures).encode())
+        self._send_frame(self._links[0], Frame(Kind.SCORE), json.dumps(results).encode())
         if self._error is not None:
             raise self._error
         return self._await_reply(time.perf_counter())
@@ -332,7 +339,7 @@ class Channel:
             self._error = Left("this worker has left")
         try:
             self._send_farewell(Kind.LEAVE)
-            for link in self._links:  # a server closes the connection when it has read LEAVE
+            for link in self._links:  # a server closes the connection once it has read LEAVE
                 link.receiver.join(_FAREWELL_S)
                 link.replied.set()
         finally:
@@ -357,11 +364,13 @@ class Channel:
         """Close all connections and stop the threads. At the run's end, say goodbye to the servers first."""
         if self._done and self._error is None:
             for link in self._links[1:] if self._incarnation is not None else ():
-                sent = threading.Event()  # set when DONE has been sent, which must come before BYE
+                sent = (
+                    threading.Event()
+                )  # set when the queued frame DONE was sent, so that BYE comes later
                 link.to_send.put(sent.set)
                 sent.wait(_FAREWELL_S)
             self._send_farewell(Kind.BYE)
-        if isinstance(self._error, Left):  # the servers must read LEAVE before a connection ends
+        if isinstance(self._error, Left):  # another thread waits until the servers have read LEAVE
             self._gone.wait(_FAREWELL_S)
         self._close_connections()
 
@@ -369,7 +378,7 @@ class Channel:
         """Tell all servers that this worker leaves, and how many seconds it waited for servers."""
         report = json.dumps({"wait_s": self.wait_s}).encode()
         for link in self._links:
-            # The server's statistics then lack this worker's wait.
+            # If the server is gone, its statistics lack this worker's waiting time.
             with contextlib.suppress(Closed):
                 link.connection.send(Frame(kind), report)
 
@@ -381,19 +390,19 @@ class Channel:
             link.to_send.put(None)
             link.connection.close()
 
-    # --- pushing ---------------------------------------------------------------------------------
+    # --- pushing gradients and buffers ------------------------------------------------------------
 
     def _expect_reply(self) -> None:
         self._told.clear()
         self._next = None
         for link in self._links:
             link.expect_all()
-        # The error is checked last, because a later error sets the events that are waited for.
+        # The error is checked after the events were cleared: a later error sets these events again.
         if self._error is not None:
             raise self._error
 
     def _push_tensors(self) -> None:
-        """Push buffers and gradients. With a loss scale, also report whether gradients overflowed."""
+        """Push buffers and gradients. With a loss scale, tell the servers whether a gradient overflowed."""
         self.flat.check_gradient_views()
         overflowed = False
         if self._staging is not None:
@@ -417,7 +426,7 @@ class Channel:
         self._join_senders()
 
     def _end_push(self, overflowed: bool) -> None:
-        """Tell every server, after its last shard, to apply or drop the push."""
+        """Tell every server to apply the push, or to drop it if a gradient overflowed."""
         frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
         for link in reversed(self._links):
             if link.server == 0:
@@ -426,7 +435,10 @@ class Channel:
                 self._queue_frame(link, frame)
 
     def _push_buffers(self) -> None:
-        """Push the buffers. They come before the gradients, because the last shard completes a ticket."""
+        """Push the float buffers to server 0.
+
+        Buffers are pushed before gradients, because the last shard of gradients completes the ticket.
+        """
         link = self._links[0]
         if link.has_buffers:
             payload = b"" if link.transport == "shm" else get_tensor_bytes(self.flat.host.buffers)
@@ -471,7 +483,7 @@ class Channel:
         while (job := link.to_send.get()) is not None:
             try:
                 job()
-            # The error is raised later in the thread that uses the channel.
+            # The thread that uses the channel raises this error later.
             except Exception as error:
                 self._fail(error)
                 return
@@ -492,12 +504,12 @@ class Channel:
         try:
             link.connection.send(frame, payload)
         except Closed as error:
-            # The receiving thread reads to the end: the server may have sent a reason.
+            # The server may have sent a reason before it closed the connection. The receiver reads it.
             link.receiver.join(link.deadline_s)
             self._fail(ServerLost(f"server {link.server} was lost: {error}"))
             raise self._error from None
 
-    # --- replies ---------------------------------------------------------------------------------
+    # --- replies of the servers -------------------------------------------------------------------
 
     def _await_reply(self, pushed_at: float) -> Ticket | Evaluation | None:
         if not self._done:
@@ -518,7 +530,7 @@ class Channel:
     def _await_weights(self) -> None:
         """Wait until all expected weights have arrived, or the training is over."""
         for link in self._links:
-            if not self._done:  # after the end, weights that are still expected never arrive
+            if not self._done:  # after the end of the training, no more weights arrive
                 link.replied.wait()
 
     def _receive_frames(self, link: Link) -> None:
@@ -529,7 +541,7 @@ class Channel:
         except (Closed, Silent, ProtocolError) as error:
             if not self._closing.is_set() and not self._done:
                 self._fail(ServerLost(f"server {link.server} was lost: {error}"))
-        except Exception as error:  # the error is RunEnded, or one of a copy to the device
+        except Exception as error:  # RunEnded, or an error while weights are copied to the device
             self._fail(error)
 
     def _handle_frame(self, link: Link, frame: Frame) -> None:
@@ -539,12 +551,14 @@ class Channel:
         elif kind is Kind.TICKET:
             self._take_ticket(Ticket(*unpack_ticket(link.connection.read_payload(frame.length))))
         elif kind is Kind.ACK:
-            with contextlib.suppress(Closed):  # the receiving thread of server 0 gets the reason
+            with contextlib.suppress(
+                Closed
+            ):  # the thread that receives from server 0 gets the reason
                 self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
         elif kind is Kind.WAIT:
             self._go_idle(link)
         elif kind is Kind.INIT:
-            with contextlib.suppress(Closed):  # the next frame says why the server closed
+            with contextlib.suppress(Closed):  # a frame that arrives later has the server's reason
                 self._send_initial(link)
         elif kind is Kind.EVAL:
             self._go_idle(link)
@@ -556,7 +570,7 @@ class Channel:
         elif kind is Kind.ERR:
             raise RunEnded(link.connection.read_payload(frame.length).decode(errors="replace"))
         elif kind is not Kind.HEARTBEAT:
-            raise ProtocolError(f"malformed frame: {kind.name} from a server")
+            raise ProtocolError(f"malformed frame: a server sent {kind.name}")
 
     def _end_training(self) -> None:
         """End the training, and report the end to servers other than 0.
@@ -566,22 +580,24 @@ class Channel:
         self._done = True
         for link in self._links[1:] if self._incarnation is not None else ():
             self._queue_frame(link, Frame(Kind.DONE))
-        for link in self._links:  # the receiving threads, which set these events, may have ended
+        for link in self._links:  # the threads that set these events at other times may have ended
             link.replied.set()
         self._told.set()
 
     def _take_weights(self, link: Link, frame: Frame) -> None:
         first, last = frame.shard, frame.shard + frame.count - 1
         if not link.shards.start <= first <= last < link.shards.stop:
-            raise ProtocolError(f"malformed frame: OK of shards {first}..{last}")
+            raise ProtocolError(
+                f"malformed frame: OK of shards {first} to {last}, which this server does not have"
+            )
         start, stop = self._bounds[first][0], self._bounds[last][1]
         low, high = start * self._itemsize, stop * self._itemsize
         if link.transport == "tcp":
             if frame.length != high - low:
                 raise ProtocolError(
-                    f"malformed frame: OK of {frame.length} bytes, not {high - low}"
+                    f"malformed frame: OK has {frame.length} bytes, expected {high - low}"
                 )
-            # Replies in the warm-up are no weights, so they overwrite gradients, which have been pushed.
+            # Replies in the warm-up must not overwrite weights. They overwrite gradients that were pushed.
             target = self._grad_bytes if self._rehearsing else self._weight_bytes
             link.connection.receive_into(target[low:high])
         if self._staging is not None:
@@ -599,9 +615,10 @@ class Channel:
         self._told.set()
 
     def _go_idle(self, link: Link) -> None:
-        """Record that server 0 has no ticket now. The next ticket comes with all weights again.
+        """Record that server 0 has no ticket for this worker at present.
 
-        Server 0 sends WAIT first. The other servers repeat it after the last weights that they had to send.
+        All weights are sent again with the next ticket. Server 0 sends WAIT first. Each other server repeats
+        WAIT after the last weights that it had to send.
         """
         link.expect_all()
         if link.server == 0:
@@ -611,9 +628,9 @@ class Channel:
                 self._queue_frame(other, Frame(Kind.WAIT))
 
     def _send_initial(self, link: Link) -> None:
-        """Send the initial weights and buffers to one server.
+        """Send this worker's initial weights and buffers to one server.
 
-        The server sends no other frame before it has them.
+        The server sends no other frame before it has received them.
         """
         host = self.flat.host
         if self._staging is not None:
@@ -634,7 +651,7 @@ class Channel:
             self._error = error
         for link in self._links:
             link.replied.set()
-            # The other servers must not report this worker as the cause.
+            # Tell the other servers the reason, so that they do not report this worker as the cause.
             if isinstance(error, RunEnded):
                 with contextlib.suppress(Closed):
                     link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
@@ -648,4 +665,4 @@ class Channel:
                 try:
                     link.connection.send_if_free(Frame(Kind.HEARTBEAT))
                 except Closed:
-                    return  # the receiving thread has the reason
+                    return  # the thread that receives from this server reports the reason

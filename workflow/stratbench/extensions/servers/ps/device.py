@@ -16,15 +16,18 @@ from typing import Any
 
 import torch
 
-from stratbench.extensions.servers.ps.flat import FlatSpace, make_host_scalar
+from stratbench.extensions.servers.ps.flat import FlatSpace, ShardBounds, make_host_scalar
 from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
 
-#: Bytes of gradients in one device-to-host copy.
+#: Approximate bytes of gradients that one copy from device to host moves.
 BUCKET_BYTES = 16 << 20
 
+#: First shard and end of each bucket.
+BucketBounds = list[tuple[int, int]]
 
-def group_shards(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int, int]]:
-    """Group shards into buckets of about `BUCKET_BYTES`.
+
+def group_shards(bounds: ShardBounds, itemsize: int) -> BucketBounds:
+    """Group successive shards into buckets of about `BUCKET_BYTES`.
 
     Args:
         bounds: First element and end of each shard in the flat tensor.
@@ -39,7 +42,7 @@ def group_shards(bounds: list[tuple[int, int]], itemsize: int) -> list[tuple[int
 
 
 class Countdown:
-    """Counts the missing gradients of each bucket, to know which buckets are complete.
+    """Counts the gradients that each bucket still lacks, to tell when a bucket is complete.
 
     `spans` has the first element and the end of each parameter in the flat tensor, and `edges` those of each
     bucket.
@@ -57,7 +60,7 @@ class Countdown:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new step, in which no gradient is final."""
+        """Start a new step, in which no gradient is final yet."""
         self._left = list(self._total)
         self._final: set[int] = set()
 
@@ -69,7 +72,7 @@ class Countdown:
         """
         if parameter in self._final:
             raise RuntimeError(
-                "backward added to a gradient again after it had been sent; checkpoint with "
+                "backward changed a gradient after the gradient was sent; use activation checkpointing with "
                 "use_reentrant=False"
             )
         self._final.add(parameter)
@@ -82,19 +85,19 @@ class Countdown:
 
 
 class Staging:
-    """Copies a CUDA worker's flat tensors to and from their pinned copies on the host."""
+    """Copies a CUDA worker's flat tensors to pinned tensors on the host, and back."""
 
     def __init__(
         self,
         flat: FlatSpace,
-        bounds: list[tuple[int, int]],
+        bounds: ShardBounds,
         push_buffers: Callable[[], None],
         push_shards: Callable[[int, int], None],
         end_push: Callable[[bool], None],
         scale: LossScale | None,
         weigh: Callable[[torch.Tensor], None] = lambda weight: None,
     ) -> None:
-        """Allocate the host's buffers, and register hooks on the gradients.
+        """Allocate memory on the host, and register hooks that run when a gradient is final.
 
         Args:
             flat: Flat tensors of the model.
@@ -106,16 +109,16 @@ class Staging:
             scale: Loss scale, or None.
             weigh: Called before the gradients are sent with the weight of the push, once it is on the host.
         """
-        #: The weight of the next push, a scalar on the device. None: every push has the same weight.
+        #: Weight of the next push in an average of pushes, a scalar on the device. None: pushes are not
+        #: weighted.
         self.weight: torch.Tensor | None = None
         self._set_weight, self._own_weight = weigh, make_host_scalar(flat.device, torch.float64)
         self.armed = self.overflowed = False
         self._flat, self._push_shards, self._push_buffers = flat, push_shards, push_buffers
         self._end_push, self._scale = end_push, scale
         self._unscaler = None if scale is None else Unscaler(flat.device)
-        self._found = make_host_scalar(
-            flat.device
-        )  # the host's copy of the unscaler's overflow flag
+        # The host's copy of the flag that says whether a gradient overflowed.
+        self._found = make_host_scalar(flat.device)
         self._buckets = group_shards(bounds, flat.grads.element_size())
         self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
         spans = [
@@ -127,10 +130,10 @@ class Staging:
         self._back = torch.cuda.Stream(flat.device)
         self._arrivals = threading.Lock()  # guards `_accepting` and `_early`
         self._accepting = False
-        # (start, stop) of weights that arrived before they may be copied.
+        # Ranges (start, stop) of weights that arrived while copies to the device were not allowed.
         self._early: list[tuple[int, int]] = []
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waiting: set[int] = set()  # buckets whose copy has not been started
+        self._waiting: set[int] = set()  # buckets whose copy to the host has not been started
         self._error: Exception | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
@@ -146,7 +149,7 @@ class Staging:
             hook.remove()
 
     def copy_during_backward(self) -> None:
-        """Copy each bucket during the next backward, as soon as it is complete."""
+        """Copy each bucket to the host during the next backward, as soon as its gradients are final."""
         self._begin()
         self.armed = True
 
@@ -164,7 +167,7 @@ class Staging:
             self._copy_tensor(
                 self.weight, self._own_weight, lambda: self._set_weight(self._own_weight)
             )
-        # Running statistics are final after the forward.
+        # Running statistics are final after forward. So they are copied before backward.
         self._copy_tensor(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
 
     def _handle_final_gradient(self, parameter: int) -> None:
@@ -190,37 +193,34 @@ class Staging:
         send: Callable[[], None],
         unscaler: Unscaler | None = None,
     ) -> None:
-        """Copy a tensor once the current stream has computed it.
+        """Copy a tensor to the host as soon as the current stream has computed it.
 
-        The function `send` is called when the copy has arrived.
+        The sending thread calls `send` once the copy is complete.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._flat.device))
         with torch.cuda.stream(self._stream):
             if unscaler is not None:
                 unscaler.unscale(source)
             target.copy_(source, non_blocking=True)
-            # A blocking wait does not keep a CPU core busy.
+            # With blocking=True, a thread that waits for this event does not keep a CPU core busy.
             arrived = torch.cuda.Event(blocking=True)
             arrived.record()
         self._copied.put((arrived, send))
 
     def _send_copied(self) -> None:
         try:
-            # The current device of a new thread is device 0.
+            # A new thread has device 0 as its current device.
             torch.cuda.set_device(self._flat.device)
             while (item := self._copied.get()) is not None:
                 arrived, send = item
                 arrived.synchronize()
                 send()
         except Exception as error:
-            self._error = error  # `finish_push` raises this error
+            self._error = error  # the method `finish_push` raises this error in the worker's thread
 
     def finish_push(self) -> None:
-        """Copy the remaining buckets, and wait until everything is sent.
-
-        All buckets remain unless `copy_during_backward` was called.
-        """
-        self.accept_weights()  # backward is over, so that new weights may be copied to the device
+        """Copy the buckets that were not copied during backward, and wait until all are sent."""
+        self.accept_weights()  # backward no longer needs the old weights
         if not self.armed:
             self._begin()
         self.armed = False
@@ -230,7 +230,9 @@ class Staging:
             self._copy_tensor(self._unscaler.found, self._found, self._judge)
         self._copied.put(None)
         self._sender.join()
-        while not self._copied.empty():  # a sender that failed leaves items in the queue
+        while (
+            not self._copied.empty()
+        ):  # after an error, the sending thread leaves items in the queue
             self._copied.get()
         if self._error is not None:
             raise self._error
@@ -240,14 +242,15 @@ class Staging:
         self._end_push(self.overflowed)
 
     def fetch_initial(self) -> None:
-        """Copy the initial weights and buffers to the host."""
+        """Copy the model's initial weights and float buffers to the host."""
         self._flat.host.weights.copy_(self._flat.weights)
         self._flat.host.buffers.copy_(self._flat.buffers)
 
     def accept_weights(self) -> None:
-        """Copy arriving weights to the device from now on, after the current stream's work.
+        """From now on, copy weights to the device as soon as they arrive from a server.
 
-        Call it when no kernel reads the old weights any more: after a backward, or before the first pull.
+        Copies start after the current stream's work. Call this method when no kernel reads the old weights
+        any more: after a backward, or before the first pull.
         """
         self._back.wait_stream(torch.cuda.current_stream(self._flat.device))
         with self._arrivals:
@@ -257,7 +260,7 @@ class Staging:
             self._early.clear()
 
     def take_weights(self, start: int, stop: int) -> None:
-        """Copy weights `start` to `stop` - 1 from the host to the device.
+        """Copy the weights from index `start` to `stop` - 1 from the host to the device.
 
         While a backward may read the old weights, the copy is left to the next `accept_weights`. Any thread
         may call this method. The host does not wait.
@@ -269,15 +272,16 @@ class Staging:
                 self._early.append((start, stop))
 
     def _copy_back(self, start: int, stop: int) -> None:
-        torch.cuda.set_device(self._flat.device)  # the current device of a new thread is 0
+        torch.cuda.set_device(self._flat.device)  # a new thread has device 0 as its current device
         with torch.cuda.stream(self._back):
             self._flat.weights[start:stop].copy_(
                 self._flat.host.weights[start:stop], non_blocking=True
             )
 
     def deliver_weights(self) -> None:
-        """Let the current stream wait for the weights that have arrived. The host does not wait.
+        """Make the current stream wait until the arrived weights are on the device.
 
+        The host does not wait.
         The host's copy is not written again before the next push, whose gradients need these weights.
         """
         with self._arrivals:

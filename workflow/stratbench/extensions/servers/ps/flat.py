@@ -18,20 +18,27 @@ from stratbench.extensions.servers.wire.shm import (
 )
 from stratbench.workload.flat import compute_flat_offsets, copy_into_flat, get_flat_view
 
+#: First element and end of each shard in the flat tensor.
+ShardBounds = list[tuple[int, int]]
 
-def cut_into_shards(numel: int, shard_numel: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each shard of a flat tensor.
+
+def cut_into_shards(numel: int, shard_numel: int) -> ShardBounds:
+    """Return the bounds of the shards of a flat tensor with `numel` elements.
 
     All shards but the last have `shard_numel` elements.
     """
     return [(start, min(start + shard_numel, numel)) for start in range(0, numel, shard_numel)]
 
 
-def _get_common_dtype(named: list[tuple[str, torch.Tensor]], what: str) -> torch.dtype:
-    dtypes = {tensor.dtype for _, tensor in named}
+def _get_common_dtype(
+    named_tensors: list[tuple[str, torch.Tensor]], plural_noun: str
+) -> torch.dtype:
+    dtypes = {tensor.dtype for _, tensor in named_tensors}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"the model's {what} have several dtypes ({names}); one is needed")
+        raise ValueError(
+            f"the model's {plural_noun} have several dtypes ({names}); use one dtype for all of them"
+        )
     return dtypes.pop() if dtypes else torch.float32
 
 
@@ -87,7 +94,7 @@ class FlatSpace:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether `host` has copies, because the model is on another device."""
+        """Whether `host` has copies of the flat tensors, because the model is not on the CPU."""
         return self.weights is not self.host.weights
 
     def _place_on_device(self) -> None:
@@ -103,7 +110,7 @@ class FlatSpace:
         self.buffers = torch.zeros_like(host.buffers, device=self.device)
 
     def zero_grads(self) -> None:
-        """Set all gradients to zero, keeping the views; call it before a step's backward."""
+        """Set all gradients to zero in place. Call this method before the backward of a step."""
         self.grads.zero_()
 
     def check_gradient_views(self) -> None:
@@ -111,11 +118,11 @@ class FlatSpace:
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
             if parameter.grad is not grad:
                 raise RuntimeError(
-                    "a gradient was replaced: use FlatSpace.zero_grads() in place of zero_grad()"
+                    "a parameter's gradient was replaced; call FlatSpace.zero_grads() instead of zero_grad()"
                 )
 
     def load_tensors(self, weights: torch.Tensor, buffers: torch.Tensor) -> None:
-        """Set the model's parameters and float buffers from flat CPU tensors (a snapshot's)."""
+        """Copy flat CPU tensors, such as those of a snapshot, to the model's parameters and buffers."""
         self.weights.copy_(weights)
         self.buffers.copy_(buffers)
 
@@ -129,7 +136,7 @@ def make_host_scalar(device: torch.device, dtype: torch.dtype = torch.float32) -
 
 
 def _pin_memory(tensor: torch.Tensor) -> None:
-    """Page-lock memory that torch did not allocate: copies to the device are then asynchronous.
+    """Page-lock memory that torch did not allocate, so that copies to the device are asynchronous.
 
     Complete pages are locked, and a page can be locked once. So the memory must be mapped, not taken from the
     heap, where two tensors may share a page.
@@ -137,6 +144,6 @@ def _pin_memory(tensor: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(status) != 0:
-        # The text is "out of memory" if the host has no memory to pin.
+        # If the host has no memory left for page-locking, this text is "out of memory".
         reason = cudart.cudaGetErrorString(status)
         raise RuntimeError(f"cudaHostRegister refused to pin {tensor.nbytes} bytes: {reason}")

@@ -6,49 +6,48 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from stratbench.extensions.servers.ps.flat import ShardBounds
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.wire.frames import BUFFERS, Frame, Kind, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout, attach_flat_tensors
 from stratbench.extensions.servers.wire.transport import Connection
 from stratbench.workload.flat import get_tensor_bytes
 
-#: Maximum number of shards that one frame announces over shared memory, so that the worker can begin earlier.
+#: Maximum number of shards that one frame announces over shared memory. So workers need not wait for all.
 _RUN_SHARDS = 16
-
-Bounds = list[tuple[int, int]]  # first element and end of each shard in the flat tensor
 
 
 class Weights(Protocol):
-    """Protocol of an object that gives a `StreamLane` or `SharedLane` the shards' weights to send.
+    """Interface of an object that has the weights of shards, which the server sends to workers.
 
     See `Shard.view` and `Shard.lend_weights`.
     """
 
-    def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int: ...
+    def view(self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]) -> int: ...
 
     def lend_weights(
-        self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
+        self, slot: int, shard: int, spare: Tensor, is_alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]: ...
 
 
 class StreamLane:
-    """Transport of shards to and from one worker over TCP, as payloads of frames.
+    """Transport of shards between the server and one worker over TCP, as payloads of frames.
 
-    Shards are received one after the other into the same buffer. Those in `held` have a buffer each, which is
-    valid until the next push.
+    Shards are received one after the other into the same buffer. Each shard in `held` has a buffer of its
+    own, which is valid until the next push.
     """
 
     def __init__(
         self,
         connection: Connection,
-        bounds: Bounds,
+        bounds: ShardBounds,
         layout: Layout,
         wire: str,
         held: range | None = None,
@@ -58,7 +57,7 @@ class StreamLane:
         self._grad = torch.empty(numel, dtype=DTYPES[layout.dtype])
         self._out = torch.zeros_like(self._grad)
         self._wire = self._grad if wire == "native" else torch.empty(numel, dtype=DTYPES[wire])
-        self._first: int | None = None  # element of the model where the held part begins
+        self._first: int | None = None  # first element of the shards in `held`, in the flat tensor
         if held is not None:
             self._first = bounds[held.start][0]
             part = bounds[held.stop - 1][1] - self._first
@@ -70,18 +69,18 @@ class StreamLane:
         return stop - start
 
     def _get_receive_buffer(self, shard: int) -> Tensor:
-        """Return the receive buffer of a shard's gradient, in the dtype that is sent."""
+        """Return the receive buffer for a shard's gradient, in the dtype in which workers send it."""
         if shard == BUFFERS:
             return self._buffers
         start = 0 if self._first is None else self._bounds[shard][0] - self._first
         return self._wire[start : start + self._numel(shard)]
 
     def moved_bytes(self, shard: int) -> int:
-        """Return how many bytes a push of this shard sends. The shard may be `BUFFERS`."""
+        """Return the number of bytes in a push of a shard, or of the float buffers (`BUFFERS`)."""
         return self._get_receive_buffer(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
-        """Return the length of a frame's payload that transports this many bytes."""
+        """Return the length of the payload of a frame that pushes `moved_bytes` bytes."""
         return moved_bytes
 
     def receive_shard(self, shard: int) -> None:
@@ -89,7 +88,10 @@ class StreamLane:
         self._connection.receive_into(get_tensor_bytes(self._get_receive_buffer(shard)))
 
     def get_received_tensor(self, shard: int) -> Tensor:
-        """Return the gradient or buffers that were received. The next `receive_shard` may overwrite them."""
+        """Return the gradient of a shard, or the buffers, that `receive_shard` has received.
+
+        The next `receive_shard` may overwrite the tensor.
+        """
         buffer = self._get_receive_buffer(shard)
         if buffer.dtype is self._grad.dtype or shard == BUFFERS:
             return buffer
@@ -100,25 +102,25 @@ class StreamLane:
         self._connection.receive_into(get_tensor_bytes(out))
 
     def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
-        """Return a warm-up reply's payload, which is as long as the shard's weights."""
+        """Return a payload as long as a shard's weights, for the reply to a push in the warm-up."""
         return get_tensor_bytes(self._out[: self._numel(shard)])
 
     def send_weights(
-        self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
+        self, slot: int, shards: list[int], weights: Weights, is_alive: Callable[[], bool]
     ) -> int:
-        """Send the weights of some shards to the worker, and return the number of bytes.
+        """Send the weights of some shards to the worker, and return the number of sent bytes.
 
         Args:
             slot: Slot of the worker.
             shards: Numbers of the shards.
             weights: Source of the weights.
-            alive: Returns whether the worker is still part of the run. If not, the read is not recorded,
+            is_alive: Returns whether the worker is still part of the run. If not, the read is not recorded,
                 because another worker may have the slot.
         """
         sent_bytes = 0
         for shard in shards:
             spare = self._out[: self._numel(shard)]
-            with weights.lend_weights(slot, shard, spare, alive) as (lent, version):
+            with weights.lend_weights(slot, shard, spare, is_alive) as (lent, version):
                 payload = get_tensor_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
             sent_bytes += len(payload)
@@ -126,12 +128,12 @@ class StreamLane:
 
 
 class SharedLane:
-    """Access to shards in memory that is shared with one worker. Frames only announce them.
+    """Transport of shards between the server and one worker in shared memory. Frames only announce shards.
 
     The class has the methods of `StreamLane`.
     """
 
-    def __init__(self, connection: Connection, bounds: Bounds, memory: FlatTensors) -> None:
+    def __init__(self, connection: Connection, bounds: ShardBounds, memory: FlatTensors) -> None:
         self._connection, self._bounds, self._memory = connection, bounds, memory
 
     def moved_bytes(self, shard: int) -> int:
@@ -154,9 +156,9 @@ class SharedLane:
         out.copy_(self._memory.weights[start:stop])
 
     def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
-        """Touch the shard's memory, and return an empty payload.
+        """Access the shard's memory once, and return an empty payload.
 
-        Training then does not touch the memory first.
+        The first access to memory is slow. It must not be part of the training.
         """
         start, stop = self._bounds[shard]
         scratch = self._memory.grads[start:stop].clone()
@@ -165,32 +167,39 @@ class SharedLane:
         return b""
 
     def send_weights(
-        self, slot: int, shards: list[int], weights: Weights, alive: Callable[[], bool]
+        self, slot: int, shards: list[int], weights: Weights, is_alive: Callable[[], bool]
     ) -> int:
         versions = {}
         for shard in shards:
             start, stop = self._bounds[shard]
             out = self._memory.weights[start:stop]
-            versions[shard] = weights.view(slot, shard, out, alive)
+            versions[shard] = weights.view(slot, shard, out, is_alive)
         for first, count in _group_consecutive(versions):
             version = min(versions[k] for k in range(first, first + count))
             self._connection.send(Frame(Kind.OK, first, count, version=version))
         return sum(self.moved_bytes(shard) for shard in versions)
 
 
-def _group_consecutive(numbers: dict[int, int]) -> list[tuple[int, int]]:
-    """Return the first key and the length of each run of consecutive keys."""
-    runs: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if runs and sum(runs[-1]) == number:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+class ShardGroup(NamedTuple):
+    """Consecutive shards: the number of the first shard, and the number of shards."""
+
+    first: int
+    count: int
+
+
+def _group_consecutive(shards: Iterable[int]) -> list[ShardGroup]:
+    """Return the groups of shards whose numbers are consecutive."""
+    groups: list[ShardGroup] = []
+    for shard in sorted(shards):
+        if groups and sum(groups[-1]) == shard:
+            groups[-1] = ShardGroup(groups[-1].first, groups[-1].count + 1)
         else:
-            runs.append((number, 1))
-    return runs
+            groups.append(ShardGroup(shard, 1))
+    return groups
 
 
 class Hello(NamedTuple):
-    """The description that a worker sends of itself when it joins."""
+    """The description of a worker and its model, which the worker sends when it joins."""
 
     worker: int
     wire: str
@@ -201,12 +210,12 @@ class Hello(NamedTuple):
     start: str
 
 
-def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
-    """Validate the description that a worker has sent, and return it.
+def parse_hello(hello: dict[str, Any], number_limit: int, transport: str) -> Hello:
+    """Validate the description that a worker has sent of itself, and return it.
 
     Args:
         hello: The description.
-        workers: Exclusive upper bound of workers' numbers.
+        number_limit: Exclusive upper bound of workers' numbers.
         transport: Transport of the connection, "tcp" or "shm".
 
     Raises:
@@ -217,21 +226,21 @@ def parse_hello(hello: dict[str, Any], workers: int, transport: str) -> Hello:
         layout, start = Layout(**hello["layout"]), str(hello["start"])
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"malformed HELLO: {error}") from None
-    if type(worker) is not int or not 0 <= worker < workers:
-        raise ProtocolError(f"worker {worker!r} is not one of 0..{workers - 1}")
+    if type(worker) is not int or not 0 <= worker < number_limit:
+        raise ProtocolError(f"worker number {worker!r} is not in 0 to {number_limit - 1}")
     if wire != "native" and (wire != "bfloat16" or transport == "shm"):
-        raise ProtocolError(f"wire format {wire!r} is not known over {transport}")
+        raise ProtocolError(f"wire format {wire!r} is not supported over {transport}")
     if type(scaled) is not bool:
-        raise ProtocolError(f"malformed HELLO: scaled is {scaled!r}")
+        raise ProtocolError(f"malformed HELLO: scaled is {scaled!r}, expected true or false")
     return Hello(worker, wire, scaled, layout, start)
 
 
 class Member:
-    """One worker of the run, as the server sees it: its connection, its ticket, and the frames to send."""
+    """One worker of the run, as the server sees it: its connection, its ticket, and the queued replies."""
 
     def __init__(self, hello: Hello, connection: Connection, transport: str) -> None:
         self.worker, self.wire, self.scaled = hello.worker, hello.wire, hello.scaled
-        self.place = hello.worker  # the worker's slot, by which policies and shards know it
+        self.place = hello.worker  # the worker's slot, which identifies it to policies and shards
         self.connection = connection
         self.transport = transport
         self.lane: StreamLane | SharedLane
@@ -240,46 +249,48 @@ class Member:
         self.alive = True
         self.pulled = False  # whether the worker has asked for weights, and so is ready to start
         self.idle = False  # whether the worker waits because no ticket was free
-        # Epoch whose snapshot the worker evaluates now; it is idle meanwhile.
+        # Epoch whose snapshot the worker evaluates at present. An evaluating worker is idle.
         self.evaluates: int | None = None
         self.ticket: int | None = None  # number of the worker's current ticket
-        self.next: Ticket | None = None  # ticket that is reserved for the worker
+        self.next: Ticket | None = None  # ticket that is reserved for the worker as its next one
         self.last_ticket = 0
         self.todo: set[int] = set()  # shards of the current ticket that have not arrived
-        #: With a loss scale, shards (and `BUFFERS`) that have arrived, until APPLY or SKIP follows.
+        #: With a loss scale, the pushed shards (and `BUFFERS`) until the worker sends APPLY or SKIP.
         self.held: list[int] = []
-        self.weight = 1.0  # weight of the push that is arriving
-        #: Replies to send: numbers of shards, pairs of frame and payload, and None at the end.
+        self.weight = 1.0  # weight of the arriving push in an average of pushes
+        #: Queued replies: a shard's number for its weights, a pair of frame and payload, or None as the end.
         self._outbox: deque[Any] = deque()
-        # This queue has one item per item of the outbox.
+        # One item per queued reply, for which the sending thread waits.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._sending = threading.Lock()  # lock of the thread that empties the outbox
+        self._sending = threading.Lock()  # held by the thread that sends the queued replies
         self._ended = self._mute = False
         self.tickets = self.skips = 0
         self.bytes_in = self.bytes_out = 0
-        # Seconds that the worker waited for servers, as it reports when it leaves.
+        # Seconds that the worker waited for servers. The worker reports them when it leaves.
         self.wait_s: float | None = None
 
     def is_alive(self) -> bool:
         """Return whether the worker is still part of the run."""
         return self.alive
 
-    def open_lane(self, bounds: Bounds, layout: Layout, mine: range) -> None:
+    def open_lane(self, bounds: ShardBounds, layout: Layout, own_shards: range) -> None:
         """Prepare the transport of this server's shards. For shared memory, receive and map the memory.
 
         Args:
             bounds: First element and end of each shard.
             layout: Sizes and dtypes of the worker's flat tensors.
-            mine: Numbers of this server's shards.
+            own_shards: Numbers of this server's shards.
         """
         connection = self.connection
         if self.transport != "shm":
-            held = mine if self.scaled else None
+            held = own_shards if self.scaled else None
             self.lane = StreamLane(connection, bounds, layout, self.wire, held)
             return
         frame = connection.receive()
         if frame.kind is not Kind.MEMORY or frame.length != 1:
-            raise ProtocolError(f"malformed frame: {frame.kind.name}, expected MEMORY")
+            raise ProtocolError(
+                f"malformed frame: {frame.kind.name}, expected MEMORY with a file descriptor"
+            )
         try:
             memory = attach_flat_tensors(connection.read_descriptor(), layout)
         except (OSError, ValueError) as error:
@@ -292,7 +303,7 @@ class Member:
         self.todo = set(shards)
 
     def queue_item(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
-        """Append a shard, a frame with payload, or the end (None) to the outbox."""
+        """Append a shard's number, a frame with its payload, or the end (None) to the queue of replies."""
         self._outbox.append(item)
         self._wake.put(None)
 
@@ -301,11 +312,11 @@ class Member:
         self.queue_item((frame, payload))
 
     def end(self) -> None:
-        """Append the end to the queue of replies. Nothing is sent after the end."""
+        """Append the end to the queue of replies to the worker. Later replies are not sent."""
         self.queue_item(None)
 
     def drop_shards(self) -> None:
-        """Drop all weights that are queued or come later. Other frames are still sent."""
+        """Send no more weights to the worker, not even queued ones. Other frames are still sent."""
         self._mute = True
 
     @property
@@ -314,9 +325,9 @@ class Member:
         return bool(self._outbox)
 
     def send_replies(self, weights: Weights) -> None:
-        """Send queued frames and shards, and wait for more, until the end is queued.
+        """Send all replies to the worker as soon as they are queued, until the end is queued.
 
-        Each worker has a thread that runs this, so that a slow link of one worker does not delay others.
+        Each worker has a thread that calls this method. So a slow link of one worker does not delay others.
         """
         while not self._ended:
             with self._sending:
@@ -325,9 +336,9 @@ class Member:
                 self._wake.get()
 
     def send_now(self, weights: Weights) -> None:
-        """Send queued frames and shards now, unless the worker's sending thread is doing so.
+        """Send the queued replies in this thread, unless the worker's sending thread is doing so.
 
-        The thread that has received a push calls it, because that is faster than waking the other thread.
+        The thread that has received a push calls this method, because waking the other thread takes longer.
         """
         if not self._sending.acquire(blocking=False):
             return
@@ -353,7 +364,7 @@ class Member:
                 self.connection.send(*item)
 
     def compute_silence_s(self, now: float, awake_since: float) -> float:
-        """Return the seconds in which the worker has sent nothing.
+        """Return for how many seconds the worker has sent nothing.
 
         Only time in which the server was running and receiving counts.
         """
@@ -370,12 +381,12 @@ class Member:
         """Raise ProtocolError unless a frame belongs to the worker's current ticket."""
         if frame.ticket != self.ticket:
             raise ProtocolError(
-                f"malformed frame: {frame.kind.name} for ticket {frame.ticket}, "
-                f"which worker {self.worker} does not hold"
+                f"malformed frame: {frame.kind.name} has ticket {frame.ticket}, but worker {self.worker} "
+                f"has ticket {self.ticket}"
             )
 
     def make_statistics_row(self) -> dict[str, Any]:
-        """Return the worker's row of the server's statistics."""
+        """Return the worker's entry in the server's statistics."""
         return {
             "worker": self.worker,
             "transport": self.transport,

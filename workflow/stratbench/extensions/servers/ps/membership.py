@@ -14,15 +14,15 @@ from stratbench.extensions.servers.wire.frames import ComeAgain, ProtocolError
 
 
 class Membership:
-    """Workers of a gang: all join once before training starts, in slot = worker number.
+    """Slots of workers that all join before the training starts, and do not return.
 
-    Not thread-safe: the server calls its methods under a lock.
+    A worker's slot is its number. The class is not thread-safe: the server calls its methods under a lock.
     """
 
     def __init__(self, places: int) -> None:
         self.places = places
         self.members: dict[int, Member] = {}  # members by the number of their worker
-        # For each slot its present worker, or its last one if none is present.
+        # The present worker of each slot. If none is present, the worker that had the slot last.
         self._at: dict[int, Member] = {}
 
     @property
@@ -48,7 +48,7 @@ class Membership:
         self.members[member.worker] = self._at[slot] = member
 
     def get_member(self, slot: int) -> Member:
-        """Return the present worker of a slot, or else the slot's last worker."""
+        """Return the present worker of a slot. If none is present, return the slot's last worker."""
         return self._at[slot]
 
     @property
@@ -62,14 +62,14 @@ class Membership:
         return [m for m in self.live_members if m.pulled]
 
     def may_start(self, n_lost: int) -> bool:
-        """Return whether training may begin, if `n_lost` workers were lost before it."""
+        """Return whether the training may begin, given that `n_lost` workers were lost before."""
         return len(self.ready_members) + n_lost >= self.places
 
     def list_absent_slots(self, lost: Collection[int]) -> set[int]:
-        """Return the slots that have no worker when training begins.
+        """Return the slots that have no worker when the training begins.
 
         Args:
-            lost: Numbers of the workers that were lost before.
+            lost: Numbers of the workers that were lost before the training.
         """
         return set(lost)
 
@@ -80,7 +80,7 @@ class Membership:
 
 
 class OpenMembership(Membership):
-    """Elastic workers, which join and leave at any time, each with a new number.
+    """Slots of elastic workers, which join and leave at any time, each time with a new number.
 
     At most `places` workers are present at once.
     """
@@ -90,7 +90,7 @@ class OpenMembership(Membership):
         return 1 << 31
 
     def choose_slot(self, number: int) -> int:
-        """Return the lowest slot without a present worker.
+        """Return the lowest slot that has no present worker.
 
         A connected worker that has not asked for weights may join again: another server had refused it.
 
@@ -101,12 +101,12 @@ class OpenMembership(Membership):
         if known is None or known.pulled:
             super().choose_slot(number)
         elif known.alive:
-            raise ComeAgain(f"worker {number} has not left yet; come again later")
+            raise ComeAgain(f"worker {number} is still connected; try again later")
         taken = {m.place for m in self.live_members}
         for slot in range(self.places):
             if slot not in taken:
                 return slot
-        raise ComeAgain(f"all {self.places} places are taken; come again later")
+        raise ComeAgain(f"the cell has {self.places} slots, and all have workers; try again later")
 
     def may_start(self, n_lost: int) -> bool:
         return bool(self.ready_members)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling of one worker for fp16: the scale, and the division of gradients by it."""
+"""Dynamic loss scaling of a worker in fp16: its loss scale, and the division of gradients by this scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stratbench.workload.torch_internals import unscale_gradients
 
 
 class LossScale:
-    """The factor on a worker's loss, by the rule and the defaults of torch.amp.GradScaler.
+    """The loss scale of one worker, which changes as that of torch.amp.GradScaler by default.
 
     Each worker has a scale of its own, because the servers apply or skip each push as a whole. The scale has
     a lower limit, because a run that diverges would otherwise halve it down to 0.
@@ -25,11 +25,11 @@ class LossScale:
         self.reset()
 
     def reset(self) -> None:
-        """Return to the initial scale, without skipped steps."""
+        """Set the scale to its initial value, and the number of skipped steps to 0."""
         self.value, self.skipped, self._good = self.START, 0, 0
 
     def update(self, overflowed: bool) -> None:
-        """Halve the scale after a gradient's overflow, or double it after many steps without one."""
+        """Halve the scale if a gradient overflowed, or double it after many steps without overflow."""
         if overflowed:
             self.value, self._good = max(self.value / 2, self.MINIMUM), 0
             self.skipped += 1
@@ -46,7 +46,7 @@ class Unscaler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        #: Overflow flag, shape [1]: not 0 once a gradient since `begin` was not finite.
+        #: Overflow flag, shape [1]. It is not 0 if a gradient of the present step was not finite.
         self.found = torch.zeros(1, device=device)
         self._inverse = torch.ones(1, device=device)
 
@@ -56,5 +56,5 @@ class Unscaler:
         self._inverse.fill_(1 / scale.value)
 
     def unscale(self, grads: Tensor) -> None:
-        """Divide `grads` by the scale, in place."""
+        """Divide the gradients `grads` by the loss scale, in place."""
         unscale_gradients([grads], self.found, self._inverse)

@@ -1,4 +1,4 @@
-"""The parameter server: `serve(config, secret)` runs one server process until its run is over.
+"""The parameter server: `run_server(config, secret)` runs one server until its run is over.
 
 One thread accepts connections. Each worker has one thread that receives and applies its pushes, and one that
 sends. One thread writes snapshots, and the calling thread checks deadlines. PyTorch and the kernel release
@@ -28,7 +28,7 @@ __all__ = ["ServerConfig", "run_server"]
 def run_server(
     config: ServerConfig,
     secret: bytes,
-    make: MakePolicy = make_policy,
+    policy_maker: MakePolicy = make_policy,
     make_run: Callable[[ServerConfig, bytes, MakePolicy], ServerRun] = ServerRun,
 ) -> dict[str, Any]:
     """Run one server until the run is over, and return its statistics.
@@ -39,14 +39,14 @@ def run_server(
     Args:
         config: Settings of the server.
         secret: Secret of the job.
-        make: Function that creates a shard's policy.
+        policy_maker: Function that creates a shard's policy.
         make_run: Class or function that creates the run.
 
     Returns:
         The statistics. Their `status` is "lost", with the reason in `error`, if a lost worker ended the run.
     """
     torch.set_num_threads(1)
-    run = make_run(config, secret, make)
+    run = make_run(config, secret, policy_maker)
     gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.admit_connection)
     listeners = Listeners(config.bind_address, config.advertised_address)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)

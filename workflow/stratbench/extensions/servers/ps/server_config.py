@@ -8,10 +8,19 @@ from typing import Any
 
 from stratbench.cell.learning_rate import compute_lr_factor
 
-#: Seconds without a heartbeat after which a worker or server counts as lost. It matters for stopped processes
-#: and lost hosts only, since a process that ends closes its connections. The time is long, because heartbeats
-#: also pause while user code or a garbage collection holds Python's interpreter lock.
+#: Seconds without a heartbeat after which a worker or server counts as lost. This finds stopped processes and
+#: lost hosts; a process that ends closes its connections. The time is long, because a process sends no
+#: heartbeats while its code holds Python's interpreter lock.
 HEARTBEAT_DEADLINE_S = 60.0
+
+#: Fields of the policies' `Hyper` by name, except `workers` and `lr_scale`.
+HyperFields = dict[str, Any]
+#: Values of a policy's options, by option.
+OptionValues = dict[str, Any]
+#: Arguments `schedule`, `warmup_steps` and `final_factor` of `compute_lr_factor`.
+ScheduleArguments = dict[str, Any]
+#: Function that returns a factor on the learning rate for a shard's number of pushes.
+LrFactorOfPushes = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class ServerConfig:
         policy: Name of the update policy.
         hyper: Fields of `policy.Hyper`, except `workers` and `lr_scale`.
         policy_options: Options of the policy by name.
-        schedule: Arguments `schedule`, `warmup` and `final` of `compute_lr_factor`. None: constant.
+        schedule: Arguments `schedule`, `warmup_steps`, `final_factor` of `compute_lr_factor`. None: constant.
         server: Number of this server, from 0.
         n_servers: Number of servers.
         bind_address: Address to listen on: loopback, unless workers run on other hosts.
@@ -48,9 +57,9 @@ class ServerConfig:
     steps_per_epoch: int
     slices_per_step: int
     policy: str
-    hyper: dict[str, Any]
-    policy_options: dict[str, Any] = field(default_factory=dict)
-    schedule: dict[str, Any] | None = None
+    hyper: HyperFields
+    policy_options: OptionValues = field(default_factory=dict)
+    schedule: ScheduleArguments | None = None
     server: int = 0
     n_servers: int = 1
     bind_address: str = "127.0.0.1"
@@ -67,18 +76,19 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if self.workers < 1 or not 0 <= self.server < self.n_servers:
             raise ValueError(
-                f"server {self.server} of {self.n_servers} for {self.workers} workers is impossible"
+                f"server = {self.server}, n_servers = {self.n_servers}, workers = {self.workers}: `workers` "
+                "must be at least 1, and `server` below `n_servers`"
             )
         if self.bind_address in ("0.0.0.0", "::", "") and not self.advertised_address:
             raise ValueError(
-                f"bind {self.bind_address!r} needs `advertised_address`, the name workers connect to"
+                f"bind_address = {self.bind_address!r} needs `advertised_address`, to which workers connect"
             )
 
     @property
-    def lr_share(self) -> Callable[[int], float] | None:
-        """Function that maps a shard's number of pushes to a learning rate factor.
+    def lr_share(self) -> LrFactorOfPushes | None:
+        """Function from a shard's number of pushes to the schedule's factor on the learning rate.
 
-        The property is None if the factor is always 1.
+        The property is None if the learning rate is constant.
 
         A step ends with the last of the `slices_per_step` pushes of its global batch.
         """

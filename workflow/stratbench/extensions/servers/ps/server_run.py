@@ -48,25 +48,29 @@ class ServerRun:
     holds a shard's lock must not take `_lock`.
     """
 
-    #: Class that assigns slots to workers.
+    #: Class that assigns slots to the workers of the run.
     members_by: ClassVar[type[Membership]] = Membership
-    #: Number of the servers' incarnation, from 1.
+    #: How often the servers were started, including this time. Only elastic servers are started again.
     incarnation = 1
 
-    def __init__(self, config: ServerConfig, secret: bytes, make: MakePolicy) -> None:
+    def __init__(self, config: ServerConfig, secret: bytes, policy_maker: MakePolicy) -> None:
         self.config, self._secret = config, secret
         self.hyper = Hyper(**config.hyper, workers=config.workers)
-        self._make = lambda weights: make(config.policy, weights, self.hyper, config.policy_options)
+        self._make = lambda weights: policy_maker(
+            config.policy, weights, self.hyper, config.policy_options
+        )
         self._tolerates_loss = self._make(torch.zeros(1)).survives_worker_loss
         self.over = threading.Event()
         self.refusals = Refusals()
         self.error: str | None = None
-        self.done = False  # every ticket is completed
+        self.done = (
+            False  # whether all tickets are completed, or the run has reached its target score
+        )
         self.lost: list[dict[str, Any]] = []
         self.plan = TicketPlan(
             config.epochs, config.steps_per_epoch, config.slices_per_step, config.steps
         )
-        self.tickets = Tickets(self.plan, config.n_servers)  # server 0 hands out the tickets
+        self.tickets = Tickets(self.plan, config.n_servers)  # used on server 0 only
         self._writer: SnapshotWriter | None = None
         if config.snapshot_dir:
             self._writer = SnapshotWriter(
@@ -76,11 +80,11 @@ class ServerRun:
         self._lock = threading.Lock()
         self._membership = self.members_by(config.workers)
         self._members = self._membership.members
-        # The store is created when the first worker sends the sizes of its tensors.
+        # Created when the first worker sends the sizes of its tensors. Until then they are unknown.
         self._store: Store | None = None
-        self._start: str | None = None  # hash of the initial weights of the first worker
+        self._start: str | None = None  # hash of the initial weights, from the first worker
         self._initialiser: Member | None = None
-        self._evaluator = 0  # the worker that evaluates at the end
+        self._evaluator = 0  # number of the worker that evaluates after the training
         self._initialised = self._started = False
         self._first_ticket_s = self._last_push_s = 0.0
 
@@ -89,7 +93,7 @@ class ServerRun:
     def admit_connection(
         self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str
     ):
-        """Admit a worker that has shown the secret.
+        """Admit a worker that has proved that it knows the job's secret.
 
         Args:
             connection: Connection to the worker.
@@ -113,14 +117,16 @@ class ServerRun:
         peer = parse_hello(hello, self._membership.number_limit, transport)
         worker, layout = peer.worker, peer.layout
         with self._lock:
-            if self.over.is_set():  # a late worker would otherwise start a run of its own
+            if self.over.is_set():  # otherwise a late worker would be the first of a new run
                 raise ProtocolError(self.error or "the run is over")
             slot = self._membership.choose_slot(worker)
             if self._store is None:
                 self._store = Store(layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
                 self._check_disk_space(layout.weight_bytes + layout.buffer_bytes)
             elif layout != self._store.layout:
-                raise ProtocolError(f"worker {worker}'s model differs from the other workers'")
+                raise ProtocolError(
+                    f"the model of worker {worker} differs from that of other workers"
+                )
             if self._start is None:
                 self._start = peer.start
             elif peer.start != self._start:
@@ -162,7 +168,7 @@ class ServerRun:
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
         sender.start()
-        member.sender = sender  # the sender is set after its start, because `close` joins it
+        member.sender = sender  # after its start, because `close` may join the thread at any time
 
     def _make_welcome_additions(self, member: Member) -> dict[str, Any]:
         return {}
@@ -171,16 +177,16 @@ class ServerRun:
         try:
             member.send_replies(self._store)
         except Closed:
-            # The receiving thread notices the closed connection after the last frames, such as BYE.
+            # The thread that receives from this worker handles the closed connection.
             pass
         except Exception as error:
             self._stop_after_error(error)
             member.drop_shards()
             with contextlib.suppress(Closed):
-                member.send_replies(self._store)  # sends the reason, which is queued as a reply
+                member.send_replies(self._store)  # sends the error, which is the next queued reply
 
     def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
-        """Return the handlers of frames that have no payload, by kind of frame."""
+        """Return the methods that handle frames without payload, by kind of frame."""
         return {
             Kind.PULL: self._on_pull,
             Kind.SKIP: self._on_apply_or_skip,
@@ -195,7 +201,7 @@ class ServerRun:
             self._handle_frames(member)
         except Exception as error:
             self._stop_after_error(error)
-        # The sender may still send a reason; `close` closes a connection that nobody reads.
+        # The sending thread may still send the reason why the run ended. So wait for this thread first.
         member.sender.join()
         member.close_transport()
 
@@ -206,7 +212,7 @@ class ServerRun:
             while True:
                 frame = connection.receive()
                 if not member.alive:
-                    raise ProtocolError(f"{frame.kind.name} of a worker that was given up")
+                    raise ProtocolError(f"{frame.kind.name} from a worker that was declared lost")
                 if frame.ticket == NO_TICKET and frame.kind in _OF_A_TICKET:
                     self._rehearse(member, frame)
                 elif frame.kind is Kind.PUSH:
@@ -225,7 +231,7 @@ class ServerRun:
                     check_payload_length(frame, 0)
                     handlers[frame.kind](member, frame)
                 else:
-                    raise ProtocolError(f"malformed frame: {frame.kind.name} from a worker")
+                    raise ProtocolError(f"malformed frame: a worker sent {frame.kind.name}")
         except ProtocolError as error:
             self.refusals.add_refusal(f"worker {member.worker}", str(error))
             self._lose_member(member, str(error))
@@ -251,7 +257,7 @@ class ServerRun:
         Servers other than 0 also get PULL from a worker that has a ticket again.
         """
         with self._lock:
-            # The worker may count as lost meanwhile, and its slot may have another one.
+            # The worker may have been declared lost meanwhile, and another worker may have its slot.
             if not member.alive:
                 return
             if member.idle:
@@ -262,7 +268,10 @@ class ServerRun:
                 self._add_ready_member(member)
 
     def _add_ready_member(self, member: Member) -> None:
-        """Add a worker that is ready to start to the existing shards. `_lock` is held."""
+        """Let a worker that is ready to start read the weights. `_lock` is held.
+
+        If there are no weights yet, one worker is asked for its initial weights.
+        """
         self._ask_for_weights()
         if self._initialised:
             self._store.join(member.place)
@@ -279,12 +288,12 @@ class ServerRun:
 
     def _on_init(self, member: Member, frame: Frame) -> None:
         if member is not self._initialiser or self._initialised:
-            raise ProtocolError("malformed frame: INIT that was not asked for")
+            raise ProtocolError("malformed frame: INIT was not requested from this worker")
         initial = self._store.receive_initial_weights(frame, member.lane)
         with self._lock:
-            # The worker may count as lost meanwhile, and another one sends its weights.
+            # The worker may have been declared lost meanwhile. Then another worker sends the initial weights.
             if not member.alive:
-                raise ProtocolError("INIT of a worker that was given up")
+                raise ProtocolError("INIT from a worker that was declared lost")
             if not self._store.store_initial(frame.shard, initial):
                 return
             self._store.make_shards(self._make_shard)
@@ -322,15 +331,17 @@ class ServerRun:
         """Check a frame's ticket. On servers other than 0, a ticket's first frame assigns the ticket."""
         if self.config.server and self._initialised and member.ticket is None:
             if not 0 <= frame.ticket < len(self.plan):
-                raise ProtocolError(f"malformed frame: ticket {frame.ticket} is not in the plan")
+                raise ProtocolError(
+                    f"malformed frame: the run has no ticket {frame.ticket}, only {len(self.plan)} tickets"
+                )
             member.assign_ticket(frame.ticket, self._store.mine)
         member.check_ticket(frame)
 
     def _reserve_ticket(self, member: Member) -> None:
-        """Choose a worker's next ticket before the present ticket's last shard is applied.
+        """Reserve a worker's next ticket before the last shard of the present ticket is applied.
 
-        This shard may release other workers from a barrier. All workers then have a ticket of the next step
-        already, so that a fast worker cannot take two of them.
+        The last shard may end the waiting of other workers. Each of them has a ticket of the next step
+        already, so that a fast worker cannot take two of these tickets.
         """
         if self.config.server == 0:
             with self._lock:
@@ -343,12 +354,12 @@ class ServerRun:
         return not self.done
 
     def _rehearse(self, member: Member, frame: Frame) -> None:
-        """Receive and send as many bytes as in a training step.
+        """Handle a push of the warm-up: receive and send as many bytes as in a training step.
 
         The bytes are neither applied nor counted.
         """
         if member.pulled:
-            raise ProtocolError(f"malformed frame: {frame.kind.name} without a ticket")
+            raise ProtocolError(f"malformed frame: {frame.kind.name} has no ticket")
         if frame.kind is Kind.PUSH:
             answered = self._store.list_pushed_shards(member, frame)
             for k in answered:
@@ -357,7 +368,7 @@ class ServerRun:
             check_payload_length(frame, 0)
             answered = list(self._store.mine)
         if member.scaled == (frame.kind is Kind.PUSH):
-            return  # with a loss scale, the reply follows APPLY or SKIP; without one, it follows the push
+            return  # the reply follows another frame: APPLY or SKIP with a loss scale, PUSH without
         for k in answered:
             if k != BUFFERS:
                 member.queue_frame(Frame(Kind.OK, k, 1), member.lane.make_rehearsal_payload(k))
@@ -371,10 +382,7 @@ class ServerRun:
             self._finish_push(member)
 
     def _on_apply_or_skip(self, member: Member, frame: Frame) -> None:
-        """Handle APPLY and SKIP: apply or drop a whole push.
-
-        A push is dropped if a gradient overflowed.
-        """
+        """Handle APPLY and SKIP: apply a worker's push, or drop it because a gradient overflowed."""
         self._check_ticket(member, frame)
         self._reserve_ticket(member)
         if frame.kind is Kind.APPLY:
@@ -386,11 +394,13 @@ class ServerRun:
 
     def _finish_push(self, member: Member) -> None:
         self._complete_ticket(member)
-        with contextlib.suppress(Closed):  # the receiving thread notices a closed connection later
+        with contextlib.suppress(
+            Closed
+        ):  # the thread that receives from this worker handles it later
             member.send_now(self._store)
 
     def _complete_ticket(self, member: Member) -> None:
-        """Complete a ticket, for which the worker has pushed all shards of this server."""
+        """Complete a worker's ticket, for which all shards of this server have arrived."""
         with self._lock:
             number = member.ticket
             if not member.alive or number is None:
@@ -407,9 +417,11 @@ class ServerRun:
             self._hand_ticket(member)
 
     def _on_settle(self, member: Member, frame: Frame) -> None:
-        """Handle SETTLE: a worker reports that another server has all gradients of a ticket."""
+        """Handle SETTLE: a worker reports that another server has received all gradients of a ticket."""
         if self.config.server or not 0 < frame.shard < self.config.n_servers:
-            raise ProtocolError(f"malformed frame: SETTLE of server {frame.shard}")
+            raise ProtocolError(
+                f"malformed frame: SETTLE must go to server 0 and name another server, not {frame.shard}"
+            )
         with self._lock:
             if member.alive and frame.ticket in self.tickets.list_held(member.worker):
                 self._settle_ticket(member.worker, frame.ticket, frame.shard)
@@ -423,7 +435,7 @@ class ServerRun:
             self._finish_training()
 
     def _finish_training(self) -> None:
-        """End the training: all workers leave, after one of them has evaluated. `_lock` is held."""
+        """Tell all workers that the training is over, and which worker evaluates. `_lock` is held."""
         self.done = True
         live = self._membership.live_members
         self._evaluator = min((m.worker for m in live), default=0)
@@ -468,7 +480,9 @@ class ServerRun:
     def _read_small_payload(self, member: Member, frame: Frame) -> bytes:
         """Return the payload of a frame, which may have `SMALL_BYTES` at most."""
         if frame.length > SMALL_BYTES:
-            raise ProtocolError(f"oversized frame: {frame.kind.name} of {frame.length} bytes")
+            raise ProtocolError(
+                f"oversized frame: {frame.kind.name} has {frame.length} bytes, at most {SMALL_BYTES}"
+            )
         return member.connection.read_payload(frame.length)
 
     def _read_json(self, member: Member, frame: Frame) -> Any:
@@ -486,17 +500,17 @@ class ServerRun:
 
     def _on_bye(self, member: Member) -> None:
         if not self.done:
-            raise Closed("it left before the run was over")
+            raise Closed("the worker left before the run was over")
         with self._lock:
             member.alive = False
             self._end_run_if_empty()
         member.end()
 
     def _on_leave(self, member: Member) -> None:
-        raise ProtocolError("malformed frame: LEAVE of a gang, whose workers stay")
+        raise ProtocolError("malformed frame: LEAVE, which only elastic workers may send")
 
     def _on_score(self, member: Member, values: Any) -> None:
-        raise ProtocolError("malformed frame: SCORE of a gang, which evaluates after the end")
+        raise ProtocolError("malformed frame: SCORE, which only elastic workers may send")
 
     def _on_error(self, member: Member, frame: Frame) -> None:
         """Handle ERR: another server has ended the run, or this worker's part in it."""
@@ -518,7 +532,7 @@ class ServerRun:
             member.alive = False
             step = self.plan.compute_global_step(member.last_ticket)
             log.warning("worker %d was lost at step %d: %s", member.worker, step, reason)
-            # A worker that was only stopped will read this when it resumes.
+            # If the worker's process was only stopped, it reads this frame when it resumes.
             member.queue_frame(
                 Frame(Kind.ERR), f"the server gave this worker up: {reason}".encode()
             )
@@ -544,7 +558,7 @@ class ServerRun:
         self._hand_tickets_to_idle()
 
     def _hand_tickets_to_idle(self) -> None:
-        """Give tickets to workers that had to wait for one. `_lock` is held."""
+        """Give tickets to the workers that wait because no ticket was free. `_lock` is held."""
         for other in self._membership.live_members if self.config.server == 0 else ():
             if other.idle and other.evaluates is None:
                 self._hand_ticket(other)
@@ -571,7 +585,7 @@ class ServerRun:
             self._check_start_deadline(now - born)
 
     def _check_start_deadline(self, age_s: float) -> None:
-        """Check the deadline of the start, about once per second.
+        """End the run with an error if the training has not started by the deadline.
 
         Args:
             age_s: Seconds since the server has started.
@@ -593,12 +607,12 @@ class ServerRun:
                 member.queue_frame(Frame(Kind.HEARTBEAT))
 
     def close(self) -> None:
-        """Send the frames that are queued, close all connections, and finish the snapshots."""
+        """Send the queued frames, close all connections, and wait until the snapshots are written."""
         members = list(self._members.values())
         give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:
             member.end()
-        # Connected workers leave when they have read why the run ended. Lost ones may never read it.
+        # Connected workers leave when they have read why the run ended. Lost workers may never leave.
         readers = [m.reader for m in members if m.alive]
         for thread in [*(m.sender for m in members if m.sender), *readers]:
             thread.join(max(0.0, give_up - time.monotonic()))

@@ -38,14 +38,14 @@ class Shard:
         Args:
             index: Number of the shard.
             policy: Policy of the shard, with its weights.
-            release: Called under the lock with a worker's slot and `index`, if this worker may read the
+            release: Called under the lock with a worker's slot and `index` when this worker may read the
                 shard.
             lr_share: Function from the number of pushes to the factor on the learning rate. None: always 1.
         """
         workers = policy.hyper.workers
         self.index = index
         self.policy = policy
-        self.staleness: Counter[int] = Counter()  # applied pushes by their staleness in updates
+        self.staleness: Counter[int] = Counter()  # number of applied pushes by staleness in updates
         self.dropped = 0
         self.apply_s = 0.0
         self._release = release
@@ -56,12 +56,12 @@ class Shard:
         self._left: set[int] = set()
         self._read_version = [0] * workers
         self._snapshots: list[Tensor] = []
-        #: Whether every worker reads the weights themselves, so that they are sent without a copy.
+        #: Whether workers read the weights themselves, and no prediction. They are then sent without a copy.
         self._shows_weights = type(policy).view is Policy.view
-        self._borrowers = 0  # number of threads that are sending the present tensor of weights
-        # Number of threads that send each earlier tensor of weights, by the tensor's id.
+        self._borrowers = 0  # number of threads that are sending `self.policy.weights`
+        # Number of threads that are sending a tensor that was `self.policy.weights` before, by its id.
         self._lent_on: dict[int, int] = {}
-        # An earlier tensor of weights that no thread sends any more, for reuse.
+        # A tensor that was `self.policy.weights` before and that no thread sends any more, for reuse.
         self._spare: Tensor | None = None
 
     def push(
@@ -69,7 +69,7 @@ class Shard:
         worker: int,
         ticket: int,
         grad: Tensor | None,
-        alive: Callable[[], bool],
+        is_alive: Callable[[], bool],
         weight: float = 1.0,
     ) -> None:
         """Apply the gradient that a worker has pushed for a ticket.
@@ -81,11 +81,11 @@ class Shard:
             worker: Slot of the worker.
             ticket: Number of the ticket.
             grad: Gradient, shape [n], or None if the step was skipped.
-            alive: Returns whether the worker is still part of the run.
+            is_alive: Returns whether the worker is still part of the run.
             weight: Weight of the gradient in a mean over pushes.
         """
         with self._lock:
-            if not alive():
+            if not is_alive():
                 return
             if worker in self._left:
                 self._left.discard(worker)
@@ -118,21 +118,21 @@ class Shard:
             self._waiting.discard(worker)
             self._release(worker, self.index)
 
-    def view(self, worker: int, out: Tensor, alive: Callable[[], bool] = _return_true) -> int:
-        """Write the weights that a worker shall read to `out`, and return their version.
+    def view(self, worker: int, out: Tensor, is_alive: Callable[[], bool] = _return_true) -> int:
+        """Write the weights that a worker reads to `out`, and return their version.
 
         If the worker is lost, the read is not recorded, because another worker may have its slot.
 
         Args:
             worker: Slot of the worker.
             out: Tensor for the weights, shape [n].
-            alive: Returns whether the worker is still part of the run.
+            is_alive: Returns whether the worker is still part of the run.
         """
         with self._lock:
-            return self._view(worker, out, alive())
+            return self._view(worker, out, is_alive())
 
     def _view(self, worker: int, out: Tensor, alive: bool) -> int:
-        """Write the weights for a worker to `out`, and return their version. `_lock` is held."""
+        """Write the weights that a worker reads to `out`, and return their version. `_lock` is held."""
         if not alive:
             out.copy_(self.policy.weights)
             return self.policy.version
@@ -141,27 +141,26 @@ class Shard:
 
     @contextmanager
     def lend_weights(
-        self, worker: int, spare: Tensor, alive: Callable[[], bool] = _return_true
+        self, worker: int, spare: Tensor, is_alive: Callable[[], bool] = _return_true
     ) -> Iterator[tuple[Tensor, int]]:
-        """Yield the weights that a worker shall read, shape [n], and their version.
+        """Yield the weights that a worker reads, shape [n], and their version.
 
-        The tensor does not change within the block, which may take long to send it. If workers read the
-        weights unchanged, it is the shard's own tensor, and updates meanwhile go to a copy. Otherwise it is
-        `spare`.
+        The yielded tensor does not change within the block, in which the caller sends it. It is the shard's
+        own tensor if the policy makes no predictions, and updates go to a copy. Otherwise it is `spare`.
 
         Args:
             worker: Slot of the worker.
             spare: Tensor for weights that the policy computes for this worker, shape [n].
-            alive: Returns whether the worker is still part of the run.
+            is_alive: Returns whether the worker is still part of the run.
         """
         with self._lock:
             if self._shows_weights:
                 lent, version = self.policy.weights, self.policy.version
                 self._borrowers += 1
-                if alive():
+                if is_alive():
                     self._read_version[worker] = version
             else:
-                lent, version = spare, self._view(worker, spare, alive())
+                lent, version = spare, self._view(worker, spare, is_alive())
         try:
             yield lent, version
         finally:
@@ -194,7 +193,7 @@ class Shard:
             return CompactIntSet(self._taken.floor, self._taken.numbers_above_floor)
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of the shard's state for `load`, without workers that wait or read."""
+        """Return a copy of the shard's state for `load`. It does not have the workers that wait or read."""
         with self._lock:
             return {
                 "policy": self.policy.state(),
@@ -207,7 +206,7 @@ class Shard:
             }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore a state, in which no worker is present."""
+        """Restore the result of `state`. Afterwards no worker is present."""
         self.policy.load(state["policy"])
         self._taken = CompactIntSet(state["floor"], state["above"])
         self.staleness = Counter(state["staleness"])
@@ -225,16 +224,16 @@ class Shard:
                     self._left.add(worker)
                     self.policy.on_leave(worker)
             self.policy.finish()
-            # A worker that waits because it repeats a ticket still needs weights.
+            # A worker may still wait, because its ticket was applied before. It needs the final weights.
             for worker in self._waiting:
                 self._release(worker, self.index)
             self._waiting.clear()
 
     def request_snapshot(self, out: Tensor) -> None:
-        """Request a copy of the present weights in `out`, shape [n].
+        """Request that the present weights are copied to `out`, shape [n].
 
-        The copy is made by `save_snapshots`, or before the next change of the shard if that comes first. So
-        no worker waits for a copy of the whole model.
+        `save_snapshots` makes the copy. If the shard's weights change before, the copy is made before this
+        change. So no worker waits for a copy of the whole model.
         """
         with self._lock:
             self._snapshots.append(out)
@@ -245,7 +244,7 @@ class Shard:
             self._save_snapshots()
 
     def _before_change(self) -> None:
-        """Save the weights for pending snapshots and sends before they change. `_lock` is held."""
+        """Copy the weights before a change, if a snapshot or a sending thread needs them. `_lock` is held."""
         self._save_snapshots()
         if self._borrowers:
             weights = self.policy.weights
@@ -254,14 +253,14 @@ class Shard:
             self.policy.weights, self._spare = fresh.copy_(weights), None
 
     def _return_lent(self, lent: Tensor) -> None:
-        """Record that a thread has sent the tensor `lent`. `_lock` is held."""
+        """Record that a thread has finished sending the tensor `lent`. `_lock` is held."""
         if lent is self.policy.weights:
             self._borrowers -= 1
         elif id(lent) in self._lent_on:
             self._lent_on[id(lent)] -= 1
             if not self._lent_on[id(lent)]:
                 del self._lent_on[id(lent)]
-                # The tensor is reused, since its memory has been touched already.
+                # Reuse the tensor, because the first access to new memory is slow.
                 self._spare = lent
 
     def _save_snapshots(self) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -127,7 +127,7 @@ class SnapshotWriter:
                 for shard in shards:
                     shard.save_snapshots()
                 self._write(epoch, seconds, weights, buffers)
-            # An error of any kind is kept, because `wait` would wait forever for a dead thread.
+            # Report any error and continue: `wait_for_snapshots` would wait forever for an ended thread.
             except Exception as error:
                 cause = getattr(error, "strerror", None) or error
                 reason = f"the snapshot of epoch {epoch + 1} could not be written to {self.folder}"
@@ -148,23 +148,28 @@ class SnapshotWriter:
         write_atomic(_get_notice_path(self.folder, epoch, self._server), json.dumps(notice))
 
 
-def load_snapshot(
-    folder: str | Path, epoch: int, wait_s: float = 0.0
-) -> tuple[float, Tensor, Tensor | None]:
-    """Return the weights and other state that the servers saved after `epoch`.
+class Snapshot(NamedTuple):
+    """The servers' state at the end of an epoch, with the seconds from the first ticket to this end.
 
-    Waits up to `wait_s` for the servers' writing. Counts epochs from 0.
+    `weights` has the shape [numel], and `buffers` the shape [buffer_numel]. `buffers` is None if the model
+    has no float buffers.
+    """
+
+    end_s: float
+    weights: Tensor
+    buffers: Tensor | None
+
+
+def load_snapshot(folder: str | Path, epoch: int, wait_s: float = 0.0) -> Snapshot:
+    """Return the snapshot that the servers wrote at the end of an epoch.
 
     Args:
         folder: Folder of the snapshots.
-        epoch: Number of the epoch.
-        wait_s: Maximum time to wait.
-
-    Returns:
-        Seconds since the first ticket, flat weights [numel], and flat buffers or None.
+        epoch: Number of the epoch, from 0.
+        wait_s: Maximum seconds to wait until the servers have written the snapshot.
 
     Raises:
-        FileNotFoundError: When `wait_s` is not enough.
+        FileNotFoundError: If the snapshot is not complete after `wait_s` seconds.
     """
     folder, deadline = Path(folder), time.monotonic() + wait_s
     notices, n_servers = [], 1
@@ -174,7 +179,7 @@ def load_snapshot(
             notices.append(json.loads(path.read_text(encoding="utf-8")))
             n_servers = notices[0]["n_servers"]
         elif time.monotonic() > deadline:
-            raise FileNotFoundError(f"no snapshot of epoch {epoch}: {path} is missing")
+            raise FileNotFoundError(f"epoch {epoch} has no complete snapshot: {path} is missing")
         else:
             time.sleep(0.02)
     first = notices[0]
@@ -184,11 +189,13 @@ def load_snapshot(
     buffers = None
     if first["buffer_dtype"] is not None:
         buffers = _read_tensor(_get_buffers_path(folder, epoch), first["buffer_dtype"])
-    return first["seconds"], torch.cat(parts), buffers
+    return Snapshot(first["seconds"], torch.cat(parts), buffers)
 
 
 def delete_later_snapshots(folder: str | Path, server: int, epochs: int) -> None:
-    """Delete a server's snapshots after the first `epochs`, left by an earlier incarnation.
+    """Delete the snapshots of a server, except those of the first `epochs` epochs.
+
+    A restarted server calls this function, because it trains the later epochs again.
 
     Args:
         folder: Folder of the snapshots.

@@ -21,8 +21,9 @@ from stratbench.extensions.servers.ps.tickets import CompactIntSet, TicketPlan, 
 from stratbench.extensions.servers.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 
+#: Function that creates a policy from its name, its weights [n], the optimizer's settings, and its options.
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
-# Makes a shard from its number and its initial weights, shape [n].
+#: Function that creates a shard from its number and its initial weights, shape [n].
 MakeShard = Callable[[int, Tensor], Shard]
 
 
@@ -30,19 +31,19 @@ def check_payload_length(frame: Frame, expected: int) -> None:
     """Raise ProtocolError unless the frame's payload has `expected` bytes."""
     if frame.length != expected:
         raise ProtocolError(
-            f"malformed frame: {frame.kind.name} of {frame.length} bytes, expected {expected}"
+            f"malformed frame: {frame.kind.name} has {frame.length} bytes, expected {expected}"
         )
 
 
 class Store:
-    """One server's part of the model: the shards `mine` of all shards in `bounds`.
+    """One server's part of the model: the shards with numbers `mine`. `bounds` has the bounds of all shards.
 
     The store is allocated for the sizes that the first worker sends, and filled with the initial weights of
     one worker.
     """
 
     def __init__(
-        self, layout: Layout, shard_bytes: int, server: int, n_servers: int, most_bytes: int
+        self, layout: Layout, shard_bytes: int, server: int, n_servers: int, max_model_bytes: int
     ) -> None:
         """Cut the model into shards, and choose those of this server.
 
@@ -51,15 +52,15 @@ class Store:
             shard_bytes: Maximum size of a shard, in bytes.
             server: Number of this server.
             n_servers: Number of servers.
-            most_bytes: Maximum size of a model, in bytes.
+            max_model_bytes: Maximum size of a model, in bytes.
 
         Raises:
-            ProtocolError: If the model is larger than `most_bytes`, or has fewer shards than servers.
+            ProtocolError: If the model is larger than `max_model_bytes`, or has fewer shards than servers.
         """
-        if 2 * layout.weight_bytes + layout.buffer_bytes > most_bytes:
-            raise ProtocolError(f"the model needs more than max_model_bytes = {most_bytes}")
+        if 2 * layout.weight_bytes + layout.buffer_bytes > max_model_bytes:
+            raise ProtocolError(f"the model needs more than max_model_bytes = {max_model_bytes}")
         itemsize = DTYPES[layout.dtype].itemsize
-        # All shards have the same size, chosen so that every server has the same number of them.
+        # All shards but the last are equally large, so that every server has about the same number of shards.
         part = -(-layout.numel // n_servers)
         numel = max(1, -(-part // -(-part // max(1, shard_bytes // itemsize))))
         self.layout = layout
@@ -67,11 +68,13 @@ class Store:
         self.bounds = cut_into_shards(layout.numel, numel)
         n = len(self.bounds)
         if n < n_servers:
-            raise ProtocolError(f"the model makes {n} shards, too few for {n_servers} servers")
+            raise ProtocolError(
+                f"the model has only {n} shards for {n_servers} servers; use fewer servers"
+            )
         self.mine = range(n * server // n_servers, n * (server + 1) // n_servers)
         self.limit_bytes = max(SMALL_BYTES, numel * itemsize, layout.buffer_bytes)
         self.shards: dict[int, Shard] = {}
-        # Each shard has a tensor of its own, so that it can be replaced and its memory reused.
+        # Initial weights by shard. Each shard has a tensor of its own, which a copy can replace later.
         self._initial: dict[int, Tensor] = {}
         buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
         self._initial_buffers = buffers
@@ -80,16 +83,13 @@ class Store:
         self._to_fill: set[int] = set()
 
     def begin_filling(self) -> None:
-        """Expect the initial weights and buffers of one worker."""
+        """Prepare to receive the initial weights and buffers from one worker."""
         self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
 
     def receive_initial_weights(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
-        """Receive the initial weights of a shard, or the initial buffers.
-
-        The method returns them for `store_initial`.
-        """
+        """Receive the initial weights of a shard, or the initial buffers, and return them."""
         if frame.shard not in self._to_fill:
-            raise ProtocolError(f"malformed frame: INIT of shard {frame.shard}, not asked for")
+            raise ProtocolError(f"malformed frame: INIT of shard {frame.shard} was not requested")
         if frame.shard == BUFFERS:
             check_payload_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
             lane.receive_shard(BUFFERS)
@@ -101,7 +101,10 @@ class Store:
         return weights
 
     def store_initial(self, shard: int, initial: Tensor) -> bool:
-        """Store initial weights or buffers, and return whether all of them have arrived."""
+        """Store the initial weights of a shard, or the initial buffers (`BUFFERS`).
+
+        The result is whether the initial weights of all shards and the buffers have arrived.
+        """
         if shard == BUFFERS:
             self._initial_buffers.copy_(initial)
         else:
@@ -109,12 +112,12 @@ class Store:
         self._to_fill.discard(shard)
         return not self._to_fill
 
-    def make_shards(self, make: MakeShard) -> None:
-        """Create all shards from their initial weights."""
-        self.shards = {k: make(k, self._initial.pop(k)) for k in self.mine}
+    def make_shards(self, make_shard: MakeShard) -> None:
+        """Create all shards of this server from their initial weights."""
+        self.shards = {k: make_shard(k, self._initial.pop(k)) for k in self.mine}
 
     def list_pushed_shards(self, member: Member, frame: Frame) -> list[int]:
-        """Return the numbers of the shards that a PUSH frame has, or `BUFFERS`.
+        """Return the numbers of the shards that a PUSH frame pushes, or `BUFFERS` for the buffers.
 
         Raises:
             ProtocolError: If this server does not have these shards, or if the frame's length is wrong.
@@ -122,13 +125,15 @@ class Store:
         if frame.shard == BUFFERS:
             if self.buffers is None:
                 raise ProtocolError(
-                    "malformed frame: PUSH of buffers, which this server does not have"
+                    "malformed frame: PUSH of float buffers, which this server does not store"
                 )
             numbers = [BUFFERS]
         else:
             first, last = frame.shard, frame.shard + frame.count - 1
             if not self.mine.start <= first <= last < self.mine.stop:
-                raise ProtocolError(f"malformed frame: PUSH of shards {first}..{last}")
+                raise ProtocolError(
+                    f"malformed frame: PUSH of shards {first} to {last}, which this server does not have"
+                )
             numbers = list(range(first, last + 1))
         moved_bytes = sum(member.lane.moved_bytes(k) for k in numbers)
         check_payload_length(frame, member.lane.payload_bytes(moved_bytes))
@@ -139,24 +144,24 @@ class Store:
 
         If the worker has a loss scale, they are stored until `apply_push` or `skip_ticket` is called.
         """
-        for k in self.list_pushed_shards(member, frame):
-            if k != BUFFERS and k not in member.todo:
-                raise ProtocolError(f"malformed frame: shard {k} was pushed already")
-            member.lane.receive_shard(k)
+        for shard in self.list_pushed_shards(member, frame):
+            if shard != BUFFERS and shard not in member.todo:
+                raise ProtocolError(f"malformed frame: shard {shard} was pushed already")
+            member.lane.receive_shard(shard)
             member.weight = frame.weight
-            member.bytes_in += member.lane.moved_bytes(k)
+            member.bytes_in += member.lane.moved_bytes(shard)
             if member.scaled:
-                member.held.append(k)
+                member.held.append(shard)
             else:
-                self._receive_shard(member, frame.ticket, k)
-            member.todo.discard(k)
+                self._receive_shard(member, frame.ticket, shard)
+            member.todo.discard(shard)
 
-    def _receive_shard(self, member: Member, ticket: int, k: int) -> None:
-        received = member.lane.get_received_tensor(k)
-        if k == BUFFERS:
+    def _receive_shard(self, member: Member, ticket: int, shard: int) -> None:
+        received = member.lane.get_received_tensor(shard)
+        if shard == BUFFERS:
             self.buffers.push(member.place, received, member.is_alive)
         else:
-            self.shards[k].push(member.place, ticket, received, member.is_alive, member.weight)
+            self.shards[shard].push(member.place, ticket, received, member.is_alive, member.weight)
 
     def apply_push(self, member: Member, ticket: int) -> None:
         """Apply the stored gradients and buffers of a worker's ticket.
@@ -165,7 +170,7 @@ class Store:
             ProtocolError: If some of the ticket's shards have not arrived.
         """
         if member.todo or not member.scaled:
-            raise ProtocolError("malformed frame: APPLY of a push that is not complete")
+            raise ProtocolError("malformed frame: APPLY came before all shards of the push")
         for k in member.held:
             self._receive_shard(member, ticket, k)
         member.held.clear()
@@ -180,41 +185,39 @@ class Store:
         member.todo.clear()
         member.held.clear()
 
-    def view(self, slot: int, shard: int, out: Tensor, alive: Callable[[], bool]) -> int:
-        """Write the weights of a shard to `out`, and return their version.
-
-        The weights are those that the worker shall read.
+    def view(self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]) -> int:
+        """Write the weights of a shard that a worker reads to `out`, and return their version.
 
         Args:
             slot: Slot of the worker.
             shard: Number of the shard.
             out: Tensor for the weights, shape [n].
-            alive: Returns whether the worker is still part of the run.
+            is_alive: Returns whether the worker is still part of the run.
         """
-        return self.shards[shard].view(slot, out, alive)
+        return self.shards[shard].view(slot, out, is_alive)
 
     def lend_weights(
-        self, slot: int, shard: int, spare: Tensor, alive: Callable[[], bool]
+        self, slot: int, shard: int, spare: Tensor, is_alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
-        """Return a context that yields the weights of a shard, which do not change within.
+        """Return a context in which the weights of a shard do not change, so that they can be sent.
 
-        The weights are sent within the context (`Shard.lend`).
+        The context yields the weights and their version (`Shard.lend_weights`).
 
         Args:
             slot: Slot of the worker.
             shard: Number of the shard.
             spare: Tensor for weights that the policy computes for this worker, shape [n].
-            alive: Returns whether the worker is still part of the run.
+            is_alive: Returns whether the worker is still part of the run.
         """
-        return self.shards[shard].lend_weights(slot, spare, alive)
+        return self.shards[shard].lend_weights(slot, spare, is_alive)
 
     def join(self, slot: int) -> None:
-        """Add the worker of a slot to all shards, and let the worker read them."""
+        """Add the worker with this slot to all shards, and let the worker read them."""
         for shard in self.shards.values():
             shard.join(slot)
 
     def leave(self, slot: int, lost: bool) -> None:
-        """Remove the worker of a slot from all shards, and a lost worker's buffers too."""
+        """Remove the worker with this slot from all shards. If it is lost, ignore its float buffers, too."""
         for shard in self.shards.values():
             shard.leave(slot)
         if lost and self.buffers is not None:
@@ -222,27 +225,27 @@ class Store:
 
     def restore_state(
         self,
-        make: MakeShard,
-        shards: Mapping[int, dict[str, Any]],
-        buffers: dict[str, Any] | None,
+        make_shard: MakeShard,
+        shard_states: Mapping[int, dict[str, Any]],
+        buffers_state: dict[str, Any] | None,
     ) -> None:
         """Restore all shards and the buffers from their saved states.
 
         Args:
-            make: Function that creates a shard.
-            shards: Results of `Shard.state`, by number of the shard.
-            buffers: Result of `BufferMean.state`, or None.
+            make_shard: Function that creates a shard.
+            shard_states: Results of `Shard.state`, by number of the shard.
+            buffers_state: Result of `BufferMean.state`, or None.
         """
         for k in self.mine:
-            self._initial[k] = torch.empty_like(shards[k]["policy"]["weights"])
-        self.make_shards(make)
+            self._initial[k] = torch.empty_like(shard_states[k]["policy"]["weights"])
+        self.make_shards(make_shard)
         for k, shard in self.shards.items():
-            shard.load(shards[k])
-        if self.buffers is not None and buffers is not None:
-            self.buffers.load(buffers)
+            shard.load(shard_states[k])
+        if self.buffers is not None and buffers_state is not None:
+            self.buffers.load(buffers_state)
 
     def find_common_pushed_tickets(self) -> CompactIntSet:
-        """Return the tickets that were pushed to all shards."""
+        """Return the numbers of the tickets that were pushed to all shards of this server."""
         return intersect_sets(shard.pushed_tickets for shard in self.shards.values())
 
     def statistics(self) -> dict[str, Any]:
@@ -284,7 +287,7 @@ class EpochLog:
     def resume(
         self, settled: Collection[int], ends: list[dict[str, float]], seconds: float, store: Store
     ) -> None:
-        """Restore the tickets and epochs that were completed before the server was restarted.
+        """Restore the tickets and epochs that were completed before this server was started again.
 
         An epoch that is over but has no recorded end ends now.
 
@@ -337,8 +340,5 @@ class EpochLog:
 
 
 def _list_counts(counts: Counter[int]) -> list[int]:
-    """Return counts of small integers as a list.
-
-    Element i is the number of times that the value i occurred.
-    """
+    """Convert counts by value to a list, in which element i is the count of the value i."""
     return [counts[value] for value in range(max(counts, default=-1) + 1)]

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 
 class Ticket(NamedTuple):
-    """One slice of one global batch, with its number in the run, epoch, step of the epoch, and slice.
+    """One slice of one global batch: a piece of work that server 0 assigns to a worker.
 
-    All numbers start at 0.
+    It has its number in the run, its epoch, the step of the epoch, and the slice of the step. All start at 0.
     """
 
     number: int
@@ -22,16 +22,17 @@ class Ticket(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Request to a worker to evaluate the servers' weights after `epoch`, sent in place of a ticket."""
+    """Request that a worker evaluates the weights at the end of `epoch`. It replaces a ticket."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class TicketPlan:
-    """All tickets of a run: `epochs` x `steps_per_epoch` global batches, each cut into `slices_per_step`.
+    """All tickets of a run: the slices of all global batches of all epochs.
 
-    If `steps` is not None, the run ends after this number of global batches, within its last epoch.
+    Each global batch is cut into `slices_per_step` tickets. If `steps` is not None, the run ends after this
+    number of global batches, within its last epoch.
     """
 
     epochs: int
@@ -42,9 +43,14 @@ class TicketPlan:
     def __post_init__(self) -> None:
         most = self.epochs * self.steps_per_epoch
         if self.steps is not None and not most - self.steps_per_epoch < self.steps <= most:
-            raise ValueError(f"{self.steps} steps do not end in the last of the epochs of {self}")
+            raise ValueError(
+                f"steps = {self.steps} of {self} must end within the last epoch: from "
+                f"{most - self.steps_per_epoch + 1} to {most}"
+            )
         if min(self.epochs, self.steps_per_epoch, self.slices_per_step) < 1:
-            raise ValueError(f"a plan needs epochs, steps_per_epoch, slices >= 1, got {self}")
+            raise ValueError(
+                f"epochs, steps_per_epoch and slices_per_step must be at least 1 in {self}"
+            )
 
     def __len__(self) -> int:
         return (self.steps or self.epochs * self.steps_per_epoch) * self.slices_per_step
@@ -61,28 +67,28 @@ class TicketPlan:
             IndexError: If the plan has no such ticket.
         """
         if not 0 <= number < len(self):
-            raise IndexError(f"ticket {number} is outside the plan's 0..{len(self) - 1}")
+            raise IndexError(f"the run has no ticket {number}, only 0 to {len(self) - 1}")
         step, slice_ = divmod(number, self.slices_per_step)
         epoch, step = divmod(step, self.steps_per_epoch)
         return Ticket(number, epoch, step, slice_)
 
     def compute_global_step(self, number: int) -> int:
-        """Return how many steps of the run come before the step of ticket `number`."""
+        """Return the number of the step in the run, from 0, to which a ticket belongs."""
         return number // self.slices_per_step
 
 
 class CompactIntSet:
-    """A set of integers that grows mostly in order, stored compactly."""
+    """A set of numbers from 0 that are added about in order. It needs little memory."""
 
     def __init__(self, floor: int = 0, above: Iterable[int] = ()) -> None:
-        self._floor = floor  # all numbers below this one are in the set
+        self._floor = floor  # all numbers below `_floor` are in the set
         self._above: set[int] = set()
         for number in above:
             self.add(number)
 
     @property
     def floor(self) -> int:
-        """The bound below which every number is in the set."""
+        """The lowest number that is not in the set."""
         return self._floor
 
     @property
@@ -112,15 +118,15 @@ class CompactIntSet:
 
 
 def intersect_sets(sets: Iterable[CompactIntSet]) -> CompactIntSet:
-    """Return the numbers that are in all of these sets. At least one set is required."""
+    """Return the numbers that are in all given sets. At least one set is required."""
     sets = list(sets)
     floor = min(one.floor for one in sets)
     further = [set(range(floor, one.floor)) | one.numbers_above_floor for one in sets]
     return CompactIntSet(floor, set.intersection(*further))
 
 
-#: Values of `Tickets.settled_by` that are no worker: the ticket is not completed, or it was completed by a
-#: worker of an earlier incarnation of the server.
+#: Values of `Tickets.settled_by` that are no worker's number. FRESH: the ticket is not completed. EARLIER:
+#: the ticket was completed before the servers were started again.
 FRESH, EARLIER = -1, -2
 
 
@@ -134,7 +140,7 @@ class Tickets:
     """
 
     def __init__(self, plan: TicketPlan, n_servers: int = 1) -> None:
-        """Start with no ticket handed out.
+        """Start with all tickets not handed out.
 
         Args:
             plan: All tickets of the run.
@@ -146,11 +152,12 @@ class Tickets:
         self.reassigned: list[dict[str, int]] = []
         self._next_step = 0
         self._fresh: list[int] = []
-        # Tickets to hand out again, each with the worker that lost it.
+        # Numbers of tickets to hand out again, each with the number of the lost worker that had it.
         self._returned: deque[tuple[int, int]] = deque()
-        self._held: dict[int, int] = {}  # the worker that has each ticket
+        self._held: dict[int, int] = {}  # number of the worker that has a ticket, by ticket
         self._n_servers = n_servers
-        self._there: dict[int, set[int]] = {}  # the servers that have all gradients of each ticket
+        # The servers that have received all gradients of a ticket, by ticket.
+        self._there: dict[int, set[int]] = {}
 
     @property
     def all_settled(self) -> bool:
@@ -158,7 +165,7 @@ class Tickets:
         return self.n_settled == len(self.plan)
 
     def list_held(self, worker: int) -> list[int]:
-        """Return the numbers of the tickets that a worker holds, in ascending order."""
+        """Return the numbers of the tickets that a worker has at present, in ascending order."""
         return sorted(number for number, holder in self._held.items() if holder == worker)
 
     def take_next_ticket(self, worker: int, slot: int | None = None) -> Ticket | None:
@@ -192,7 +199,7 @@ class Tickets:
         return number
 
     def record_settled(self, worker: int, number: int, server: int = 0) -> None:
-        """Record that a server has all gradients of a ticket.
+        """Record that a server has received all gradients of a ticket.
 
         The ticket is completed once all servers have recorded it.
 
@@ -205,7 +212,7 @@ class Tickets:
             KeyError: If the worker does not hold the ticket.
         """
         if self._held.get(number) != worker:
-            raise KeyError(f"worker {worker} does not hold ticket {number}")
+            raise KeyError(f"worker {worker} does not have ticket {number} at present")
         servers = self._there.setdefault(number, set())
         servers.add(server)
         if len(servers) < self._n_servers:
@@ -215,7 +222,7 @@ class Tickets:
         self.n_settled += 1
 
     def resume(self, settled: Collection[int]) -> None:
-        """Mark tickets as completed in an earlier incarnation of the server."""
+        """Mark tickets as completed that were completed before the servers were started again."""
         for number in settled:
             self.settled_by[number] = EARLIER
         self.n_settled = len(settled)

@@ -20,42 +20,43 @@ from stratbench.extensions.servers.wire.transport import Closed, Connection, Lis
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of connections at a time that have not proved the secret yet.
+#: Maximum number of open connections whose peer has not proved yet that it knows the secret.
 _MAX_PENDING = 64
 _REFUSALS_KEPT = 100
-#: Errors of `accept` if process or system have no resources left, and the seconds to wait after one.
+#: Errors of `accept` if the process or the system has no resources left.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+#: Seconds to wait after such an error.
 _EXHAUSTED_PAUSE_S = 0.2
 
 
 class Refusals:
-    """Counts refused connections, and stores the first of them for the log and the statistics."""
+    """Counts refused connections, and stores the first hundred for the server's statistics."""
 
     def __init__(self) -> None:
         self.count = 0
         self.first: list[str] = []  # texts of the first hundred refusals
         self._lock = threading.Lock()
 
-    def add_refusal(self, who: str, reason: str) -> None:
-        """Count a refusal. The first hundred are also logged and stored.
+    def add_refusal(self, peer: str, reason: str) -> None:
+        """Count a refused connection. The first hundred are also logged and stored.
 
         Args:
-            who: Name of the peer.
-            reason: Why it was refused.
+            peer: Name or address of the peer.
+            reason: Why the peer was refused.
         """
         with self._lock:
             self.count += 1
             if len(self.first) >= _REFUSALS_KEPT:
                 return
-            self.first.append(f"{who}: {reason}")
+            self.first.append(f"{peer}: {reason}")
             last = len(self.first) == _REFUSALS_KEPT
-        log.warning("refused %s: %s", who, reason)
+        log.warning("refused %s: %s", peer, reason)
         if last:
             log.warning("from here on refusals are only counted")
 
 
 class Gate:
-    """Accepts connections until it is closed. Each connection has a thread of its own.
+    """Accepts connections to a server. Each connection has a thread of its own.
 
     Peers that prove the secret are passed to `enter`, and refused if it raises an exception. Connections of
     other users to the local socket are refused at once. If too many peers have not proved the secret, the
@@ -69,7 +70,7 @@ class Gate:
         refusals: Refusals,
         enter: Callable[[Connection, dict[str, Any], bytes, str], Callable[[], None]],
     ) -> None:
-        """Create a gate, which accepts connections once `accept` is called.
+        """Create a gate. It accepts no connection before `accept` is called.
 
         Args:
             secret: Secret of the job.
@@ -81,8 +82,8 @@ class Gate:
         self._secret, self._deadline_s = secret, deadline_s
         self._refusals, self._enter = refusals, enter
         self._closed = threading.Event()
-        self._wake, self._waker = socket.socketpair()  # ends the wait for connections
-        # Connections that have not proved the secret, in order of arrival.
+        self._wake, self._waker = socket.socketpair()  # `close` wakes `accept` by them
+        # Connections whose peer has not proved yet that it knows the secret, in order of arrival.
         self._pending: dict[Connection, None] = {}
         self._lock = threading.Lock()  # guards `_pending`
 
@@ -107,11 +108,11 @@ class Gate:
         try:
             sock, address = listener.accept()
         except OSError as error:
-            if error.errno in _EXHAUSTED:  # the connection stays in the queue: let others end first
+            if error.errno in _EXHAUSTED:  # the connection stays queued until others have ended
                 self._refusals.add_refusal("a connection", f"accept failed: {error.strerror}")
                 self._dismiss_oldest()
                 self._closed.wait(_EXHAUSTED_PAUSE_S)
-            return  # for other errors, the peer has closed the connection already
+            return  # after another error, the peer has closed the connection already
         transport = "shm" if local else "tcp"
         peer = "a local socket" if local else f"{address[0]}:{address[1]}"
         try:
@@ -128,7 +129,7 @@ class Gate:
             )
             try:
                 attend.start()
-            except RuntimeError:  # no more threads can be started
+            except RuntimeError:  # the process cannot start more threads
                 self._forget_unproved(connection)
                 raise
         except (OSError, RuntimeError, ProtocolError) as error:
@@ -136,15 +137,18 @@ class Gate:
             sock.close()
 
     def _dismiss_oldest(self) -> None:
-        """Close the oldest connection that has not proved the secret. Its thread counts the refusal."""
-        with self._lock:  # the lock prevents that an admitted peer is closed
+        """Close the oldest connection whose peer has not proved yet that it knows the secret.
+
+        The connection's thread counts the refusal.
+        """
+        with self._lock:  # so that no peer is admitted at the same time
             oldest = next(iter(self._pending), None)
             if oldest is not None:
                 del self._pending[oldest]
                 oldest.close()
 
     def _forget_unproved(self, connection: Connection) -> bool:
-        """Remove a connection from those that have not proved the secret yet.
+        """Remove a connection from those whose peer has not proved yet that it knows the secret.
 
         The result is whether the connection was one of them.
         """
@@ -170,15 +174,15 @@ class Gate:
         connection.deadline = time.monotonic() + self._deadline_s
         try:
             hello, nonces = open_handshake(connection, self._secret)
-            # `_dismiss_oldest` has closed it, so that the peer will retry.
+            # `_dismiss_oldest` has closed this connection. The peer connects again.
             if not self._forget_unproved(connection):
-                raise Closed("it had to make room for another connection")
+                raise Closed("this connection was closed in favour of a newer one; connect again")
             serve = self._enter(connection, hello, nonces, transport)
         except ComeAgain as error:
-            _dismiss_connection(connection, str(error), for_now=True)
+            _dismiss_connection(connection, str(error), may_retry=True)
             return None
         except Exception as error:
-            # The error may be missing memory or threads.
+            # Other errors, such as a lack of memory, are logged with their traceback.
             if not isinstance(error, (ProtocolError, Closed, Silent)):
                 log.exception("%s could not be taken in", peer)
             self._refusals.add_refusal(peer, str(error))
@@ -193,10 +197,10 @@ def _check_user(sock: socket.socket) -> None:
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user not in (0, os.geteuid()):
-        raise ProtocolError(f"user {user} is not the one who runs this job")
+        raise ProtocolError(f"the peer's user {user} is not the user of this job")
 
 
-def _dismiss_connection(connection: Connection, reason: str, for_now: bool = False) -> None:
-    with contextlib.suppress(Closed):  # the peer may have closed the connection already
-        connection.send(Frame(Kind.ERR, count=int(for_now)), reason.encode()[:1024])
+def _dismiss_connection(connection: Connection, reason: str, may_retry: bool = False) -> None:
+    with contextlib.suppress(Closed):  # the peer may have closed its side of the connection
+        connection.send(Frame(Kind.ERR, count=int(may_retry)), reason.encode()[:1024])
     connection.close()

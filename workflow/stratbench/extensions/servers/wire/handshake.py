@@ -20,17 +20,18 @@ from stratbench.extensions.servers.wire.transport import Connection
 
 NONCE_BYTES = 32
 DIGEST_BYTES = 32
-#: Maximum bytes of a HELLO or WELCOME. Nothing longer is read from a peer before it has proved the secret.
+#: Maximum bytes of HELLO and WELCOME. From a peer that has not proved its secret, nothing longer is read.
 HELLO_BYTES = 4096
-_NO_KEY = b"\0" * 32  # frames of the handshake have a tag that only detects accidental changes
+#: Key of the frames of the handshake. With it, their tags only detect accidental changes.
+_NO_KEY = b"\0" * 32
 
 
 class JoinRefused(ConnectionError):
-    """The server does not accept this worker, or does not know the job's secret."""
+    """Error if a server does not accept this worker, or does not know the job's secret."""
 
 
 class JoinLater(JoinRefused):
-    """The server has no free slot for this worker now, so that the worker may try again."""
+    """Error if a server has no free slot for this worker at present. The worker may try again."""
 
 
 def make_secret() -> bytes:
@@ -54,13 +55,13 @@ def load_secret(path: str | Path) -> bytes:
     """
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & 0o077:
-        raise ValueError(f"{path}: mode {mode:04o} lets others read the secret; chmod 600 it")
+        raise ValueError(f"{path}: mode {mode:04o} lets others read the secret; chmod 600")
     try:
         secret = bytes.fromhex(Path(path).read_text(encoding="utf-8").strip())
     except ValueError:
         raise ValueError(f"{path}: the secret is not hexadecimal") from None
     if len(secret) < 16:
-        raise ValueError(f"{path}: a secret of at least 16 bytes is needed, got {len(secret)}")
+        raise ValueError(f"{path}: the secret has {len(secret)} bytes, expected at least 16")
     return secret
 
 
@@ -69,20 +70,23 @@ def _compute_proof(secret: bytes, side: bytes, nonces: bytes, payload: bytes) ->
 
 
 def derive_session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Return the 32-byte keys of frames from worker to server and from server to worker."""
+    """Return two keys of 32 bytes: for frames from worker to server, and from server to worker."""
     return (
         hmac.digest(secret, b"worker frames" + nonces, hashlib.sha256),
         hmac.digest(secret, b"server frames" + nonces, hashlib.sha256),
     )
 
 
-def _receive_payload(connection: Connection, kind: Kind, least_bytes: int) -> bytes:
+def _receive_payload(connection: Connection, kind: Kind, min_bytes: int) -> bytes:
     frame = connection.receive()
     if frame.kind is Kind.ERR:
         reason = connection.read_payload(frame.length).decode(errors="replace")
         raise JoinLater(reason) if frame.count else JoinRefused(reason)
-    if frame.kind is not kind or frame.length < least_bytes:
-        raise ProtocolError(f"{frame.kind.name} of {frame.length} bytes, expected {kind.name}")
+    if frame.kind is not kind or frame.length < min_bytes:
+        raise ProtocolError(
+            f"malformed handshake: {frame.kind.name} with {frame.length} bytes, "
+            f"expected {kind.name} with at least {min_bytes}"
+        )
     return connection.read_payload(frame.length)
 
 
@@ -90,14 +94,16 @@ def _parse_object(payload: bytes) -> dict[str, Any]:
     try:
         value = json.loads(payload)
     except ValueError:
-        raise ProtocolError("malformed handshake: not JSON") from None
+        raise ProtocolError("malformed handshake: the payload is no JSON") from None
     if not isinstance(value, dict):
-        raise ProtocolError("malformed handshake: not a JSON object")
+        raise ProtocolError("malformed handshake: the payload is no JSON object")
     return value
 
 
 def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any], bytes]:
-    """Challenge a worker, as the server, and return its HELLO and both nonces.
+    """Challenge a worker to prove that it knows the secret, and return its HELLO and both nonces.
+
+    A server calls this function.
 
     Raises:
         ProtocolError: If the worker does not know the secret or does not follow the protocol.
@@ -116,7 +122,7 @@ def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any
 def accept_handshake(
     connection: Connection, secret: bytes, nonces: bytes, welcome: dict[str, Any], limit_bytes: int
 ) -> None:
-    """Send WELCOME to a worker, as the server, and authenticate all later frames.
+    """Send WELCOME to a worker, and authenticate all later frames. A server calls this function.
 
     Args:
         connection: Connection to the worker.
@@ -134,7 +140,7 @@ def accept_handshake(
 
 
 def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any]) -> dict[str, Any]:
-    """Answer the challenge of a server, as a worker, and return the server's WELCOME.
+    """Answer the challenge of a server, and return its WELCOME. A worker calls this function.
 
     Args:
         connection: Connection to the server.

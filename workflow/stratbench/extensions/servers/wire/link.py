@@ -10,19 +10,19 @@ from stratbench.extensions.servers.wire.transport import Connection
 
 
 class ServerLost(ConnectionError):
-    """The connection to a server has ended, or the server has sent nothing for too long."""
+    """Error if the connection to a server has ended, or the server has sent nothing for too long."""
 
 
 class RunEnded(RuntimeError):
-    """The server has ended the run, or this worker's part in it, for the reason in the message."""
+    """Error if a server has ended the run, or this worker's part in it. The message has the reason."""
 
 
 class Left(RuntimeError):
-    """This worker has left the run, on request."""
+    """Raised in a worker that was told to leave, after it has left the run."""
 
 
 class Link:
-    """A worker's connection to one server, which owns the model's shards `shards`."""
+    """A worker's connection to one server, which stores the model's shards with numbers `shards`."""
 
     def __init__(self, connection: Connection, server: int, transport: str, welcome: dict) -> None:
         self.connection, self.server, self.transport = connection, server, transport
@@ -30,22 +30,25 @@ class Link:
         self.shard_numel = int(welcome["shard_numel"])
         self.n_servers = int(welcome["n_servers"])
         self.has_buffers = bool(welcome["buffers"])
-        #: Incarnation of an elastic run's servers. None: the workers are a gang.
+        #: How often the servers of an elastic run were started so far. None: the workers are not elastic.
         self.incarnation: int | None = welcome.get("incarnation")
         self.snapshot_dir: str | None = welcome["snapshot_dir"]
         self.deadline_s = float(welcome["heartbeat_deadline_s"])
-        self.bytes_out = self.bytes_in = (
-            0  # bytes of gradients and buffers sent, and of weights received
+        self.bytes_out = 0  # bytes of gradients and buffers that were sent to the server
+        self.bytes_in = 0  # bytes of weights that were received from the server
+        self.awaited: set[int] = set()  # numbers of the shards whose weights have not arrived yet
+        self.outdated = (
+            False  # whether arriving weights do not count, because newer ones will follow
         )
-        self.awaited: set[int] = set()  # shards whose weights have not arrived
-        self.outdated = False  # whether the weights that arrive now will be sent once more
         self.replied = threading.Event()  # set when the weights of all shards have arrived
         self.lock = threading.Lock()  # guards `awaited`, `outdated` and `replied`
-        self.receiver: threading.Thread | None = None  # thread that receives the server's frames
+        self.receiver: threading.Thread | None = (
+            None  # the thread that receives the server's frames
+        )
         self.to_send: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def expect_all(self, outdated: bool = False) -> None:
-        """Expect the weights of all shards from the server.
+        """Expect that the server sends the weights of all its shards.
 
         Args:
             outdated: Whether weights that arrive before the server's next WAIT do not count.

@@ -31,14 +31,14 @@ def get_dtype_name(dtype: torch.dtype) -> str:
     for name, known in DTYPES.items():
         if known is dtype:
             return name
-    raise ValueError(f"dtype {dtype} cannot be served; expected one of {', '.join(DTYPES)}")
+    raise ValueError(f"dtype {dtype} is not supported by servers; use one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes and dtypes of a worker's flat tensors, which are the same for all workers of a run."""
 
-    numel: int  # number of trainable parameters, with padding
+    numel: int  # number of elements of the flat parameters, with padding
     dtype: str
     buffer_numel: int
     buffer_dtype: str
@@ -46,11 +46,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES or self.buffer_dtype not in DTYPES:
-            raise ValueError(f"unknown dtype in {self}")
+            raise ValueError(f"{self} has an unknown dtype; known: {', '.join(DTYPES)}")
         if not (type(self.numel) is type(self.buffer_numel) is int):
-            raise ValueError(f"a size is no whole number in {self}")
+            raise ValueError(f"{self} has a number of elements that is no whole number")
         if self.numel < 1 or self.buffer_numel < 0:
-            raise ValueError(f"impossible size in {self}")
+            raise ValueError(f"{self} has no parameters, or a negative number of elements")
 
     @property
     def weight_bytes(self) -> int:
@@ -65,12 +65,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class FlatTensors:
-    """Flat parameters and gradients of shape [numel], and flat buffers of shape [buffer_numel]."""
+    """A model's parameters and gradients as flat tensors [numel], and its float buffers [buffer_numel]."""
 
     weights: torch.Tensor
     grads: torch.Tensor
     buffers: torch.Tensor
-    #: File descriptor of the shared memory. None: the memory is private.
+    #: File descriptor of the tensors' shared memory. None: the memory is not shared.
     shared_memory_descriptor: int | None = None
 
 
@@ -100,7 +100,7 @@ def _view_as_tensors(memory: mmap.mmap, layout: Layout, descriptor: int | None) 
 
 
 def allocate_flat_tensors(layout: Layout, shared: bool) -> FlatTensors:
-    """Allocate flat tensors of zeros.
+    """Allocate flat tensors for a model's parameters, gradients and buffers, filled with zeros.
 
     Each tensor begins on a page of its own, so that pinning one does not affect the others.
 
@@ -118,7 +118,7 @@ def allocate_flat_tensors(layout: Layout, shared: bool) -> FlatTensors:
 
 
 def attach_flat_tensors(descriptor: int, layout: Layout) -> FlatTensors:
-    """Map the memory that a worker shares, and close its descriptor.
+    """Return the flat tensors in the memory that a worker shares, and close its descriptor.
 
     Args:
         descriptor: File descriptor from the worker.
@@ -133,11 +133,14 @@ def attach_flat_tensors(descriptor: int, layout: Layout) -> FlatTensors:
         except OSError:
             sealed = 0
         if not sealed:
-            raise ValueError("the worker's shared memory is not sealed against shrinking")
+            raise ValueError(
+                "the worker's shared memory is not sealed, so that it could be truncated"
+            )
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes != _count_total_bytes(layout):
             raise ValueError(
-                f"the worker's memory has {size_bytes} bytes, expected {_count_total_bytes(layout)}"
+                f"the worker's shared memory has {size_bytes} bytes, "
+                f"expected {_count_total_bytes(layout)}"
             )
         return _view_as_tensors(mmap.mmap(descriptor, size_bytes), layout, None)
     finally:

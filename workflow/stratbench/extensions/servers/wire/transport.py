@@ -29,17 +29,17 @@ from stratbench.extensions.servers.wire.frames import (
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DISCARD_BYTES = 64 * 1024
-#: Offsets in Linux's struct tcp_info: the segments that wait for an acknowledgement, and the milliseconds
-#: since the last one (linux/tcp.h).
+#: Fields of Linux's struct tcp_info by their offsets (linux/tcp.h): the number of segments that wait for an
+#: acknowledgement, and the milliseconds since the last acknowledgement.
 _UNACKED, _LAST_ACK = struct.Struct("24xI"), struct.Struct("56xI")
 
 
 class Closed(ConnectionError):
-    """The peer or this process has closed the connection. The message says at which point."""
+    """Error if the peer or this process has closed the connection. The message says at which point."""
 
 
 class Silent(ConnectionError):
-    """The peer has sent nothing until the deadline."""
+    """Error if the peer has sent nothing until a deadline."""
 
 
 class Awake:
@@ -49,15 +49,18 @@ class Awake:
     """
 
     def __init__(self, interval_s: float) -> None:
-        """Start to detect pauses. The caller calls `record_awake` about every `interval_s` seconds."""
+        """Start to detect pauses.
+
+        Args:
+            interval_s: Seconds between two calls of `record_awake`.
+        """
         self._longest_s = 3 * interval_s
         self.since = self._looked = time.monotonic()
 
     def record_awake(self, now: float) -> float:
-        """Record that the process runs at the time `now`.
+        """Record that this process runs at the time `now`, and return since when it has not been paused.
 
-        The result is the time since which the process has not been paused. Both times are values of
-        time.monotonic().
+        Both times are values of time.monotonic().
         """
         if now - self._looked > self._longest_s:
             self.since = now
@@ -82,31 +85,31 @@ class Connection:
             _set_tcp_options(sock)
         self.sock = sock
         self.replays = 0
-        #: Called with each repeated frame, which is then skipped.
+        #: Function that is called with each frame that the peer sends a second time. The frame is skipped.
         self.on_replay: Callable[[Frame], None] = lambda frame: None
-        #: time.monotonic() after which receiving raises Silent; None: never.
+        #: Value of time.monotonic() after which receiving raises Silent. None: no deadline.
         self.deadline: float | None = None
-        #: Seconds without data from the peer after which receiving raises Silent; None: any.
+        #: Seconds without data from the peer after which receiving raises Silent. None: no limit.
         self.silence_s: float | None = None
-        #: Seconds without an acknowledgement by the peer's host after which receiving raises Silent; None:
-        #: any.
+        #: Seconds without an acknowledgement by the peer's host after which receiving raises Silent. None: no
+        #: limit.
         self.vanished_s: float | None = None
         self._awake = Awake(tick_s)
         self.last_heard = time.monotonic()
-        #: time.monotonic() since when the reader has been waiting; None while it works.
+        #: Value of time.monotonic() since when a thread has been waiting for data. None: no thread waits.
         self.waiting_since: float | None = None
         self._head = bytearray(HEADER_BYTES)
         self._send_lock = threading.Lock()
 
-    def use_keys(self, sending: bytes, receiving: bytes, limit_bytes: int) -> None:
-        """Authenticate all later frames, and limit their payloads.
+    def use_keys(self, sending_key: bytes, receiving_key: bytes, limit_bytes: int) -> None:
+        """Set the keys that authenticate all later frames, and the limit of their payloads.
 
         Args:
-            sending: Key of sent frames.
-            receiving: Key of received frames.
+            sending_key: Key of sent frames.
+            receiving_key: Key of received frames.
             limit_bytes: Maximum size of a received payload, in bytes.
         """
-        self._out, self._in = Header(sending), Header(receiving)
+        self._out, self._in = Header(sending_key), Header(receiving_key)
         self.limit_bytes = limit_bytes
 
     def send(self, frame: Frame, payload: Any = b"") -> None:
@@ -124,7 +127,7 @@ class Connection:
                 self.sock.sendall(self._out.pack_frame(frame._replace(length=1)))
                 socket.send_fds(self.sock, [b"\0"], [descriptor])
             except OSError as error:
-                raise Closed(f"could not send: {error.strerror or error}") from None
+                raise Closed(f"the frame could not be sent: {error.strerror or error}") from None
 
     def read_descriptor(self) -> int:
         """Receive the file descriptor that follows the last frame. The caller must close it."""
@@ -139,13 +142,15 @@ class Connection:
         if not data:
             raise Closed("truncated frame")
         if len(descriptors) != 1:
-            raise ProtocolError(f"{len(descriptors)} file descriptors came, expected 1")
+            raise ProtocolError(
+                f"malformed frame: it came with {len(descriptors)} file descriptors, expected 1"
+            )
         return descriptors[0]
 
     def send_if_free(self, frame: Frame, payload: bytes = b"") -> None:
-        """Send a small frame such as a heartbeat, unless another thread is sending.
+        """Send a small frame such as a heartbeat, unless another thread is sending at present.
 
-        In that case the peer receives data anyway.
+        If another thread is sending, the peer hears from this process anyway.
         """
         if self._send_lock.acquire(blocking=False):
             try:
@@ -165,7 +170,7 @@ class Connection:
             if rest < length:
                 self.sock.sendall(memoryview(payload)[rest:])
         except OSError as error:
-            raise Closed(f"could not send: {error.strerror or error}") from None
+            raise Closed(f"the frame could not be sent: {error.strerror or error}") from None
 
     def receive(self) -> Frame:
         """Receive the header of the next frame. The caller must read its payload next.
@@ -187,7 +192,7 @@ class Connection:
             self.discard_payload(frame.length)
 
     def receive_into(self, view: memoryview, between_frames: bool = False) -> None:
-        """Receive bytes until `view` is full.
+        """Receive bytes into the memory `view`, until it is full.
 
         Args:
             view: Memory that is filled.
@@ -219,7 +224,7 @@ class Connection:
         return bytes(data)
 
     def discard_payload(self, n_bytes: int) -> None:
-        """Receive `n_bytes` bytes and drop them."""
+        """Receive a payload of `n_bytes` bytes, and drop it."""
         scratch = memoryview(bytearray(min(n_bytes, _DISCARD_BYTES)))
         while n_bytes > 0:
             part = scratch[: min(n_bytes, _DISCARD_BYTES)]
@@ -229,21 +234,21 @@ class Connection:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         if self.deadline is not None and now > self.deadline:
-            raise Silent("nothing complete came before the deadline")
+            raise Silent("the peer sent no complete frame before the deadline")
         heard = max(self.last_heard, self._awake.record_awake(now))
         if self.silence_s is not None and now - heard > self.silence_s:
-            raise Silent(f"nothing was heard for {self.silence_s:g} s")
+            raise Silent(f"the peer has sent nothing for {self.silence_s:g} s")
         if (
             self.vanished_s is not None
             and now - heard > self.vanished_s
             and self._is_unacknowledged()
         ):
-            raise Silent(f"its host has not answered for {self.vanished_s:g} s")
+            raise Silent(f"the peer's host has not answered for {self.vanished_s:g} s")
 
     def _is_unacknowledged(self) -> bool:
-        """Return whether the peer's host has acknowledged nothing for `vanished_s`, although data were sent.
+        """Return whether the peer's host has not acknowledged sent data for `vanished_s` seconds.
 
-        A host that is alive acknowledges data for a process that is busy or stopped, too.
+        A host that is alive acknowledges data even if the receiving process is busy or stopped.
         """
         if self.sock.family == socket.AF_UNIX:
             return False
@@ -252,13 +257,13 @@ class Connection:
         return unacked > 0 and last_ack_ms > 1000 * self.vanished_s
 
     def close(self) -> None:
-        """Close at once. Threads that wait in this connection raise Closed."""
-        with contextlib.suppress(OSError):  # the peer may have closed the connection already
+        """Close the connection at once. Threads that wait in it raise Closed."""
+        with contextlib.suppress(OSError):  # the connection may be closed already
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _set_tcp_options(sock: socket.socket) -> None:
-    """Send small frames without delay, and use the congestion control "reno" within a host.
+    """Turn off TCP's delay of small frames, and use the congestion control "reno" within a host.
 
     The congestion control BBR halves the throughput on loopback, because it delays packets. Buffer sizes stay
     those that the kernel chooses.
@@ -292,7 +297,7 @@ class Listeners:
         self.local: socket.socket | None = None
         self.local_name = ""
         if hasattr(os, "memfd_create"):
-            # A name in the abstract namespace leaves no file when the server is killed.
+            # The socket's name is in the abstract namespace, so that a killed server leaves no file.
             self.local_name = f"stratbench-{secrets.token_hex(16)}"
             self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.local.bind("\0" + self.local_name)
@@ -342,12 +347,12 @@ def _connect_once(endpoint: dict[str, Any], transport: str) -> tuple[socket.sock
             sock.connect("\0" + endpoint["local"])
             return sock, "shm"
         except OSError:
-            # Same kernel, but another network namespace (a container): TCP may still work.
+            # The server may be in another network namespace on this host, such as a container. Try TCP.
             sock.close()
             if transport == "shm":
                 raise
     if transport == "shm":
-        raise ConnectionError("shared memory needs the server on this host (Linux)")
+        raise ConnectionError("transport is shm, but the server is not on this Linux host")
     return socket.create_connection((endpoint["host"], endpoint["port"]), timeout=5.0), "tcp"
 
 
