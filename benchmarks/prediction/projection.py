@@ -240,7 +240,7 @@ def cells_of(rows: pd.DataFrame, fit: int) -> pd.DataFrame:
         fitted = points[:fit]
         targets = [p for p in points[fit:] if p.workers / fitted[-1].workers in FACTORS]
         places = [(t.workers, t.nodes) for t in targets]
-        made = project_step_times(fitted, scaling, places, served=served) if targets else []
+        made = project_step_times(fitted, scaling, places, has_servers=served) if targets else []
         for target, p in zip(targets, made, strict=True):
             i, t = p.interval, target.step_s
             seconds = {"error": i.middle_s, "low": i.low_s, "high": i.high_s} if i else {}

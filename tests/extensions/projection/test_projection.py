@@ -410,8 +410,8 @@ def test_servers_fill_sooner_where_a_workers_share_shrinks():
         compute_s = fit_computation_s(replayed, measured, scaling)
         assert compute_s(6) == pytest.approx(computing[6], rel=1e-3)
         (found,) = project_step_times(
-            measured, scaling, [(6, 1)], replayed, served=True,
-            queue=lambda n, compute_s=compute_s: ServerQueue(compute_s(n), (0.1,)),
+            measured, scaling, [(6, 1)], replayed, has_servers=True,
+            make_queue=lambda n, compute_s=compute_s: ServerQueue(compute_s(n), (0.1,)),
         )  # fmt: skip
         refused[scaling] = found.refusal_reason
     assert refused["weak"] is None  # full at 13
@@ -479,16 +479,20 @@ def test_servers_without_computing_take_what_was_measured(tmp_path):
 def test_servers_that_nobody_has_measured_are_not_followed_to_where_they_may_be_full():
     measured = points(n1=1.0, n2=0.52, n4=0.27, n8=0.14)
     for servers in (True, False):
-        found = project_step_times(measured, "strong", [(16, None), (32, None)], served=servers)
+        found = project_step_times(
+            measured, "strong", [(16, None), (32, None)], has_servers=servers
+        )
         assert found[0].refusal_reason is None
         assert bool(found[1].refusal_reason) == servers
     assert (
         "the time of a push and pull was not measured"
-        in project_step_times(measured, "strong", [(32, None)], served=True)[0].refusal_reason
+        in project_step_times(measured, "strong", [(32, None)], has_servers=True)[0].refusal_reason
     )
     # Counts beyond were measured: what is known is known.
     far = [*measured, *points(n32=0.05)]
-    assert project_step_times(far, "strong", [(32, None)], served=True)[0].refusal_reason is None
+    assert (
+        project_step_times(far, "strong", [(32, None)], has_servers=True)[0].refusal_reason is None
+    )
 
 
 def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
@@ -601,6 +605,6 @@ def test_what_cannot_be_known_is_refused_with_the_remedy():
     assert projection_refusal_reason([MeasuredStep(8, 1.0, 2)], 16, 4) is None
     full = ServerQueue(think_s=0.9, service_s_by_server=(0.1,))
     assert "servers are saturated from about 11" in projection_refusal_reason(
-        measured, 12, 1, queue=lambda workers: full
+        measured, 12, 1, make_queue=lambda workers: full
     )
-    assert projection_refusal_reason(measured, 8, 1, queue=lambda workers: full) is None
+    assert projection_refusal_reason(measured, 8, 1, make_queue=lambda workers: full) is None

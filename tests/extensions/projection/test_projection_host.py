@@ -107,7 +107,7 @@ def test_steps_follow_one_another_in_the_longer_time_of_host_and_device(compute_
 
 def projected(scaling: str, measured: list[MeasuredStep], host_s: float) -> dict[int, Projection]:
     targets = [(n, 1) for n in (8, 16, 32)]
-    made = project_step_times(measured, scaling, targets, replayed, host_s=host_s)
+    made = project_step_times(measured, scaling, targets, replayed, host_issue_s=host_s)
     assert {p.rule for p in made} == {BY_LINKS}
     return {p.workers: p for p in made}
 

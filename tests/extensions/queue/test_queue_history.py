@@ -13,6 +13,7 @@ from stratbench.extensions.queue import background
 from stratbench.extensions.queue.answer import simulate_and_answer
 from stratbench.extensions.queue.break_even import (
     GANG,
+    QueueBlock,
     QueuedTraining,
     TrainingQueue,
     make_recorded_queue,
@@ -195,9 +196,9 @@ def test_other_columns_are_read_by_their_names(tmp_path):
     [
         (
             "1|2|3",
-            "history.txt, line 1: has 3 values instead of 13; write it with sacct -a -X -P -D -o JobIDRaw",
+            "history.txt, line 1: has 3 values instead of 13; write the file by sacct -a -X -P -D -o Job",
         ),
-        ("Submit|Start|State\n", "has no column End; write it with"),
+        ("Submit|Start|State\n", "has no column End; write the file by"),
         (f"{HEADER}\n{line(Start='yesterday')}", "line 2: Start = 'yesterday' is not a time"),
         (f"{HEADER}\n{line(Submit='Unknown')}", "line 2: has no time in the column Submit"),
         (HEADER, "has no job with a GPU that started"),
@@ -277,7 +278,7 @@ def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
     moments = [
         [m + found.window_s[0] - found.settled_s for m in block] for _, block in queue.blocks
     ]
-    truth = TrainingQueue(*shape, [(arrivals, block) for block in moments])
+    truth = TrainingQueue(*shape, [QueueBlock(arrivals, block) for block in moments])
     told, true = (
         simulate_modes(q, QueuedTraining(16, 2.0), modes=[GANG]).average_hours(GANG).value
         for q in (queue, truth)
@@ -296,5 +297,5 @@ def test_a_job_that_began_long_before_the_history_shortens_nothing():
     queue = make_recorded_queue(8, 8, Rules(num_reservations=1), arrivals, 2.0, 4, 3, 30 * day_s)
     moments = [m for _, block in queue.blocks for m in block]
     assert 30 * day_s <= min(moments) < max(moments) <= 37 * day_s - 3 * 2 * 3600
-    with pytest.raises(ValueError, match=r"jobs of 168 h, .* give the accounting of 360 h or more"):
+    with pytest.raises(ValueError, match=r"covers 168 h, .* give the accounting of 360 h or more"):
         make_recorded_queue(8, 8, Rules(num_reservations=1), arrivals, 60.0, 4, 3, 30 * day_s)

@@ -39,7 +39,7 @@ def waits(rules, *requests, wide=5.0):
 
 def trained(training, sim):
     training.submit_training(sim)
-    sim.run_until(done=lambda: training.is_finished)
+    sim.run_until(is_done=lambda: training.is_finished)
     return training
 
 
@@ -134,7 +134,14 @@ def test_synchronous_workers_pause_when_one_joins_and_asynchronous_ones_do_not()
         sim = Cluster(1, 2, [Arrival(0, 1, 100, 100)], FIFO)
         sim.run_until(0)
         split = ElasticTraining(
-            300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, is_synchronous=synchronous, pause_s=30
+            300.0,
+            1e6,
+            2,
+            Scaling(0.0),
+            NEVER,
+            0.0,
+            is_synchronous=synchronous,
+            synchronous_pause_s=30,
         )
         assert trained(split, sim).done_s == done_s
 
@@ -158,7 +165,7 @@ def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
         split = ElasticTraining(
             400.0, 1e6, 2, Scaling(0.0), how, 0.0, is_synchronous=synchronous, is_preemptible=True
         )
-        split.pause_s, split.resumes_from_peers = 10.0, from_peers
+        split.synchronous_pause_s, split.resumes_from_peers = 10.0, from_peers
         return trained(split, sim).done_s
 
     assert done_s(synchronous=False) == 150 + 100  # 300 of 400 are done at 150, then one goes on
@@ -174,7 +181,7 @@ def test_a_lost_node_takes_what_was_done_since_the_last_checkpoint_though_peers_
     )
     split.submit_training(sim)
     sim.run_until(30)
-    sim._on_fail(0)
+    sim._handle_node_failure(0)
     assert split.remaining_work_s == 200 - 2 * 20
 
 
@@ -264,7 +271,7 @@ def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
     assert base.busy_gpu_s == alone.busy_gpu_s
     holding = base.copy_cluster()
     Gang(8 * 3600.0, 1e5, 8).submit_training(holding)
-    with pytest.raises(ValueError, match="has an owner"):
+    with pytest.raises(ValueError, match="has a job of a training"):
         holding.copy_cluster()
 
 

@@ -1,4 +1,4 @@
-"""The extension `projection`: step times on numbers of workers that were not measured."""
+"""The extension `projection`: projects step times to numbers of workers that were not measured."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         "nothing is printed",
     )
     parser.add_argument(
-        "--out", type=Path, help="the file projection.csv to write; default: results/<study>/projection.csv"
+        "--out",
+        type=Path,
+        help="the file projection.csv to write; default: results/<study>/projection.csv",
     )
     args = parser.parse_args(argv)
     try:
@@ -127,7 +129,7 @@ def read_gpu_price(config: Mapping[str, Any]) -> float | None:
 
 
 def describe_strategy(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
-    """Return a text on the projections of one strategy, with a line per number of workers.
+    """Return a text on one strategy's projections, with a line per number of workers.
 
     Beyond the largest projected number, only the first refused one has a line.
     """

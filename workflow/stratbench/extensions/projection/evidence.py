@@ -1,6 +1,7 @@
-"""Gathers a strategy's measurements, and replays its steps with measured link times.
+"""Collects a strategy's measured step times, and replays its steps with measured link times.
 
-The measurements come from the records of a study and from `links.csv`.
+A replay simulates the collectives and the computation of a step on another number of workers. Step times come
+from a study's records, and link times from `links.csv`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,20 @@ from stratbench.telemetry.collectives import CollectiveCall
 
 @dataclass(frozen=True)
 class ProjectionInputs:
-    """Measurements of one strategy on one model, for all worker counts with a usable record.
+    """Measurements of one strategy with one model, on all worker counts with a usable record.
+
+    Tuples have an element per worker count, in ascending order.
 
     Attributes:
+        experiment: Name of the experiment.
+        strategy: Name of the strategy.
+        model: Name of the model.
+        scaling: Weak or strong scaling.
         gpu_name: Name of the GPU; "" for CPU processes.
-        measured_steps: Seconds per global batch on each count, from the throughput of the whole
-            training.
-        cells: A cell of each count.
-        records_by_count: The records of each count, one per repeat.
+        num_parameters: Number of the model's parameters, if recorded.
+        measured_steps: Seconds per global batch on each count, from the throughput of the whole training.
+        cells: One cell on each count.
+        records_by_count: Records of each count, one per repeat.
         unfit_reason: Why the measurements do not allow a projection, or "".
     """
 
@@ -58,7 +65,7 @@ class ProjectionInputs:
 
     @property
     def largest_cell(self) -> Cell:
-        """Cell on the largest measured number of workers, the base of cells on more workers."""
+        """Cell on the largest measured number of workers. Cells on more workers are copies of it."""
         return self.cells[-1]
 
     @property
@@ -67,15 +74,15 @@ class ProjectionInputs:
 
     @property
     def stragglers(self) -> Stragglers | None:
-        """Distribution of the workers' computation times on the largest count, or None if not recorded."""
+        """Computation times of the workers on the largest worker count. None if not recorded."""
         return fit_stragglers(self.records_by_count[-1])
 
     @property
     def host_issue_s(self) -> float | None:
-        """Seconds that the slowest worker's host needs to issue a step, on the largest count.
+        """Seconds in which the slowest worker's host issues a step, on the largest worker count.
 
-        The value is the median of repeats. It is None if not recorded, or if the host waits within a step
-        because it is slowed or stores model states.
+        The value is the median over repeats. It is None if not recorded, or if the host waits within a step
+        because of the settings `slowdown` or `offload`.
         """
         host_times = []
         for record in self.records_by_count[-1]:
@@ -89,12 +96,10 @@ class ProjectionInputs:
 
     @property
     def repeat_half_width_ln(self) -> float:
-        """Half-width of the interval around the middle repeat, in ln of time.
+        """Half-width, in ln of step time, of the interval that contains 80 of 100 repeats.
 
-        The interval contains 80 of 100 repeats.
-
-        The half-width follows from Student's t and the variance within counts, which are assumed to have
-        equal variance. It is 0 without repeats.
+        It follows from Student's t and from the variance of repeats, which is assumed to be the same on all
+        worker counts. It is 0 without repeats.
         """
         from scipy.special import stdtrit
 
@@ -110,9 +115,9 @@ class ProjectionInputs:
 
 
 def gather_projection_inputs(records: Mapping[Cell, Mapping[str, Any]]) -> list[ProjectionInputs]:
-    """Return the measurements in a study's records, per experiment, model and strategy.
+    """Return the measurements in a study's records, one per experiment, model and strategy.
 
-    Repeats of a cell are represented by their median.
+    A step time is the median over the repeats of a cell.
     """
     groups: dict[tuple[str, str, str], dict[int, list[tuple[Cell, Mapping[str, Any]]]]] = {}
     for cell, record in records.items():
@@ -126,17 +131,17 @@ def _make_projection_inputs(
     experiment: str,
     model: str,
     strategy: str,
-    counts: Mapping[int, list[tuple[Cell, Mapping[str, Any]]]],
+    cells_by_count: Mapping[int, list[tuple[Cell, Mapping[str, Any]]]],
 ) -> ProjectionInputs:
     points, cells, timed = [], [], []
-    for workers, cells_of_count in sorted(counts.items()):
+    for workers, cells_of_count in sorted(cells_by_count.items()):
         if times := compute_step_times_s(r for _, r in cells_of_count):
             points.append(
                 MeasuredStep(workers, statistics.median(times), _count_nodes(cells_of_count[0][1]))
             )
             cells.append(cells_of_count[0][0])
             timed.append(tuple(r for _, r in cells_of_count))
-    records = [r for cells_of_count in counts.values() for _, r in cells_of_count]
+    records = [r for cells_of_count in cells_by_count.values() for _, r in cells_of_count]
     scaling = _detect_scaling(records)
     first = min(records, key=lambda r: r["cell"]["gpus"])
     unfit_reason = ""
@@ -163,7 +168,7 @@ def _make_projection_inputs(
 
 
 def compute_step_times_s(records: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Return seconds per global batch of each record that has a throughput."""
+    """Return the seconds per global batch, for each record with a throughput."""
     return [
         r["batch"]["global_batch"] / r["time"]["throughput_samples_per_s"]
         for r in records
@@ -184,16 +189,13 @@ def _count_nodes(record: Mapping[str, Any]) -> int | None:
 
 
 def _read_node_name(provenance: Mapping[str, Any]) -> str | None:
-    """Return the name of a worker's node, from SLURM or else from the host."""
+    """Return the name of a worker's node, as SLURM or else the host calls it."""
     named = (provenance.get("slurm") or {}).get("SLURMD_NODENAME")
     return named or (provenance.get("host") or {}).get("name")
 
 
 def read_node_cores(record: Mapping[str, Any]) -> float | None:
-    """Return the number of CPU cores that processes of the first worker's node may use.
-
-    Return None if it is not recorded.
-    """
+    """Return how many CPU cores processes on the first worker's node may use. None if unknown."""
     if not record["workers"]:
         return None
     host = record["workers"][0]["provenance"].get("host") or {}
@@ -207,15 +209,15 @@ def _read_gpu_name(record: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LinkReplay:
-    """Replays of a strategy's step with measured link times.
+    """Functions that simulate (replay) a strategy's step with measured link times.
 
     Attributes:
-        replay_step: Returns the seconds of a step for a worker count and seconds of computation.
-        replay_step_slowed: As `replay_step`, with each link slower by the standard deviation of its fit.
-        measured_levels: Levels of the measured links, "within" and "between" nodes.
-        make_server_queue: Returns the queue at the servers for a worker count and seconds of
-            computation.
-        host_issue_s: Seconds in which the host issues a step on any count; 0 if unknown.
+        replay_step: Returns the seconds of a step, for a worker count and seconds of computation.
+        replay_step_slowed: Like `replay_step`, with each link slower by the standard deviation of its fit.
+        measured_levels: Where links were measured: "within" and "between" nodes.
+        make_server_queue: Returns the queue of the parameter servers, for a worker count and seconds of
+            computation; None for a strategy without servers.
+        host_issue_s: Seconds in which a worker's host issues a step, on any count; 0 if unknown.
     """
 
     replay_step: StepReplay
@@ -226,60 +228,59 @@ class LinkReplay:
 
 
 def make_link_replay(
-    at: Callable[[int], Subject],
+    make_subject_at: Callable[[int], Subject],
     evidence: ProjectionInputs,
     device: Device,
-    path: Path,
-    nodes_of: Callable[[int], int],
+    links_path: Path,
+    count_nodes_at: Callable[[int], int],
 ) -> LinkReplay | None:
-    """Return the replay of a strategy's step on any worker count.
+    """Return the replay of a strategy's step with measured links, for any worker count.
 
     Args:
-        at: Returns the strategy's cell on a number of workers.
+        make_subject_at: Returns the strategy's cell on a number of workers, as the plan needs it.
         evidence: Measurements of the strategy.
-        device: The device.
-        path: The file links.csv.
-        nodes_of: Returns the number of nodes of a worker count.
+        device: Device of a worker.
+        links_path: Path of the file links.csv.
+        count_nodes_at: Returns the number of nodes of a worker count.
 
     Returns:
-        The replay. It is None without `links.csv`, and for a strategy that does not exchange in every
-        step.
+        The replay. None without `links.csv`, and for a strategy that does not communicate in every step.
 
     Raises:
         ValueError: If the file is invalid.
         Unmeasured: If the file lacks a link that the strategy uses. A later call may raise it as well.
     """
-    if not path.exists():
+    if not links_path.exists():
         return None
     last = evidence.measured_steps[-1]
-    subject = at(last.workers)
+    subject = make_subject_at(last.workers)
     if subject.served:
-        return _make_server_replay(at, subject, evidence, path, nodes_of)
+        return _make_server_replay(make_subject_at, subject, evidence, links_path, count_nodes_at)
     if subject.exchanging_share < 1:
         return None
-    links = read_links(path, "nccl" if subject.request.is_on_cuda else "gloo")
+    links = read_links(links_path, "nccl" if subject.request.is_on_cuda else "gloo")
     slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
     def trace_step_schedule(request: Request, samples: int) -> Schedule:
-        # This import loads PyTorch.
+        # Imported here, because this module loads PyTorch, which takes seconds.
         from stratbench.extensions.projection.traced import trace_schedule
 
         return trace_schedule(request, samples, device)
 
-    def replay_step(workers: int, compute_s: float, spreads: float = 0.0) -> float:
-        subject_there = at(workers)
+    def replay_step(workers: int, compute_s: float, num_sd: float = 0.0) -> float:
+        subject_there = make_subject_at(workers)
         samples = subject_there.samples_per_step
-        layout = LinkLayout(workers, nodes_of(workers))
+        layout = LinkLayout(workers, count_nodes_at(workers))
 
         def compute_collective_s(call: CollectiveCall) -> float:
             log_sd = max(
                 (link.log_sd for link in links.get_links_by_level(call.collective_name).values()),
                 default=0.0,
             )
-            return links.time_collective(call, layout, samples)[0] * math.exp(spreads * log_sd)
+            return links.time_collective(call, layout, samples).seconds * math.exp(num_sd * log_sd)
 
-        slowest_s = compute_s * slowest_factor(workers, spreads)
+        slowest_s = compute_s * slowest_factor(workers, num_sd)
         return simulate_step_s(
             trace_step_schedule(subject_there.request, samples),
             slowest_s,
@@ -294,33 +295,34 @@ def make_link_replay(
             host_issue_s = 0.0
     return LinkReplay(
         replay_step,
-        partial(replay_step, spreads=1.0),
+        partial(replay_step, num_sd=1.0),
         frozenset(level for kind in links.links_by_kind.values() for level in kind),
-        # The host issued each measured step, so that it needs at most the shortest step time.
+        # The host issued each measured step, so that it takes at most the shortest measured step time.
         host_issue_s=min(host_issue_s, *(p.step_s for p in evidence.measured_steps)),
     )
 
 
 def _make_slowest_worker_factor(stragglers: Stragglers | None) -> Callable[[int, float], float]:
-    """Return a function that computes the slowest worker's computation time over the mean.
+    """Return a function for the ratio of the slowest worker's computation time to the mean.
 
-    The function takes a worker count and by how many standard deviations the factor is raised.
+    Its arguments are the number of workers, and the number of standard deviations by which the ratio is
+    raised.
     """
     if stragglers is None:
-        return lambda workers, spreads: 1.0
+        return lambda workers, num_sd: 1.0
     return cache(stragglers.compute_mean_slowest_factor)
 
 
 def _make_server_replay(
-    at: Callable[[int], Subject],
+    make_subject_at: Callable[[int], Subject],
     subject: Subject,
     evidence: ProjectionInputs,
-    path: Path,
-    nodes_of: Callable[[int], int],
+    links_path: Path,
+    count_nodes_at: Callable[[int], int],
 ) -> LinkReplay | None:
-    """Return a step's replay by a queueing model of the parameter servers.
+    """Return the replay of a step with parameter servers, by a queueing model.
 
-    The servers have equal parts of the weights. Workers access the servers concurrently.
+    The servers have equal parts of the weights, and serve the workers concurrently.
 
     Returns:
         The replay, or None if the number of parameters is not recorded.
@@ -333,39 +335,44 @@ def _make_server_replay(
     if not parameters:
         return None
     transport = subject.settings.options["transport"]
-    links = read_links(path, f"servers-{'shm' if transport == 'auto' else transport}")
+    links = read_links(links_path, f"servers-{'shm' if transport == 'auto' else transport}")
     link = links.get_links_by_level("push_pull")["within"]
     slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
     def compute_service_s(workers: int) -> float:
-        there = at(workers)  # colocated servers are as many as the workers
+        there = make_subject_at(workers)  # the number of servers may depend on that of workers
         part_bytes = 4 * parameters / there.settings.options["servers"]
         links.check_size("push_pull", part_bytes)
         return there.steps_per_batch * part_bytes / link.bytes_per_s
 
-    def make_server_queue(workers: int, compute_s: float, slower: float = 1.0) -> ServerQueue:
-        # The links' fit lets all workers wait for the latency at the same time (`served`).
-        latency_s = at(workers).steps_per_batch * link.latency_s
-        return ServerQueue(compute_s + slower * latency_s, (slower * compute_service_s(workers),))
+    def make_server_queue(
+        workers: int, compute_s: float, link_slowdown: float = 1.0
+    ) -> ServerQueue:
+        # All workers wait for the latency at the same time, so that it is a part of the think time.
+        latency_s = make_subject_at(workers).steps_per_batch * link.latency_s
+        service_s = link_slowdown * compute_service_s(workers)
+        return ServerQueue(compute_s + link_slowdown * latency_s, (service_s,))
 
     @cache
     def is_waiting_for_slowest(workers: int) -> bool:
-        settings = at(workers).settings
+        settings = make_subject_at(workers).settings
         return get_traits(settings.strategy, settings.options, workers).waits_for_slowest
 
-    def replay_step(workers: int, compute_s: float, spreads: float = 0.0) -> float:
-        if nodes_of(workers) > 1:
+    def replay_step(workers: int, compute_s: float, num_sd: float = 0.0) -> float:
+        if count_nodes_at(workers) > 1:
             raise Unmeasured("`links` does not measure push and pull between nodes")
-        slower = math.exp(spreads * link.log_sd)
+        link_slowdown = math.exp(num_sd * link.log_sd)
         if is_waiting_for_slowest(workers):
-            each_s = compute_s * slowest_factor(workers, spreads)
-            return compute_synchronous_step_s(make_server_queue(workers, each_s, slower), workers)
-        return compute_asynchronous_step_s(make_server_queue(workers, compute_s, slower), workers)
+            slowest_s = compute_s * slowest_factor(workers, num_sd)
+            queue = make_server_queue(workers, slowest_s, link_slowdown)
+            return compute_synchronous_step_s(queue, workers)
+        queue = make_server_queue(workers, compute_s, link_slowdown)
+        return compute_asynchronous_step_s(queue, workers)
 
     return LinkReplay(
         replay_step,
-        partial(replay_step, spreads=1.0),
+        partial(replay_step, num_sd=1.0),
         frozenset({"within"}),
         make_server_queue,
     )

@@ -1,4 +1,4 @@
-"""Defines which projections are refused: too many workers, unmeasured links, saturated servers."""
+"""Refuses projections: to too many workers, over unmeasured links, or with saturated servers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable, Collection, Sequence
 from stratbench.extensions.projection.naive import MeasuredStep, Scaling
 from stratbench.extensions.projection.servers import ServerQueue
 
-#: Maximum ratio of a projected count to the largest measured one. Beyond it the rules were not compared
-#: with published measurements.
+#: Maximum ratio of a projected number of workers to the largest measured one. Projections beyond this ratio
+#: were not compared with published measurements.
 MAX_COUNT_RATIO = 8
-#: Maximum ratio for a + b/N through two counts of strong scaling. In published series its 80 % intervals
-#: contain 87 % of the steps at twice the larger count, and 54 % at four times that count.
+#: The same ratio for a fit of a + b/N to two numbers of workers in strong scaling. In published measurements,
+#: the intervals of such fits contain 87 % of the steps at this ratio, but only 54 % at twice this ratio.
 MAX_COUNT_RATIO_OF_TWO = 2
-#: Maximum number of workers for servers whose push and pull was not measured. In published series their
-#: throughput stops growing at 32 to 64 workers, which smaller counts do not show.
+#: Maximum number of workers for parameter servers if the time of a push and pull was not measured. In
+#: published measurements, servers are saturated from 32 to 64 workers on, which step times on fewer workers
+#: do not show.
 MAX_UNMEASURED_SERVED = 16
 
 
@@ -23,20 +24,21 @@ def projection_refusal_reason(
     workers: int,
     nodes: int | None,
     measured_levels: Collection[str] = (),
-    queue: Callable[[int], ServerQueue] | None = None,
-    by_links: bool = True,
-    served: bool = False,
+    make_queue: Callable[[int], ServerQueue] | None = None,
+    uses_links: bool = True,
+    has_servers: bool = False,
 ) -> str | None:
-    """Return the reason why no step time is projected to `workers`, or None.
+    """Return why no step time is projected to a number of workers, if so.
 
     Args:
         points: Measured step times.
         workers: Number of workers of the projection.
-        nodes: Number of nodes, if known.
-        measured_levels: Levels in `links.csv`, "within" and "between" nodes.
-        queue: Returns the servers' queue for a worker count.
-        by_links: Whether the projection uses the links.
-        served: Whether the strategy has servers without measured times.
+        nodes: Number of nodes of the projection, if known.
+        measured_levels: Where links were measured: "within" and "between" nodes.
+        make_queue: Returns the queue of the parameter servers for a worker count, if push and pull were
+            measured.
+        uses_links: Whether the projection replays steps on measured links.
+        has_servers: Whether the strategy has parameter servers.
     """
     largest = max(p.workers for p in points)
     if workers > MAX_COUNT_RATIO * largest:
@@ -52,24 +54,26 @@ def projection_refusal_reason(
                 f"{needs}, and no step or link was measured between nodes: measure links or steps on "
                 "two nodes"
             )
-        if not by_links:
+        if not uses_links:
             return (
                 f"{needs}, no step was measured between nodes, and the replay on measured links does not "
                 "match the measured steps: measure steps on two nodes"
             )
     if (
-        queue is not None
-        and largest < queue(largest).saturation_workers
-        and workers > queue(workers).saturation_workers
+        make_queue is not None
+        and largest < make_queue(largest).saturation_workers
+        and workers > make_queue(workers).saturation_workers
     ):
-        # In strong scaling computation shrinks with more workers, so that fewer workers saturate the
-        # servers.
-        full = next(n for n in range(largest + 1, workers + 1) if n > queue(n).saturation_workers)
+        # Each number of workers is tried, because saturation depends on it: in strong scaling, more workers
+        # compute for a shorter time each.
+        full = next(
+            n for n in range(largest + 1, workers + 1) if n > make_queue(n).saturation_workers
+        )
         return (
             f"the servers are saturated from about {full} workers on, and steps were measured up to "
             f"{largest} workers: measure larger counts, or configure more servers"
         )
-    if served and queue is None and workers > max(largest, MAX_UNMEASURED_SERVED):
+    if has_servers and make_queue is None and workers > max(largest, MAX_UNMEASURED_SERVED):
         return (
             f"the servers may be saturated below {workers} workers, and the time of a push and pull was "
             "not measured: measure links, or steps on more workers"
@@ -80,9 +84,7 @@ def projection_refusal_reason(
 def two_count_fit_refusal_reason(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
-    """Return why a fit of a + b/N through two counts cannot project to `workers`.
-
-    The result is None if the fit can.
+    """Return why a fit of a + b/N to two counts is unreliable, if so.
 
     Args:
         points: Measured step times.

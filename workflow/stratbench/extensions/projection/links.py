@@ -1,4 +1,4 @@
-"""Reads a site's measured links (`links.csv`), and computes the time of a collective on a layout."""
+"""Reads measured links (`links.csv`), and computes from them the time of a collective."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from stratbench.cell.text.words import format_bytes
 from stratbench.extensions.links.collective_cost import (
@@ -18,25 +19,35 @@ from stratbench.extensions.links.collective_cost import (
 )
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: A tensor may be this many times larger than the largest measured one, unless the latter has enough bytes
-#: for bandwidth to dominate its time.
-MAX_LARGER, RATE_RULES_BYTES = 8, 64 << 20
+#: Maximum ratio of a tensor's size to that of the largest measured tensor, if latency matters for the latter.
+MAX_LARGER = 8
+#: Bytes of a tensor from which on bandwidth dominates the time of a collective.
+RATE_RULES_BYTES = 64 << 20
 
 
 class Unmeasured(LookupError):
-    """A collective's link or size was not measured. The message names the collective."""
+    """The links or the size of a collective were not measured. The message names the collective."""
+
+
+class CollectiveTime(NamedTuple):
+    """Seconds of a collective, and the name of its algorithm."""
+
+    seconds: float
+    algorithm: str
 
 
 @dataclass(frozen=True)
 class Links:
-    """Measured links of a site, per kind of collective and level.
+    """Measured latencies and bandwidths of the links between workers.
+
+    Kinds are kinds of collectives. A level is "within" a node or "between" nodes.
 
     Attributes:
-        library: nccl or gloo.
-        links_by_kind: Latency and bandwidth, by kind of collective and level.
+        library: nccl or gloo; servers-TRANSPORT for parameter servers.
+        links_by_kind: Latency and bandwidth, by kind and level.
         compute_slowdown: Factor by which computation is slower during a collective.
         largest_bytes_by_kind: Bytes of the largest measured tensor, by kind.
-        algorithm_by_kind: Algorithm of the fit, by kind.
+        algorithm_by_kind: Name of the algorithm that fits the measured times best, by kind.
     """
 
     library: str
@@ -46,9 +57,9 @@ class Links:
     algorithm_by_kind: Mapping[str, str] = field(default_factory=dict)
 
     def check_size(self, kind: str, n_bytes: float) -> None:
-        """Raise Unmeasured if a collective is much larger than the largest measured one.
+        """Raise Unmeasured if a tensor is much larger than all measured tensors of the kind.
 
-        The error is raised only if latency dominated the measured times.
+        It is not raised if bandwidth dominates the time of the largest measured tensor.
         """
         largest = self.largest_bytes_by_kind.get(kind, RATE_RULES_BYTES)
         if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
@@ -62,42 +73,46 @@ class Links:
 
     def time_collective(
         self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
-    ) -> tuple[float, str]:
-        """Return the seconds of a collective and the name of its algorithm.
+    ) -> CollectiveTime:
+        """Return the time of a collective.
 
-        The algorithm is the one of the fit, or the fastest.
+        Its algorithm is that of the fit, or the fastest one.
 
         Args:
             call: The collective.
-            layout: Ranks per node, and nodes.
-            samples: Samples that a worker computes on.
+            layout: Number of workers per node, and of nodes.
+            samples: Number of samples that a worker computes on.
 
         Raises:
             Unmeasured: If the kind was not measured on a level of the layout.
             KeyError: For a kind without an algorithm of the library.
         """
         n_bytes = call.n_bytes + samples * call.bytes_per_sample
-        layout, together = _lay_out_group(layout, call)
+        layout, groups_per_link = _lay_out_group(layout, call)
         if layout.workers == 1:
-            return 0.0, "none"
+            return CollectiveTime(0.0, "none")
         self.check_size(call.collective_name, n_bytes)
         links = self.get_links_by_level(call.collective_name)
         levels: list[Level] = ["within"] if layout.workers_per_node > 1 else []
         levels += ["between"] if layout.nodes > 1 else []
-        if missing := [level for level in levels if level not in links]:
+        for level in levels:
+            if level in links:
+                continue
             raise Unmeasured(
-                f"{call.collective_name} {missing[0]} nodes was not measured with {self.library}: "
+                f"{call.collective_name} {level} nodes was not measured with {self.library}: "
                 f"run `links` on {layout.nodes} nodes with {layout.workers_per_node} workers each"
             )
-        # A ring with one rank per node has no steps within a node.
+        # A level without measured links is not used here, so that its time is 0.
         links = {"within": LinkModel(0.0, math.inf), "between": LinkModel(0.0, math.inf)} | dict(
             links
         )
-        shared = links["between"].bytes_per_s / together
+        shared = links["between"].bytes_per_s / groups_per_link
         links["between"] = replace(links["between"], bytes_per_s=shared)
         name = self.algorithm_by_kind.get(call.collective_name, FASTEST)
         return min(
-            (a(call.collective_name, n_bytes, layout).compute_seconds(links), a.__name__)
+            CollectiveTime(
+                a(call.collective_name, n_bytes, layout).compute_seconds(links), a.__name__
+            )
             for a in get_named_algorithms(name, self.library, call.collective_name)
         )
 
@@ -105,7 +120,7 @@ class Links:
 def _lay_out_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
     """Return the layout of a collective's group, and how many groups share a node's link.
 
-    A group of neighbours that does not divide a node's ranks spans two nodes, which limits all groups.
+    If a node's ranks cannot be divided into groups of neighbours, some group spans two nodes, and limits all.
     """
     ranks, workers_per_node = call.group_size, layout.workers_per_node
     if ranks is None or ranks == layout.workers:
@@ -120,11 +135,11 @@ def _lay_out_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout
 
 
 def read_links(path: Path, library: str) -> Links:
-    """Return the measured links of a library from a `links.csv`.
+    """Read the measured links of a library from a file `links.csv`.
 
     Raises:
-        ValueError: If the file is no such table.
-        Unmeasured: If the table has no row of the library.
+        ValueError: If the file has another format.
+        Unmeasured: If the file has no row of the library.
     """
     measured: dict[str, dict[Level, LinkModel]] = {}
     largest: dict[str, int] = {}
@@ -149,5 +164,5 @@ def read_links(path: Path, library: str) -> Links:
             f"{path}: is not a valid links.csv ({error!r}); run `links` again"
         ) from error
     if not measured:
-        raise Unmeasured(f"{path} has no links of {library}: run `links` for it")
+        raise Unmeasured(f"{path} has no links of {library}: run `links` to measure them")
     return Links(library, measured, compute_slowdown, largest, algorithms)

@@ -1,4 +1,4 @@
-"""Projects a worker's peak memory: the planned peak, corrected by errors on measured counts."""
+"""Projects a worker's peak memory: the planned peak, corrected by errors on measured cells."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from stratbench.extensions.plan.needs import Subject, compute_subject_data_bytes
 
 @dataclass(frozen=True)
 class ProjectedPeak:
-    """Bytes of a worker's memory at its peak, including the data set.
+    """Projected peak memory of a worker, including the data set, with a range.
 
-    The range is that of measured over planned peaks on the measured counts. It is no confidence interval.
+    The range follows from the ratios of measured to planned peaks. It is no confidence interval.
     """
 
     low_bytes: float
@@ -31,45 +31,45 @@ class ProjectedPeak:
 
 
 def project_peaks(
-    wanted: Sequence[Subject],
-    measured: Sequence[tuple[Subject, Sequence[Mapping[str, Any]]]],
+    wanted_cells: Sequence[Subject],
+    measured_cells: Sequence[tuple[Subject, Sequence[Mapping[str, Any]]]],
     resident_threads: int,
     cache_folder: Path,
 ) -> list[ProjectedPeak | None]:
     """Return the projected peak memory of each wanted cell.
 
-    The peak is None if it cannot be planned.
+    It is None if the plan cannot predict a peak.
 
     Args:
-        wanted: Cells to project.
-        measured: Measured cells with their records.
-        resident_threads: Threads that a GPU runs at once.
-        cache_folder: Folder of the cache.
+        wanted_cells: Cells to project.
+        measured_cells: Measured cells with their records.
+        resident_threads: Number of threads that a GPU runs at the same time.
+        cache_folder: Folder in which the plan stores predictions.
     """
-    subjects = [*wanted, *(s for s, _ in measured)]
+    subjects = [*wanted_cells, *(s for s, _ in measured_cells)]
     _, dry_runs = rehearse_requests([s.request for s in subjects], cache_folder)
 
-    def plan_peak(s: Subject) -> tuple[MemoryPeak, int] | None:
-        footprint = dry_runs[s.request].footprint
+    def plan_peak(subject: Subject) -> tuple[MemoryPeak, int] | None:
+        footprint = dry_runs[subject.request].footprint
         if footprint is None:
             return None
-        fullest = footprint.find_fullest_rank(s.samples_per_step, resident_threads)
+        fullest = footprint.find_fullest_rank(subject.samples_per_step, resident_threads)
         peak, data = (
-            fullest.compute_training_peak(s.samples_per_step, resident_threads),
-            compute_subject_data_bytes(s),
+            fullest.compute_training_peak(subject.samples_per_step, resident_threads),
+            compute_subject_data_bytes(subject),
         )
         parts = dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data}
         whole = MemoryPeak(peak.n_bytes + data, peak.phase, parts)
         return whole, compute_bytes_before_steps(fullest, whole)
 
     off = []
-    for s, records in measured:
+    for s, records in measured_cells:
         if (made := plan_peak(s)) is None:
             continue
         peaks = [get_measured_peak_bytes(r["memory"], made[1]) for r in records]
         off += [p / made[0].n_bytes for p in peaks if p]
     predicted: list[ProjectedPeak | None] = []
-    for s in wanted:
+    for s in wanted_cells:
         made = plan_peak(s) if off else None
         predicted.append(
             made

@@ -1,4 +1,4 @@
-"""Defines simple projection rules as baselines, and the skill of a rule relative to them."""
+"""Defines simple (naive) rules that project step times, and compares other rules with them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: `weak`: the batch per worker stays equal; `strong`: the global batch stays equal.
+#: `weak`: the batch per worker is equal on all worker counts. `strong`: the global batch is equal.
 Scaling = Literal["weak", "strong"]
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Measured time of a step on a number of workers.
+    """Measured time of a training step on a number of workers.
 
     Attributes:
         workers: Number of workers.
@@ -26,26 +26,26 @@ class MeasuredStep:
     nodes: int | None = None
 
 
-#: Takes measured steps in ascending order of workers, the scaling and a worker count. Returns the projected
-#: seconds of a step.
+#: Function of measured steps (in ascending order of workers), the scaling and a worker count. It returns the
+#: projected seconds of a step.
 Rule = Callable[[Sequence[MeasuredStep], Scaling, int], float]
 
 
-def scale_step_time_perfectly(point: MeasuredStep, scaling: Scaling, workers: int) -> float:
-    """Return the seconds of a step on `workers` workers with perfect scaling from `point`.
+def scale_step_time_perfectly(measured: MeasuredStep, scaling: Scaling, workers: int) -> float:
+    """Return the seconds of a step by perfect scaling from a measured step.
 
     Args:
-        point: Measured step time.
+        measured: Measured step time.
         scaling: Weak or strong scaling.
         workers: Number of workers.
     """
-    return point.step_s * (point.workers / workers if scaling == "strong" else 1.0)
+    return measured.step_s * (measured.workers / workers if scaling == "strong" else 1.0)
 
 
 def project_perfect_scaling(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> float:
-    """Return the seconds of a step with perfect scaling from the largest measured count.
+    """Return the seconds of a step by perfect scaling from the largest measured worker count.
 
     Args:
         points: Measured step times.
@@ -56,7 +56,9 @@ def project_perfect_scaling(
 
 
 def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
-    """Return the step time if each further doubling loses as much as the last doubling.
+    """Return the seconds of a step by an equal loss of efficiency per doubling.
+
+    The loss is that between the two largest measured counts.
 
     Args:
         points: Measured step times.
@@ -74,11 +76,11 @@ def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, work
 def project_by_a_plus_b_over_n(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> float:
-    """Return the seconds of a step by a fit of a + b/N.
+    """Return the seconds of a step on N workers by fitting a + b/N.
 
-    The fit is by least squares of relative errors. The fit is exact for two points. In strong scaling it is
-    Amdahl's law, in weak scaling the volume of a ring, (N-1)/N. The result may be negative far beyond the
-    measured counts.
+    The fit is by least squares of relative errors. In strong scaling the formula is Amdahl's law. In weak
+    scaling it describes the bytes of a ring, which grow as (N - 1)/N. Far beyond the measured counts the
+    result may be negative.
 
     Args:
         points: Measured step times.
@@ -87,7 +89,7 @@ def project_by_a_plus_b_over_n(
     """
     if len(points) < 2:
         return project_perfect_scaling(points, scaling, workers)
-    import numpy as np  # imported here since it takes 0.1 s and only projections need it
+    import numpy as np  # imported here, because the import takes 0.1 s and few commands need it
 
     times = np.array([p.step_s for p in points])
     inverse = np.array([1 / p.workers for p in points])
@@ -104,7 +106,7 @@ RULES: dict[str, Rule] = {
 
 
 def compute_log_error(projected_s: float, measured_s: float) -> float:
-    """Return ln(projected / measured) of two times.
+    """Return the error of a projected time, as ln(projected / measured).
 
     A projected time of zero or less counts as a thousandth of the measured one.
     """
@@ -114,9 +116,9 @@ def compute_log_error(projected_s: float, measured_s: float) -> float:
 def compute_forward_errors(
     rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
 ) -> dict[int, float]:
-    """Return the log error of a projection at each count from the third on.
+    """Return the log error of each measured count that is projected from smaller counts.
 
-    The projection uses only smaller counts.
+    The first two counts have none, because a projection needs two. The result is by worker count.
 
     Args:
         rule: The rule.
@@ -133,14 +135,13 @@ def compute_forward_errors(
 
 @dataclass(frozen=True)
 class Skill:
-    """Skill of a rule on the study's measured counts, over the best naive rule.
+    """Skill of a rule: how much smaller its errors are than those of naive rules.
 
     Attributes:
-        error_reduction: 1 without any error, 0 if as good as the best naive rule, below 0 if worse;
-            None for
-            fewer than three counts, which cannot test a rule.
-        best_naive_rule: Name of the naive rule with the smallest errors.
-        naive_errors: Mean absolute log error by naive rule.
+        error_reduction: 1 minus the ratio of the rule's mean error to that of the best naive rule. It is 1
+            without an error, and below 0 for a worse rule. None for fewer than three measured counts.
+        best_naive_rule: Name of the naive rule with the smallest mean error.
+        naive_errors: Mean absolute log error, by name of the naive rule.
     """
 
     error_reduction: float | None
@@ -149,15 +150,12 @@ class Skill:
 
     @property
     def matches_naive(self) -> bool:
-        """Whether the rule is at least as good as the best naive rule.
-
-        The value is True too if this is unknown.
-        """
+        """Whether the rule's errors are not larger than those of the best naive rule. True if unknown."""
         return self.error_reduction is None or self.error_reduction >= 0
 
 
 def measure_skill(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> Skill:
-    """Return the skill of `rule` relative to the best of the naive RULES.
+    """Return the skill of a rule relative to the best naive rule.
 
     Args:
         rule: The rule.

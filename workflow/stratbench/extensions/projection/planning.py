@@ -1,4 +1,4 @@
-"""Lets the plan use durations that are projected from a study's records."""
+"""Adds training durations that are projected from a study's records to the plan."""
 
 from __future__ import annotations
 

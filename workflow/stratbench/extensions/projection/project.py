@@ -1,6 +1,7 @@
-"""Projects step times to other worker counts, by measured links or a + b/N.
+"""Projects step times to other worker counts, by replays on measured links or by fits.
 
-The replay is used where it has skill over naive rules.
+The fit is that of a + b/N to the step times on N workers. A replay is used if its errors are not larger than
+those of simple (naive) rules.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stratbench.cell.text.words import format_short_time
 from stratbench.extensions.projection import naive
@@ -19,22 +21,24 @@ from stratbench.extensions.projection.naive import MeasuredStep, Rule, Scaling, 
 from stratbench.extensions.projection.replay import NEAR_HOST
 from stratbench.extensions.projection.servers import ServerQueue
 
-#: Maximum ratio of high to low of an informative interval, for one doubling of workers.
+#: An interval is informative if its ends differ by at most this factor, for twice the measured number of
+#: workers.
 MAX_SPREAD = 4.0
-#: Minimum number of measured counts for a naive rule to replace the replay. With fewer, only one count is
-#: left out, and one of three naive rules is close to it by chance.
+#: Minimum number of measured worker counts for the fit of a + b/N to replace a worse replay. With fewer,
+#: errors are known for only one count, to which one of three naive rules is close by chance.
 MIN_TO_GIVE_WAY = 4
-#: Minimum standard deviation of ln times, so that no interval is narrower than the spread of repeats.
+#: Minimum standard deviation of errors in ln of time. Intervals are thus not narrower than usual spreads of
+#: repeats.
 MIN_SD = 0.01
 BY_COUNTS, BY_LINKS = "a + b/N", "replay on measured links"
 
-#: Returns the seconds of a step, for a worker count and its seconds of computation.
+#: Function of a worker count and its seconds of computation. It returns the seconds of a step.
 StepReplay = Callable[[int, float], float]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval of the step's time with 80 % coverage; `middle_s` is the projected time."""
+    """Projected step time `middle_s`, with the ends of its 80 % interval."""
 
     low_s: float
     middle_s: float
@@ -43,17 +47,17 @@ class Interval:
 
 @dataclass(frozen=True)
 class Projection:
-    """Projection of the step time to a worker count, or the reason why there is none.
+    """Projected step time on a number of workers, or the reason why there is none.
 
     Attributes:
         workers: Number of workers.
         nodes: Number of nodes, if known.
         refusal_reason: Why there is no projection, or None.
-        interval: Projected time with its interval.
+        interval: Projected step time with its interval.
         rule: Name of the rule that projects.
-        step_s_by_naive_rule: Seconds that each naive rule projects.
-        skill: Skill of the rule on the measured counts, over the best naive rule there.
-        host_issue_s: Seconds in which the host issues a step, if that is the limit; else 0.
+        step_s_by_naive_rule: Step time that each naive rule projects, by name of the rule.
+        skill: How much smaller the rule's errors are than those of the best naive rule.
+        host_issue_s: Seconds in which the host issues a step, if they limit the step; else 0.
     """
 
     workers: int
@@ -70,35 +74,36 @@ def project_step_times(
     points: Sequence[MeasuredStep],
     scaling: Scaling,
     targets: Sequence[tuple[int, int | None]],
-    replayed: StepReplay | None = None,
-    slowed: StepReplay | None = None,
+    replay_step: StepReplay | None = None,
+    replay_step_slowed: StepReplay | None = None,
     measured_levels: Collection[str] = (),
-    queue: Callable[[int], ServerQueue] | None = None,
-    unsuited: Callable[[int], str | None] = lambda workers: None,
+    make_queue: Callable[[int], ServerQueue] | None = None,
+    find_untrainable_reason: Callable[[int], str | None] = lambda workers: None,
     repeat_half_width_ln: float = 0.0,
-    host_s: float = 0.0,
-    served: bool = False,
+    host_issue_s: float = 0.0,
+    has_servers: bool = False,
 ) -> list[Projection]:
-    """Project the time of a step to other worker counts.
+    """Project the time of a training step to other worker counts.
 
-    The rule is the replay, if there is one with skill, else a + b/N of the measured counts. The replay is not
-    used if it was worse than the best naive rule on two counts or more, or if its interval is not
-    informative. If a + b/N has no skill either, the interval is widened to contain the time of the better
-    naive rule.
+    The rule is the replay if there is one, else a fit of a + b/N. The replay is not used if its interval is
+    not informative. It is also not used if, on two counts or more, its errors were larger than those of the
+    best naive rule. If the used rule has larger errors than a naive rule, the interval is widened to contain
+    the naive rule's time.
 
     Args:
         points: Measured step times on at least two worker counts.
         scaling: Strong if all measured counts have the same global batch, weak if the same batch per worker.
-        targets: Number of workers and of nodes (None if unknown) of each wanted projection.
-        replayed: Replay of the traced step on measured links; None without links.
-        slowed: Replay with each link slower by the error of its fit; widens the interval.
-        measured_levels: Levels of the measured links, "within" and "between" nodes.
-        queue: Returns the servers' queue for a worker count, if push and pull were measured.
-        unsuited: Returns why a worker count cannot be trained, or None.
-        repeat_half_width_ln: Half-width of the repeats' spread (`ProjectionInputs`); widens the interval.
-        host_s: Seconds in which the host issues a step on any count, a lower bound of replayed steps;
-            0 if unknown.
-        served: Whether servers exchange the gradients.
+        targets: Number of workers, and of nodes (None if unknown), of each wanted projection.
+        replay_step: Replay of the step on measured links; None without links.
+        replay_step_slowed: Replay with each link slower by the error of its fit; widens the interval.
+        measured_levels: Where links were measured: "within" and "between" nodes.
+        make_queue: Returns the queue of the parameter servers for a worker count, if push and pull were
+            measured.
+        find_untrainable_reason: Returns why the strategy cannot train on a worker count, or None.
+        repeat_half_width_ln: Half-width of the interval of repeats (`ProjectionInputs`); widens the interval.
+        host_issue_s: Seconds in which the host issues a step on any count; 0 if unknown. A replayed step
+            takes at least this time.
+        has_servers: Whether the strategy has parameter servers.
 
     Returns:
         A projection for each target, in their order.
@@ -106,19 +111,23 @@ def project_step_times(
     points = sorted(points, key=lambda p: p.workers)
     name, rule = BY_COUNTS, naive.project_by_a_plus_b_over_n
     skill = naive.measure_skill(rule, points, scaling)
-    if replayed is not None:
-        by_replay = make_link_rule(replayed, host_s=host_s)
-        its_skill = naive.measure_skill(by_replay, points, scaling)
-        held = its_skill.matches_naive or len(points) < MIN_TO_GIVE_WAY
-        if held and _has_informative_interval(by_replay, points, scaling):
-            name, rule, skill = BY_LINKS, by_replay, its_skill
+    if replay_step is not None:
+        by_replay = make_link_rule(replay_step, host_issue_s=host_issue_s)
+        replay_skill = naive.measure_skill(by_replay, points, scaling)
+        is_good = replay_skill.matches_naive or len(points) < MIN_TO_GIVE_WAY
+        if is_good and _has_informative_interval(by_replay, points, scaling):
+            name, rule, skill = BY_LINKS, by_replay, replay_skill
     by_links = name == BY_LINKS
-    more = make_link_rule(replayed, slowed, host_s) if by_links and slowed else rule
+    more = (
+        make_link_rule(replay_step, replay_step_slowed, host_issue_s)
+        if by_links and replay_step_slowed
+        else rule
+    )
     projections = []
     for workers, nodes in targets:
         naive_s = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
-        reason = unsuited(workers) or projection_refusal_reason(
-            points, workers, nodes, measured_levels, queue, by_links, served
+        reason = find_untrainable_reason(workers) or projection_refusal_reason(
+            points, workers, nodes, measured_levels, make_queue, by_links, has_servers
         )
         if not (reason or by_links):
             reason = _count_fit_refusal_reason(points, scaling, workers)
@@ -126,7 +135,7 @@ def project_step_times(
         if not reason:
             apart = _compute_log_ratio(more, rule, points, scaling, workers)
             interval = _compute_interval(rule, points, scaling, workers, apart)
-            limit_s = host_s if by_links and interval.middle_s <= host_s else 0.0
+            limit_s = host_issue_s if by_links and interval.middle_s <= host_issue_s else 0.0
             interval = _widen_for_repeats(interval, repeat_half_width_ln)
             if not skill.matches_naive:
                 interval = _widen_to_contain(interval, naive_s[skill.best_naive_rule])
@@ -137,17 +146,14 @@ def project_step_times(
 
 
 def _has_informative_interval(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> bool:
-    """Return whether the interval for twice the workers is narrow enough to be informative."""
+    """Return whether the interval for twice the measured workers is narrow enough."""
     return 2 * _compute_half_width_ln(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
 def _count_fit_refusal_reason(
     points: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
-    """Return why a + b/N of the measured counts allows no projection to `workers`.
-
-    The result is None if the projection is possible.
-    """
+    """Return why a fit of a + b/N cannot project to `workers`, or None."""
     if reason := two_count_fit_refusal_reason(points, scaling, workers):
         return reason
     if not _has_informative_interval(naive.project_by_a_plus_b_over_n, points, scaling):
@@ -160,71 +166,82 @@ def _count_fit_refusal_reason(
     return None
 
 
-def _widen_for_repeats(interval: Interval, reach: float) -> Interval:
-    """Return the interval for a single repeat, wider than the interval for the middle repeat."""
-    if not reach:
+def _widen_for_repeats(interval: Interval, repeat_half_width_ln: float) -> Interval:
+    """Return an interval for any single repeat, which is wider than for the median."""
+    if not repeat_half_width_ln:
         return interval
     low, middle, high = (math.log(t) for t in (interval.low_s, interval.middle_s, interval.high_s))
     return Interval(
-        math.exp(middle - math.hypot(middle - low, reach)),
+        math.exp(middle - math.hypot(middle - low, repeat_half_width_ln)),
         interval.middle_s,
-        math.exp(middle + math.hypot(high - middle, reach)),
+        math.exp(middle + math.hypot(high - middle, repeat_half_width_ln)),
     )
 
 
 def _widen_to_contain(interval: Interval, step_s: float) -> Interval:
-    """Return the interval, widened so that it contains `step_s`. It is unchanged if `step_s` is 0."""
+    """Return the interval, widened to contain the step time `step_s` if this is above 0."""
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
 
 
 def _compute_log_ratio(
-    one: Rule, other: Rule, points: Sequence[MeasuredStep], scaling: Scaling, workers: int
+    rule: Rule,
+    other_rule: Rule,
+    points: Sequence[MeasuredStep],
+    scaling: Scaling,
+    workers: int,
 ) -> float:
-    """Return ln of the ratio of two rules' times for a worker count."""
-    return naive.compute_log_error(one(points, scaling, workers), other(points, scaling, workers))
+    """Return ln of the ratio of two rules' step times on a worker count."""
+    return naive.compute_log_error(
+        rule(points, scaling, workers), other_rule(points, scaling, workers)
+    )
 
 
 def make_link_rule(
-    replayed: StepReplay, shown: StepReplay | None = None, host_s: float = 0.0
+    replay_step: StepReplay,
+    replay_projected_step: StepReplay | None = None,
+    host_issue_s: float = 0.0,
 ) -> Rule:
-    """Return a rule that replays communication, and fits computation to the measured counts.
+    """Return a rule that replays a step with a fitted computation time.
 
-    The computation of each measured step is the one for which the replay gives the measured time. In weak
-    scaling it is equal at all counts, in strong scaling it is a + b/N. A step takes at least `host_s`,
-    since the host issues steps asynchronously and the longer of both times sets the pace.
+    The computation time of a measured step is the one for which the replay gives the measured step time. In
+    weak scaling it is equal on all worker counts, in strong scaling it is a + b/N. A step takes at least
+    `host_issue_s`, because the host issues steps in advance, and the longer of both times limits the step.
 
     Args:
-        replayed: Replays a step on measured counts.
-        shown: Replays a step on the projected count, if not `replayed`.
-        host_s: Seconds in which the host issues a step.
+        replay_step: Replays a step on measured worker counts.
+        replay_projected_step: Replays a step on the projected worker count, if not `replay_step`.
+        host_issue_s: Seconds in which the host issues a step.
     """
 
     def project_step_time(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
-        compute_s = fit_computation_s(replayed, points, scaling, host_s)(workers)
-        return max(host_s, (shown or replayed)(workers, compute_s))
+        compute_s = fit_computation_s(replay_step, points, scaling, host_issue_s)(workers)
+        return max(host_issue_s, (replay_projected_step or replay_step)(workers, compute_s))
 
     return project_step_time
 
 
 def fit_computation_s(
-    replayed: StepReplay, points: Sequence[MeasuredStep], scaling: Scaling, host_s: float = 0.0
+    replay_step: StepReplay,
+    points: Sequence[MeasuredStep],
+    scaling: Scaling,
+    host_issue_s: float = 0.0,
 ) -> Callable[[int], float]:
-    """Return a function for the seconds of computation on any worker count.
+    """Return a function that computes the computation time of a step on any worker count.
 
-    The function is fitted to measured steps. A step that the host may limit gives only an upper bound. It is
+    It is fitted to measured steps. A step that the host may limit does not show its computation time. It is
     left out if there are others.
 
     Args:
-        replayed: Replays a step.
+        replay_step: Replays a step for a computation time.
         points: Measured step times.
         scaling: Weak or strong scaling.
-        host_s: Seconds in which the host issues a step.
+        host_issue_s: Seconds in which the host issues a step.
     """
-    full = [p for p in points if p.step_s > NEAR_HOST * host_s] or points
+    full = [p for p in points if p.step_s > NEAR_HOST * host_issue_s] or points
     computing = [
-        MeasuredStep(p.workers, solve_computation_s(replayed, p.workers, p.step_s), p.nodes)
+        MeasuredStep(p.workers, solve_computation_s(replay_step, p.workers, p.step_s), p.nodes)
         for p in full
     ]
     if scaling == "weak":
@@ -233,35 +250,44 @@ def fit_computation_s(
     return lambda workers: max(0.0, naive.project_by_a_plus_b_over_n(computing, scaling, workers))
 
 
-def solve_computation_s(replayed: StepReplay, workers: int, step_s: float) -> float:
-    """Return the seconds of computation for which the replay takes `step_s`, at least 0.
+def solve_computation_s(replay_step: StepReplay, workers: int, step_s: float) -> float:
+    """Return the computation time for which a replayed step takes `step_s`, at least 0.
 
     Args:
-        replayed: Replays a step.
+        replay_step: Replays a step for a computation time.
         workers: Number of workers.
         step_s: Seconds of the step.
     """
     low, high = 0.0, step_s
-    if replayed(workers, low) >= step_s:
+    if replay_step(workers, low) >= step_s:
         return 0.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if replayed(workers, middle) < step_s else (low, middle)
+        low, high = (middle, high) if replay_step(workers, middle) < step_s else (low, middle)
     return (low + high) / 2
+
+
+class LeftOutError(NamedTuple):
+    """Error of a measured worker count that is projected from the other measured counts.
+
+    Attributes:
+        log_error: ln(projected / measured step time).
+        doublings: Distance to the nearest other count, in doublings.
+    """
+
+    log_error: float
+    doublings: float
 
 
 def compute_left_out_errors(
     rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
-) -> list[tuple[float, float]]:
-    """Return the log error of each count when projected from the others, with the distance.
+) -> list[LeftOutError]:
+    """Return the error of each measured count, when it is projected from the other counts.
 
     Args:
         rule: The rule.
         points: Measured step times.
         scaling: Weak or strong scaling.
-
-    Returns:
-        Pairs of ln(projected / measured) and the distance to the nearest other count, in doublings.
     """
     errors = []
     for i, point in enumerate(points):
@@ -270,21 +296,23 @@ def compute_left_out_errors(
             continue
         distance = min(abs(math.log2(point.workers / p.workers)) for p in others)
         projected_s = rule(others, scaling, point.workers)
-        errors.append((naive.compute_log_error(projected_s, point.step_s), distance))
+        log_error = naive.compute_log_error(projected_s, point.step_s)
+        errors.append(LeftOutError(log_error, distance))
     return errors
 
 
 def _compute_interval(
-    rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling, workers: int, more_sd: float
+    rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling, workers: int, extra_sd_ln: float
 ) -> Interval:
-    """Return the projected time with its 80 % interval.
+    """Return the step time that a rule projects, with its 80 % interval.
 
-    The interval comes from the rule's errors at left-out counts.
+    The interval follows from the rule's errors on measured counts that are projected from the others.
     """
     middle_s = rule(points, scaling, workers)
     doublings = max(1.0, math.log2(workers / points[-1].workers))
-    reach = _compute_half_width_ln(rule, points, scaling, doublings, more_sd)
-    return Interval(middle_s * math.exp(-reach), middle_s, middle_s * math.exp(reach))
+    half_width_ln = _compute_half_width_ln(rule, points, scaling, doublings, extra_sd_ln)
+    low_s, high_s = middle_s * math.exp(-half_width_ln), middle_s * math.exp(half_width_ln)
+    return Interval(low_s, middle_s, high_s)
 
 
 def _compute_half_width_ln(
@@ -292,12 +320,12 @@ def _compute_half_width_ln(
     points: Sequence[MeasuredStep],
     scaling: Scaling,
     doublings: float,
-    more_sd: float = 0.0,
+    extra_sd_ln: float = 0.0,
 ) -> float:
-    """Return the half-width, in ln, of the 80 % interval around the rule's time.
+    """Return the half-width of a projected step time's 80 % interval, in ln of time.
 
-    Errors are assumed to grow as the root of the doublings, as in a random walk. With few counts Student's
-    t widens the interval. It is infinite for one count.
+    Errors are assumed to grow as the root of the number of doublings, as in a random walk. With few measured
+    counts Student's t widens the interval. With one count it is infinite.
     """
     from scipy.special import stdtrit
 
@@ -305,12 +333,12 @@ def _compute_half_width_ln(
     if not errors:
         return math.inf
     mean_square = sum(e * e / max(d, 1.0) for e, d in errors) / len(errors)
-    sd = math.sqrt((mean_square + MIN_SD**2) * doublings + more_sd**2)
+    sd = math.sqrt((mean_square + MIN_SD**2) * doublings + extra_sd_ln**2)
     return float(stdtrit(len(errors), 0.9)) * sd
 
 
 def describe_projection_basis(projection: Projection, points: Sequence[MeasuredStep]) -> str:
-    """Return a text on the basis of a projection: the measured counts and the rule."""
+    """Return a text on a projection's basis: the measured worker counts and the rule."""
     *some, last = [str(p.workers) for p in points]
     counts = f"{', '.join(some)} and {last}" if some else last
     text = f"steps measured on {counts} workers, by {_describe_rule(projection)}"
@@ -324,7 +352,7 @@ def describe_projection_basis(projection: Projection, points: Sequence[MeasuredS
 
 
 def _describe_rule(projection: Projection) -> str:
-    """Return the name of the rule, and a note if the host limits the step."""
+    """Return a projection's rule, with a note if the host limits the step."""
     if not projection.host_issue_s:
         return projection.rule
     host = format_short_time(projection.host_issue_s)
@@ -332,7 +360,7 @@ def _describe_rule(projection: Projection) -> str:
 
 
 def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
-    """Return a sentence on the projected time on a worker count, or on its absence."""
+    """Return a sentence on a projected step time, or why there is none."""
     if projection.refusal_reason:
         return f"{projection.workers} {unit}: not projected: {projection.refusal_reason}."
     low, middle, high = (

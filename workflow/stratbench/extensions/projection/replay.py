@@ -1,7 +1,7 @@
-"""Simulates a traced step: each collective's start and duration, and the waits for collectives.
+"""Simulates (replays) a traced training step: its computation, its collectives, and waits for them.
 
-Overlap follows from the schedule, not from a factor. The method is that of dPRO (Hu et al., MLSys 2022). Here
-a trace of one rank on fake tensors suffices, since all ranks do the same.
+The overlap of communication and computation follows from the schedule of the step. The method is that of dPRO
+(Hu et al., MLSys 2022). A trace of one rank suffices, because all ranks do the same.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from dataclasses import dataclass
 
 from stratbench.telemetry.collectives import CollectiveCall
 
-#: Kinds of collectives whose result the next operation needs.
+#: Kinds of collectives whose result the next operation needs, so that the computation waits for it.
 RESULT_NEEDED_KINDS = ("all_gather", "broadcast", "send")
-#: Up to this ratio of a measured step to the host's own time, the host may limit the step.
+#: The host may limit a step whose time is at most this multiple of the time in which the host issues the
+#: step.
 NEAR_HOST = 1.1
-#: Number of operations that fit into the device's queue for certain.
+#: Number of operations that fit into the GPU's queue for certain.
 MAX_QUEUED = 512
 
 
 @dataclass(frozen=True)
 class CollectiveStart:
-    """A collective, and the fraction of the step's computation that is done when it starts.
+    """A collective, and the share of the step's computation that is done before.
 
     Attributes:
         call: The collective.
-        computed_share: Fraction of computation (0 to 1) done before.
-        blocks_computation: Whether computation waits for the result; otherwise only the optimizer does.
-        runs_ahead: Whether the collective may start while the preceding part is still computed.
+        computed_share: Share of the step's computation (0 to 1) that is done before.
+        blocks_computation: Whether the computation waits for the result; otherwise only the optimizer does.
+        runs_ahead: Whether the collective may start while the computation before it still runs.
     """
 
     call: CollectiveCall
@@ -38,12 +39,12 @@ class CollectiveStart:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Collectives of a traced step in their order, with their positions in the computation.
+    """When the collectives of a traced step start, relative to its computation.
 
     Attributes:
-        collectives: The collectives with their positions.
-        backward_end_share: Fraction of the computation before the optimizer.
-        num_operations: Approximate number of operations that the host issues for a step.
+        collectives: The collectives in their order.
+        backward_end_share: Share of the step's computation that is done when backward ends.
+        num_operations: Approximate number of operations that the host issues for the step.
     """
 
     collectives: tuple[CollectiveStart, ...]
@@ -54,25 +55,28 @@ class Schedule:
 def simulate_step_s(
     schedule: Schedule,
     compute_s: float,
-    seconds: Callable[[CollectiveCall], float],
+    compute_collective_s: Callable[[CollectiveCall], float],
     compute_slowdown: float = 1.0,
 ) -> float:
     """Return the seconds of a step, from its schedule and the time of each collective.
 
-    Each group of workers has a channel, like a communicator of NCCL, whose collectives run one after the
-    other. Two groups that share a link do not slow each other here. Reductions run in their order over all
-    groups, since one may reduce the result of another.
+    Collectives of the same process group run one after the other, as in a communicator of NCCL. Two groups
+    that share a link do not slow each other down here. Reductions of all groups run in their order, because
+    one may reduce the result of another.
 
     Args:
-        schedule: The schedule.
-        compute_s: Seconds of a step without any collective.
-        seconds: Returns the seconds of a collective.
+        schedule: Schedule of the step.
+        compute_s: Seconds of the step's computation, without collectives.
+        compute_collective_s: Returns the seconds of a collective.
         compute_slowdown: Factor by which computation is slower during a collective.
     """
-    now, done = 0.0, 0.0  # time of the computation's stream, and the fraction computed
-    free: dict[tuple[int | None, int], float] = {}  # when each group's channel is free
-    reduced = 0.0  # when all reductions so far are complete
-    # When computation last waited for a collective that ran ahead: then the next one starts.
+    # Simulated time, and the share of the computation that is done by then.
+    now, done = 0.0, 0.0
+    # When the last collective of each process group ends.
+    free: dict[tuple[int | None, int], float] = {}
+    # When all reductions so far are complete.
+    reduced = 0.0
+    # When the next collective that runs ahead may start: after the computation has waited for the last one.
     gathered = 0.0
 
     def find_link_busy_end() -> float:
@@ -104,7 +108,7 @@ def simulate_step_s(
             if started.blocks_computation
             else max(now, reduced)
         )
-        free[group] = max(ready, free.get(group, 0.0)) + seconds(started.call)
+        free[group] = max(ready, free.get(group, 0.0)) + compute_collective_s(started.call)
         if started.blocks_computation:
             now = max(now, free[group])
         else:
@@ -117,37 +121,37 @@ def simulate_step_s(
     return max(now, find_link_busy_end())
 
 
-def is_host_unblocked(operations: int, issue_s: float, step_s: float) -> bool:
-    """Return whether the host issued a step without waiting for space in the device's queue.
+def is_host_unblocked(num_operations: int, issue_s: float, step_s: float) -> bool:
+    """Return whether the host has issued a step without waiting for the GPU.
 
-    If all operations take equally long, the device has `operations` (1 - issue_s / step_s) left when the
-    host has issued the last one. They must fit into CUDA's queue of about 1024 kernels. MAX_QUEUED is half
-    of that, since an operation may be several kernels. The host issues each step in at most the mean step
-    time. If `issue_s` is much longer, something else delayed the host.
+    The host waits if the GPU's queue is full. When the host has issued the last operation, about
+    `num_operations * (1 - issue_s / step_s)` are in the queue. CUDA's queue has about 1024 kernels, and
+    MAX_QUEUED is half of that, because an operation may be several kernels. If `issue_s` is much longer than
+    a step, something else has delayed the host.
 
     Args:
-        operations: Number of operations of a step.
+        num_operations: Number of operations of a step.
         issue_s: Seconds in which the host issued the step.
         step_s: Mean seconds of a step.
     """
-    return issue_s <= NEAR_HOST * step_s and operations * (1 - issue_s / step_s) <= MAX_QUEUED
+    return issue_s <= NEAR_HOST * step_s and num_operations * (1 - issue_s / step_s) <= MAX_QUEUED
 
 
 def _finish_computation(
-    now: float, work_s: float, busy_until: float, compute_slowdown: float
+    begin_s: float, work_s: float, slowed_until_s: float, compute_slowdown: float
 ) -> float:
-    """Return the end time of work that is slower by `compute_slowdown` until `busy_until`."""
-    slow_s = max(0.0, busy_until - now)
+    """Return when a computation ends that is slower by a factor until `slowed_until_s`."""
+    slow_s = max(0.0, slowed_until_s - begin_s)
     if work_s * compute_slowdown <= slow_s:
-        return now + work_s * compute_slowdown
-    return now + slow_s + work_s - slow_s / compute_slowdown
+        return begin_s + work_s * compute_slowdown
+    return begin_s + slow_s + work_s - slow_s / compute_slowdown
 
 
 def build_schedule(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
-    """Return the schedule of a traced step, from the seconds of each phase.
+    """Return the schedule of a traced step, from its phases.
 
-    On CUDA, FSDP2 issues a collective before the optimizer in a separate stream. Parameters are then
-    gathered ahead, and the optimizer waits for gradients. On a CPU the host waits for each collective.
+    On a GPU, FSDP2 runs the collectives of forward and backward in a stream of their own. It gathers
+    parameters ahead, and only the optimizer waits for gradients. On a CPU the host waits for each collective.
     """
     total_s = sum(p.seconds for p in phases) or 1.0
     began_s, events, backward_end_share = 0.0, [], 1.0
@@ -167,14 +171,14 @@ def build_schedule(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
 
 @dataclass(frozen=True)
 class TracedPhase:
-    """A phase of a traced step: its seconds, its collectives, and their positions.
+    """A phase of a traced step, such as forward, with its computation and its collectives.
 
     Attributes:
         name: Name of the phase.
-        seconds: Seconds of computation on the device.
+        seconds: Seconds of the phase's computation on the device.
         collectives: The collectives in their order.
         collective_reached_s: Seconds of the phase's computation before each collective.
-        num_operations: Number of operations, without views.
+        num_operations: Number of operations on the device.
     """
 
     name: str

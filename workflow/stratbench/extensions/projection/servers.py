@@ -1,4 +1,4 @@
-"""Models steps with parameter servers as a queue, and finds where the servers are saturated."""
+"""Models a training step with parameter servers as a queue of workers at the servers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerQueue:
-    """Closed queue of workers: a worker computes for `think_s`, then each server serves the worker.
+    """Closed queue of workers, which in turn compute and are served by each server.
 
     Attributes:
-        think_s: Seconds between two requests of a worker: its computation, and the latency of its
-            messages.
-        service_s_by_server: Seconds that each server needs for one push and pull of one worker.
+        think_s: Seconds between two requests of a worker, for its computation and the latency of messages.
+        service_s_by_server: Seconds in which each server serves one push and pull of one worker.
     """
 
     think_s: float
@@ -20,17 +19,18 @@ class ServerQueue:
 
     @property
     def saturation_workers(self) -> float:
-        """Number of workers that saturates the busiest server: (Z + sum D) / max D.
+        """Number of workers from which on the busiest server is always busy (saturated).
 
-        Z is the think time, and D is each server's service time.
+        It is the think time plus the sum of all service times, divided by the longest service time.
         """
         return (self.think_s + sum(self.service_s_by_server)) / max(self.service_s_by_server)
 
 
 def compute_asynchronous_step_s(queue: ServerQueue, workers: int) -> float:
-    """Return the seconds between two updates of a worker, if no worker waits for another.
+    """Return the seconds between a worker's updates, if workers do not wait for each other.
 
-    Mean value analysis, exact for exponential service (Reiser and Lavenberg, 1980).
+    The result is by mean value analysis, which is exact for exponential service times (Reiser and Lavenberg,
+    1980).
     """
     waiting = [0.0] * len(queue.service_s_by_server)
     rate = 0.0
@@ -42,8 +42,8 @@ def compute_asynchronous_step_s(queue: ServerQueue, workers: int) -> float:
 
 
 def compute_synchronous_step_s(queue: ServerQueue, workers: int) -> float:
-    """Return the seconds of a step that waits for all workers.
+    """Return the seconds of a step in which all workers wait for each other.
 
-    Equal workers compute at the same time, then the busiest server serves all pushes one after the other.
+    All workers compute at the same time. Then the busiest server serves their pushes one after the other.
     """
     return queue.think_s + workers * max(queue.service_s_by_server)

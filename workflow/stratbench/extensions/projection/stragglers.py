@@ -1,4 +1,4 @@
-"""Computes the cost of waiting for the slowest of N workers, from the workers' own step times."""
+"""Computes how much longer the slowest of N workers takes, from workers' own step times."""
 
 from __future__ import annotations
 
@@ -10,35 +10,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Minimum number of steps and of workers for a distribution of the workers' times.
+#: Minimum number of steps, and of workers, from which a distribution of step times is computed.
 MIN_STEPS, MIN_WORKERS = 20, 2
-#: Number of levels, and of times per level, of the distribution with drawn levels.
+#: Number of quantiles by which the distributions of worker speeds, and of step times of one worker, are
+#: represented.
 LEVELS, VARYING = 64, 256
 
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Step times of workers without delays that all share, shape [workers, steps].
+    """Distribution of the step times of workers, some of which may be slow.
 
-    `normalise_own_times` computes them. All are above zero, with a mean of about 1.
+    Attributes:
+        own_times: Step times by `normalise_own_times`, shape [workers, steps]. All are above zero, and their
+            mean is about 1.
     """
 
     own_times: NDArray
 
-    def compute_mean_slowest_factor(self, workers: int, spreads: float = 0.0) -> float:
-        """Return the mean time of the slowest of `workers` workers, over the mean of all.
+    def compute_mean_slowest_factor(self, workers: int, num_sd: float = 0.0) -> float:
+        """Return the mean step time of the slowest worker, relative to that of all.
 
-        Each worker has a step of any measured worker, with equal probability. The duration of slow periods
-        does not change the mean step. The factor is raised by `spreads` standard deviations, in ln.
+        Each of `workers` workers' step times is drawn from those of all measured workers. How long a worker
+        stays slow does not matter for the mean. The result is raised by `num_sd` of its standard deviations,
+        in ln.
         """
-        more = spreads * self._compute_log_slowest_sd(workers) if spreads else 0.0
-        return math.exp(_compute_log_slowest_factor(self.own_times, workers) + more)
+        raised_by = num_sd * self._compute_log_slowest_sd(workers) if num_sd else 0.0
+        return math.exp(_compute_log_slowest_factor(self.own_times, workers) + raised_by)
 
     def _compute_log_slowest_sd(self, workers: int) -> float:
-        """Return the standard deviation of ln of the slowest worker's factor.
+        """Return the standard deviation of ln of the slowest worker's relative step time.
 
-        A jackknife over workers gives one part. The other part is that the unmeasured workers may have
-        other levels. Student's t widens it for few workers.
+        One part is by a jackknife over the measured workers. The other part is that unmeasured workers may be
+        slower. For few measured workers, Student's t makes the result larger.
         """
         import numpy as np
         from scipy.special import ndtri, stdtrit
@@ -53,7 +57,7 @@ class Stragglers:
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
 
     def _compute_log_level_contribution(self, workers: int) -> float:
-        """Return how much lasting speed differences of workers add to the slowest worker's ln factor."""
+        """Return how much lasting differences of speed add to ln of the slowest step time."""
         import numpy as np
         from scipy.special import ndtri
 
@@ -67,15 +71,15 @@ class Stragglers:
         )
 
 
-def _compute_midpoints(n: int) -> NDArray:
-    """Return the midpoints of n equal parts of the interval from 0 to 1."""
+def _compute_midpoints(num_parts: int) -> NDArray:
+    """Return the midpoints of equal parts of the interval from 0 to 1."""
     import numpy as np
 
-    return (np.arange(n) + 0.5) / n
+    return (np.arange(num_parts) + 0.5) / num_parts
 
 
 def _compute_log_slowest_factor(times: NDArray, workers: int) -> float:
-    """Return ln of the slowest of `workers` times drawn from `times`, on average.
+    """Return ln of the expected maximum of `workers` times that are drawn from `times`.
 
     The maximum is relative to the mean of `times`.
     """
@@ -87,14 +91,12 @@ def _compute_log_slowest_factor(times: NDArray, workers: int) -> float:
 
 
 def normalise_own_times(times: NDArray) -> NDArray:
-    """Return step times, shape [workers, steps], without each step's delay common to all workers.
+    """Return step times without the delays that all workers have in the same step.
 
-    The times are above zero, relative to their mean.
-
-    A delay that all workers share makes none of them wait. ln of a time is the sum of the worker's level,
-    the step's common part and the worker's own part. The covariance of workers is the variance of the
-    common part. Its best linear prediction (Henderson 1975) is subtracted from each step. The rest is
-    scaled to the variance of the own part.
+    The shape is [workers, steps], and the mean is about 1. A delay that all workers have makes none of them
+    wait. ln of a time is the sum of the worker's level, the step's common part and the worker's own part. The
+    covariance between workers is the variance of the common part. Its best linear prediction (Henderson 1975)
+    is subtracted from each step. The rest is scaled to the variance of the own part.
     """
     import numpy as np
 
@@ -113,7 +115,10 @@ def normalise_own_times(times: NDArray) -> NDArray:
 
 
 def fit_stragglers(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
-    """Return the distribution of workers' times in one count's repeats, or None if too short."""
+    """Return the distribution of workers' step times in records of one worker count.
+
+    None if the records have too few steps or workers, or no own times.
+    """
     import numpy as np
 
     factors = []
@@ -123,7 +128,7 @@ def fit_stragglers(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
         if len(series) < MIN_WORKERS or steps < MIN_STEPS:
             return None
         own = np.array([s[-steps:] for s in series])
-        if not own.all():  # a time below the clock's resolution
+        if not own.all():  # a step time of 0, below the clock's resolution, has no logarithm
             return None
         factors.append(normalise_own_times(own))
     steps = min((own.shape[1] for own in factors), default=0)

@@ -1,4 +1,4 @@
-"""Projects the strategies of a study to other worker counts, from records and measured links."""
+"""Projects a study's strategies to other worker counts, from records and measured links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.progress import create_progress_bar
@@ -44,7 +44,7 @@ from stratbench.study.resources import count_nodes
 def project_strategy(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, counts: Sequence[int]
 ) -> list[Projection]:
-    """Return the projections of a strategy, in ascending order of worker counts.
+    """Return the projected step times of a strategy, in ascending order of worker counts.
 
     Args:
         config: The validated config.
@@ -72,24 +72,23 @@ def project_strategy(
     def find_unsuited_reason(workers: int) -> str | None:
         return untrainable_reason(config, study, evidence, workers)
 
-    on, queue, able = _find_link_replay(
+    on, make_queue, replayable = _find_link_replay(
         config, study, evidence, make_subject_at, device, counts, count_nodes_at
     )
-    links = (on.replay_step, on.replay_step_slowed, on.measured_levels, queue) if on else ()
-    reach, host_s = evidence.repeat_half_width_ln, on.host_issue_s if on else 0.0
+    links = (on.replay_step, on.replay_step_slowed, on.measured_levels, make_queue) if on else ()
+    host_issue_s = on.host_issue_s if on else 0.0
     projected = partial(
         project_step_times,
         points,
         evidence.scaling,
-        unsuited=find_unsuited_reason,
-        repeat_half_width_ln=reach,
-        served=last.served,
+        find_untrainable_reason=find_unsuited_reason,
+        repeat_half_width_ln=evidence.repeat_half_width_ln,
+        has_servers=last.served,
     )
     made = [
-        *projected([p for p in places if p[0] in able], *links, host_s=host_s),
-        # These counts are projected without a replay, since replaying counts that are too large takes
-        # minutes.
-        *projected([p for p in places if p[0] not in able]),
+        *projected([p for p in places if p[0] in replayable], *links, host_issue_s=host_issue_s),
+        # Without a replay: links that these counts need were not measured, or the replay would take minutes.
+        *projected([p for p in places if p[0] not in replayable]),
     ]
     return sorted(made, key=lambda p: p.workers)
 
@@ -97,9 +96,9 @@ def project_strategy(
 def project_trainings(
     config: Mapping[str, Any], study: Study, records: Mapping[Cell, Mapping[str, Any]]
 ) -> dict[Cell, ProjectedDuration]:
-    """Return the projected durations of trainings, on worker counts of the study and larger ones.
+    """Return the projected durations of trainings, by cell, on unmeasured worker counts.
 
-    Each is that of a first repeat.
+    Worker counts are those of the study, and doublings of the largest measured one. Cells are first repeats.
 
     Args:
         config: The validated config.
@@ -131,7 +130,7 @@ def project_trainings(
 
 
 def iter_with_progress(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
-    """Yield each strategy's measurements, and show a progress bar, since a trace takes seconds."""
+    """Yield each strategy's measurements, and show a progress bar."""
     with create_progress_bar(len(evidences), " strategies", "projected") as bar:
         for evidence in evidences:
             yield evidence
@@ -141,7 +140,7 @@ def iter_with_progress(evidences: Sequence[ProjectionInputs]) -> Iterator[Projec
 def make_cell_subject(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> Subject:
-    """Return the strategy's cell on a number of workers, ready to plan.
+    """Return a strategy's cell on a number of workers, as the plan needs it.
 
     Args:
         config: The validated config.
@@ -152,9 +151,10 @@ def make_cell_subject(
     return make_subject(config, study, replace(evidence.largest_cell, gpus=workers))
 
 
-def list_doublings(largest: int, max_count: int) -> list[int]:
-    """Return the doublings of the largest measured count, up to `max_count`."""
-    return [largest << k for k in range(1, 1 + max(0, int(math.log2(max_count / largest))))]
+def list_doublings(largest_measured: int, max_count: int) -> list[int]:
+    """Return 2, 4, 8 ... times the largest measured worker count, up to `max_count`."""
+    num_doublings = max(0, int(math.log2(max_count / largest_measured)))
+    return [largest_measured << k for k in range(1, 1 + num_doublings)]
 
 
 def make_subject_device(config: Mapping[str, Any], subject: Subject) -> Device:
@@ -169,9 +169,7 @@ def make_subject_device(config: Mapping[str, Any], subject: Subject) -> Device:
 def untrainable_reason(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> str | None:
-    """Return the reason against training a strategy's cell on `workers` workers.
-
-    A reason means that the cell could not be trained or would be useless.
+    """Return why a strategy's cell cannot train on a number of workers, if so.
 
     Args:
         config: The validated config.
@@ -180,7 +178,7 @@ def untrainable_reason(
         workers: Number of workers.
 
     Returns:
-        The reason, or None if the cell can be trained.
+        The reason, or None if the cell can train.
     """
     if reason := study.refused_cell_reason(config, replace(evidence.largest_cell, gpus=workers)):
         return reason
@@ -191,28 +189,39 @@ def untrainable_reason(
     return None
 
 
+class UsableReplay(NamedTuple):
+    """Replay of a strategy's steps on measured links, and where it can be used.
+
+    Attributes:
+        replay: The replay; None if a measured worker count needs links that were not measured.
+        make_queue: Returns the queue of the parameter servers for a worker count; None without servers.
+        replayable_counts: Worker counts to project to that need only measured links.
+    """
+
+    replay: LinkReplay | None
+    make_queue: Callable[[int], ServerQueue] | None
+    replayable_counts: set[int]
+
+
 def _find_link_replay(
     config: Mapping[str, Any],
     study: Study,
     evidence: ProjectionInputs,
-    at: Callable[[int], Subject],
+    make_subject_at: Callable[[int], Subject],
     device: Device,
     counts: Sequence[int],
-    nodes_of: Callable[[int], int],
-) -> tuple[LinkReplay | None, Callable[[int], ServerQueue] | None, set[int]]:
-    """Return the replay, the servers' queue, and the worker counts whose links were measured.
-
-    The replay is None if a measured count has unmeasured links.
-    """
+    count_nodes_at: Callable[[int], int],
+) -> UsableReplay:
+    """Return the replay of a strategy's steps, and the counts that it can replay."""
     points, path = (
         evidence.measured_steps,
         Path(config["results"]) / study.name / "links" / "links.csv",
     )
-    able: set[int] = set()
+    replayable: set[int] = set()
     try:
-        on = make_link_replay(at, evidence, device, path, nodes_of)
+        on = make_link_replay(make_subject_at, evidence, device, path, count_nodes_at)
         if on is None:
-            return None, None, able
+            return UsableReplay(None, None, replayable)
         for p in points:
             if solve_computation_s(on.replay_step, p.workers, p.step_s) == 0:
                 print(
@@ -220,20 +229,20 @@ def _find_link_replay(
                     f"than its measured step on {p.workers} workers; only the measured counts are used. "
                     "Measure links again on an idle machine"
                 )
-                return None, None, able
+                return UsableReplay(None, None, replayable)
     except Unmeasured as error:
         print(f"{evidence.strategy}: {error}; only the measured counts are used")
-        return None, None, able
+        return UsableReplay(None, None, replayable)
     for n in counts:
         suited = untrainable_reason(config, study, evidence, n) is None
         if suited and n <= MAX_COUNT_RATIO * points[-1].workers:
             with suppress(Unmeasured):
                 on.replay_step(n, 1.0)
-                able.add(n)
+                replayable.add(n)
     if on.make_server_queue is None:
-        return on, None, able
+        return UsableReplay(on, None, replayable)
     queue, computing = (
         on.make_server_queue,
         fit_computation_s(on.replay_step, points, evidence.scaling),
     )
-    return on, lambda n: queue(n, computing(n)), able
+    return UsableReplay(on, lambda n: queue(n, computing(n)), replayable)

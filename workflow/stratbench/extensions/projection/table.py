@@ -1,6 +1,6 @@
-"""Writes projection.csv, with a row for each measured and each projected count of a strategy.
+"""Writes projection.csv, with a row per strategy and measured or projected worker count.
 
-Intervals have 80 % coverage. Measured rows have the range of their repeats.
+Intervals of projected rows have 80 % coverage. Measured rows have the range of their repeats instead.
 """
 
 from __future__ import annotations
@@ -23,9 +23,17 @@ from stratbench.extensions.projection.project import Projection, describe_projec
 class Row:
     """A row of projection.csv: a strategy on a number of workers.
 
-    Low, middle and high values belong to an interval. An empty text means unknown.
+    Columns with `low` and `high` are the ends of an interval. None and "" mean unknown.
 
     Attributes:
+        experiment: Name of the experiment.
+        model: Name of the model.
+        strategy: Name of the strategy.
+        base: Name of the strategy that a variant is based on.
+        scaling: weak or strong.
+        device: Name of the GPU, or CPU.
+        workers: Number of workers.
+        nodes: Number of nodes.
         kind: measured, projected or refused.
         step_s: Seconds per global batch.
         efficiency: Time with perfect scaling from the smallest measured count, divided by the time.
@@ -34,11 +42,16 @@ class Row:
         gpu_hours: GPU-hours of the training, without servers, start and evaluation.
         cost: Cost of these GPU-hours, if GPUs have a price.
         target_gpu_hours: GPU-hours until the target score.
+        target_cost: Cost of these GPU-hours, if GPUs have a price.
         memory_bytes: Peak memory of a worker.
+        why_no_target: Why the time until the target score is unknown, if the config has a target.
         evidence: Measurements on which the projection rests.
         rule: Name of the rule that projects.
         skill: Skill on the measured counts: 1 without error, 0 as good as the best naive rule.
         reason: Why nothing is projected.
+        perfect_s: Step time by perfect scaling.
+        same_loss_s: Step time if each doubling loses as much as the last measured one.
+        a_plus_b_s: Step time by a fit of a + b/N.
         host_s: Seconds in which the host issues a step, if that is the limit.
     """
 
@@ -78,7 +91,6 @@ class Row:
     memory_low_bytes: float | None = None
     memory_bytes: float | None = None
     memory_high_bytes: float | None = None
-    #: Why the time to the target score is unknown, if the config has a target.
     why_no_target: str = ""
     evidence: str = ""
     rule: str = ""
@@ -92,13 +104,13 @@ class Row:
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Properties of a strategy's trainings that turn step times into times and costs.
+    """Properties of a strategy's trainings, from which training times and costs follow.
 
     Attributes:
         steps_by_count: Number of steps of a training, by worker count.
-        target_share_range: Minimum and maximum fraction of the training time until the target score;
-            None if unknown.
-        no_target_reason: Why that fraction is unknown, if the config has a target.
+        target_share_range: Minimum and maximum share of the training time until the target score; None if
+            unknown.
+        no_target_reason: Why that share is unknown, if the config has a target.
         price_per_gpu_hour: Price of a GPU per hour; None if unknown or without GPUs.
     """
 
@@ -110,23 +122,23 @@ class TrainingFacts:
 
 def make_rows(
     evidence: ProjectionInputs,
-    base: str,
+    base_strategy: str,
     projections: Sequence[Projection],
     peaks: Mapping[int, ProjectedPeak | None],
     facts: TrainingFacts,
 ) -> list[Row]:
-    """Return the rows of one strategy: measured counts, then projected ones.
+    """Return the rows of one strategy: measured worker counts, then projected ones.
 
     Args:
         evidence: Measurements of the strategy.
-        base: Name of the strategy that a variant is based on.
+        base_strategy: Name of the strategy that a variant is based on.
         projections: Projections of the strategy.
         peaks: Peak memory of a worker, by worker count.
         facts: Properties of the strategy's trainings.
     """
     common = {
         "experiment": evidence.experiment, "model": evidence.model, "strategy": evidence.strategy,
-        "base": base, "scaling": evidence.scaling, "device": evidence.gpu_name or "CPU",
+        "base": base_strategy, "scaling": evidence.scaling, "device": evidence.gpu_name or "CPU",
         "why_no_target": facts.no_target_reason,
     }  # fmt: skip
     rows = []
@@ -165,22 +177,22 @@ def make_rows(
 
 
 def _make_time_columns(
-    evidence: ProjectionInputs, facts: TrainingFacts, workers: int, *step_s: float
+    evidence: ProjectionInputs, facts: TrainingFacts, workers: int, *step_interval_s: float
 ) -> dict[str, float | None]:
-    """Return the columns on step time, efficiency, training time and time to the target.
+    """Return the columns on step time, efficiency, training time, time to the target, and cost.
 
-    The values follow from the step's low, middle and high time.
+    They follow from `step_interval_s`: the low, middle and high step time.
     """
     ideal_s = scale_step_time_perfectly(evidence.measured_steps[0], evidence.scaling, workers)
-    trained = [t * facts.steps_by_count[workers] for t in step_s]
-    # The highest step time gives the lowest efficiency.
-    efficiencies = [ideal_s / t for t in reversed(step_s)]
+    trained = [t * facts.steps_by_count[workers] for t in step_interval_s]
+    # Reversed, because the highest step time gives the lowest efficiency.
+    efficiencies = [ideal_s / t for t in reversed(step_interval_s)]
     target = None
     if facts.target_share_range is not None:
         low, high = facts.target_share_range
         target = (trained[0] * low, trained[1] * (low + high) / 2, trained[2] * high)
     return (
-        _make_interval_columns("step", "_s", step_s)
+        _make_interval_columns("step", "_s", step_interval_s)
         | _make_interval_columns("efficiency", "", efficiencies)
         | _make_interval_columns("train", "_s", trained)
         | _make_interval_columns("target", "_s", target)
@@ -190,18 +202,23 @@ def _make_time_columns(
 
 
 def _make_cost_columns(
-    prefix: str, times_s: Sequence[float] | None, workers: int, price: float | None
+    prefix: str,
+    times_s: Sequence[float] | None,
+    workers: int,
+    price_per_gpu_hour: float | None,
 ) -> dict[str, float | None]:
-    """Return the columns of GPU-hours and cost for low, middle and high training times.
+    """Return the columns on GPU-hours and cost, from low, middle and high training times.
 
     Args:
         prefix: Prefix of the columns' names.
         times_s: Low, middle and high seconds, or None if unknown.
         workers: Number of workers.
-        price: Price of a GPU per hour, or None.
+        price_per_gpu_hour: Price of a GPU per hour, or None.
     """
     hours = times_s and [t * workers / 3600 for t in times_s]
-    cost = None if price is None or hours is None else [h * price for h in hours]
+    cost = None
+    if price_per_gpu_hour is not None and hours is not None:
+        cost = [h * price_per_gpu_hour for h in hours]
     return _make_interval_columns(f"{prefix}gpu_hours", "", hours) | _make_interval_columns(
         f"{prefix}cost", "", cost
     )
@@ -214,18 +231,20 @@ def _make_interval_columns(
     return dict(zip(keys, values or (None, None, None), strict=True))
 
 
-def make_unfit_rows(evidence: ProjectionInputs, base: str, counts: Sequence[int]) -> list[Row]:
-    """Return a refused row per worker count, for a strategy that cannot be projected.
+def make_unfit_rows(
+    evidence: ProjectionInputs, base_strategy: str, counts: Sequence[int]
+) -> list[Row]:
+    """Return a row of kind `refused` per worker count, for a strategy without projections.
 
     Args:
         evidence: Measurements of the strategy.
-        base: Name of the strategy that a variant is based on.
+        base_strategy: Name of the strategy that a variant is based on.
         counts: Worker counts.
     """
     return [
         Row(
-            evidence.experiment, evidence.model, evidence.strategy, base, "", evidence.gpu_name or "CPU",
-            workers, None, "refused", reason=evidence.unfit_reason,
+            evidence.experiment, evidence.model, evidence.strategy, base_strategy, "",
+            evidence.gpu_name or "CPU", workers, None, "refused", reason=evidence.unfit_reason,
         )
         for workers in counts
     ]  # fmt: skip

@@ -1,56 +1,63 @@
-"""Computes the fraction of a training until the target score, for other worker counts."""
+"""Computes the share of a training's time until the target score, for unmeasured worker counts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratbench.extensions.projection.evidence import ProjectionInputs
 
 
-def compute_share_to_target(
-    target: float | None, evidence: ProjectionInputs
-) -> tuple[tuple[float, float] | None, str]:
-    """Return the fraction of training time until the target score, as a range.
+class TargetShare(NamedTuple):
+    """Share of a training's time until the target score.
 
-    The range applies to other worker counts if updates stay the same: with DDP's arithmetic and one global
-    batch.
+    Attributes:
+        share_range: Minimum and maximum over records; None if unknown.
+        unknown_reason: Why the share is unknown, if the config has a target; else "".
+    """
+
+    share_range: tuple[float, float] | None
+    unknown_reason: str
+
+
+def compute_share_to_target(target_score: float | None, evidence: ProjectionInputs) -> TargetShare:
+    """Return the share of a training's time until the target score, over the strategy's records.
+
+    The share applies to other worker counts only if these make the same updates: by DDP's arithmetic with the
+    same global batch.
 
     Args:
-        target: Target score, or None if the config has none.
+        target_score: Target score, or None if the config has none.
         evidence: Measurements of the strategy.
-
-    Returns:
-        The minimum and maximum over records, or None and the reason why they are unknown.
     """
-    if target is None:
-        return None, ""
+    if target_score is None:
+        return TargetShare(None, "")
     records = [r for count in evidence.records_by_count for r in count]
     if evidence.scaling == "weak":
-        return (
+        return TargetShare(
             None,
             "the global batch grows with the workers, so that the number of epochs may change",
         )
     if not all(r["strategy"]["traits"]["equals_ddp"] for r in records):
-        return (
+        return TargetShare(
             None,
             "its updates depend on the number of workers, so that the number of epochs may change",
         )
     if any(r["task"].get("loss_adds_up") is False for r in records):
-        return (
+        return TargetShare(
             None,
             "its loss depends on the number of workers, so that the number of epochs may change",
         )
-    shares = [_compute_training_share(r, target) for r in records]
+    shares = [_compute_training_share(r, target_score) for r in records]
     if None in shares:
-        return None, f"not all of its trainings reached {target:g}"
-    return (min(shares), max(shares)), ""
+        return TargetShare(None, f"not all of its trainings reached {target_score:g}")
+    return TargetShare((min(shares), max(shares)), "")
 
 
-def _compute_training_share(record: Mapping[str, Any], target: float) -> float | None:
+def _compute_training_share(record: Mapping[str, Any], target_score: float) -> float | None:
     sign = 1 if record["task"]["better"] == "higher" else -1
     whole_s = record["time"]["train_time_s"]
     for epoch in record["score"]["per_epoch"]:
-        if epoch["score"] is not None and sign * epoch["score"] >= sign * target:
+        if epoch["score"] is not None and sign * epoch["score"] >= sign * target_score:
             return epoch["train_time_s"] / whole_s if whole_s else None
     return None

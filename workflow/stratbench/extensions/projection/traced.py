@@ -1,4 +1,4 @@
-"""Builds a step's schedule from a trace on fake tensors: collectives, and computation between them."""
+"""Builds the schedule of a training step from a trace on fake tensors."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.projection.replay import Schedule, TracedPhase, build_schedule
 
-#: Assumed memory rate of a CPU core if the plan has none. It weighs bytes against operations.
+#: Memory bandwidth of a CPU core that is assumed if the plan has none. Only the ratio to the core's FLOP/s
+#: matters.
 CPU_MEMORY_BYTES_PER_S = 8e9
 
 
 def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
-    """Return the schedule of one training step of rank 0, which takes seconds to trace.
+    """Trace one training step of rank 0, and return its schedule. This takes seconds.
 
-    The device's rates only give fractions of the step's computation, whose total is measured.
+    From the device's rates follow only shares of the step's computation. Its total time is measured.
 
     Args:
         request: Request of the cell to trace.
         samples: Samples of the step.
         device: Device whose rates are used.
     """
-    from stratbench.extensions.plan.footprint import fake  # this import loads PyTorch
+    # Imported here, because this module loads PyTorch, which takes seconds.
+    from stratbench.extensions.plan.footprint import fake
 
     trace, _ = fake.trace_steps(request, [samples])
     flops_per_s = device.flops_per_s or 1e12

@@ -1,4 +1,4 @@
-"""The extension `queue`: predicts the time to a result including the wait in the cluster's queue."""
+"""The extension `queue`: predicts a training's time including its wait in the cluster's queue."""
 
 from __future__ import annotations
 

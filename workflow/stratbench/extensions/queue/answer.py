@@ -1,4 +1,4 @@
-"""Answers `decide.queue`: for each way to train, the time to a result including the queue."""
+"""Answers `decide.queue`: which way to train has its result first, including the queue."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from stratbench.extensions.queue.request import NODES, QueueRequest
 from stratbench.extensions.queue.simulator import ALL, Arrival, Cluster, Rules
 from stratbench.statistics.intervals import IntervalEstimate
 
-#: Largest load, as a share of the GPUs, at which the mean wait in a queue is a stable number.
+#: Maximum share of GPUs that other users' jobs use on average. Above it the queue has no stable mean wait.
 MAX_STEADY_LOAD = 0.9
-#: Largest growth of the waiting work in a history, in busy GPUs as a share of all. A queue can grow although
-#: GPUs are idle, because jobs do not fit together.
+#: Maximum growth of the waiting jobs in a history. The unit is the share of GPUs that the additional work
+#: would use. A queue can grow although GPUs are idle, because jobs do not fit together.
 MAX_GROWTH = 0.1
-#: Number of simulated streams of other users' jobs, and of submission times of the training in each.
+#: Number of simulated queues (blocks), and of submission times of the training in each queue.
 BLOCKS, MOMENTS = 8, 4
-#: Largest factor between simulated and recorded mean waits that counts as agreement.
+#: Simulated and recorded mean waits agree if they differ by at most this factor.
 MAX_WAIT_FACTOR = 2.0
-#: Wording for where synchronous workers get their state from when they resume.
+#: Text on where synchronous workers get the model's state from, by value of the key `recovery`.
 SOURCES = {"checkpoint": "state from the last checkpoint", "peer": "state from another worker"}
 NOT_MODELLED = (
     "The simulation does not model fair-share and other priorities than the order of submission, limits "
@@ -48,17 +48,17 @@ NOT_MODELLED = (
 def simulate_and_answer(
     request: QueueRequest,
     gpus_per_node: int,
-    margin: float,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    equivalence_margin: float,
+    on_progress: Callable[[int, int], None] = lambda num_simulated, total: None,
 ) -> dict[str, Any]:
     """Simulate the queue, and return the answer as values for answers.json.
 
     Args:
         request: The queue and the training.
         gpus_per_node: GPUs of a node.
-        margin: Fraction by which modes may differ and still count as equal; the simplest of equal modes
-            is named.
-        progress: Called with the number of simulated submission times, and their total number.
+        equivalence_margin: Fraction by which the times of modes may differ and still count as equal; the
+            simplest of equal modes is chosen.
+        on_progress: Called with the number of simulated submission times, and their total number.
 
     Raises:
         ValueError: If the history is insufficient; the message has the remedy.
@@ -76,7 +76,7 @@ def simulate_and_answer(
             "once; if the cluster has more, set decide.queue.nodes"
         )
     load = request.load
-    # The load counts the GPUs in use, and those that the growing queue would need.
+    # The load also includes the GPUs that the additional work of a growing queue would use.
     if history is not None:
         load = (history.mean_gpus_in_use + history.queue_growth_gpus) / capacity
     known = [] if history is None else list(describe_history(history, nodes, gpus_per_node))
@@ -106,7 +106,7 @@ def simulate_and_answer(
         request.recovery == "peer",
         request.preemptible,
     )
-    # A training that other jobs preempt may take several times as long.
+    # The simulated queue must last longer than the training, which preemption makes longer.
     lasting_h = request.training_hours * (3 if request.preemptible else 1)
     shape = (nodes, gpus_per_node, rules)
     if history is None:
@@ -121,10 +121,10 @@ def simulate_and_answer(
     def report_progress() -> None:
         nonlocal done
         done += 1
-        progress(done, BLOCKS * MOMENTS)
+        on_progress(done, BLOCKS * MOMENTS)
 
-    times = simulate_modes(queue, work, worths, tick=report_progress)
-    report = _AnswerText(request, times, margin)
+    times = simulate_modes(queue, work, worths, on_submission_time=report_progress)
+    report = _AnswerText(request, times, equivalence_margin)
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
         f"{'synthetic' if history is None else 'recorded'} queues of {format_count(nodes, 'node')} of "
@@ -138,9 +138,7 @@ def simulate_and_answer(
         "refused": None,
         "mode": report.choice,
         "modes": report.make_rows(),
-        "even": {
-            rival: _format_break_even(report.compute_break_even(rival)) for rival in MODES[:-1]
-        },
+        "even": {mode: _format_break_even(report.compute_break_even(mode)) for mode in MODES[:-1]},
     }
 
 
@@ -176,7 +174,7 @@ def _find_refusal_reason(
 def _compare_with_record(
     history: AccountingHistory, arrivals: list[Arrival], queue: TrainingQueue
 ) -> str:
-    """Return a sentence that compares simulated and recorded waits of the history's jobs."""
+    """Return a sentence that compares the history's mean wait of jobs with the simulated one."""
     sim = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules)
     sim.run_until(arrivals[-1].submit_s)
     simulated = [wait_s for _, wait_s in sim.waits]
@@ -199,7 +197,7 @@ def _compare_with_record(
 
 
 def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int) -> list[str]:
-    """Return sentences that describe a history: its jobs, GPUs in use, failures and waits.
+    """Return sentences on a history: its jobs, GPUs in use, node failures and waits.
 
     Args:
         history: The history.
@@ -239,27 +237,28 @@ def _describe_waits_of_width(row: WidthRow) -> str:
 
 
 class _AnswerText:
-    """Sentences and rows on the simulated times of all modes."""
+    """Sentences and table rows on the simulated times of a training in all modes."""
 
-    def __init__(self, request: QueueRequest, times: ModeTimes, margin: float) -> None:
-        self.request, self.times, self.margin = request, times, margin
+    def __init__(self, request: QueueRequest, times: ModeTimes, equivalence_margin: float) -> None:
+        self.request, self.times = request, times
+        self.equivalence_margin = equivalence_margin
         self.choice = self._choose_mode()
 
-    def compute_break_even(self, rival: str) -> IntervalEstimate:
-        """Return the sample efficiency at which asynchronous workers take as long as mode `rival`."""
-        return self.times.compute_break_even(rival)
+    def compute_break_even(self, other_mode: str) -> IntervalEstimate:
+        """Return the sample efficiency with which asynchronous workers are as fast as another mode."""
+        return self.times.compute_break_even(other_mode)
 
     def get_simulated_mode(self, mode: str) -> str:
-        """Return the name under which `mode` was simulated.
+        """Return the name under which a mode was simulated.
 
-        For asynchronous workers, this is the mode with the lowest sample efficiency.
+        Asynchronous workers were simulated with several sample efficiencies. Their name has the lowest one.
         """
         if mode != ASYNCHRONOUS:
             return mode
         return name_asynchronous_mode(min(self.request.sample_efficiency or (1.0,)))
 
     def _choose_mode(self) -> str:
-        """Return the simplest mode that is within the margin of the fastest one.
+        """Return the simplest mode whose time is within the margin of the shortest time.
 
         Asynchronous workers are considered only if their sample efficiency is high enough with 95 %
         confidence.
@@ -269,13 +268,10 @@ class _AnswerText:
             mode: self.times.average_hours(self.get_simulated_mode(mode)).value for mode in allowed
         }
         best = min(mean.values())
-        return next(mode for mode in allowed if mean[mode] <= best * (1 + self.margin))
+        return next(mode for mode in allowed if mean[mode] <= best * (1 + self.equivalence_margin))
 
     def make_headline(self) -> str:
-        """Return the text on the chosen mode and its time.
-
-        The text also has the ratio of this time to a gang's time.
-        """
+        """Return the text on the chosen mode's time, and its ratio to a gang's time."""
         mean = self.times.average_hours(self.get_simulated_mode(self.choice))
         text = (
             f"With the queue: {self.choice} takes {_format_hours(mean.value)} from submission to result"
@@ -291,7 +287,7 @@ class _AnswerText:
         return f"{text}{', but the difference is within the noise' if doubtful else ''}."
 
     def make_lines(self) -> list[str]:
-        """Return sentences on the times of all modes, on the break-even, and on preemption."""
+        """Return sentences on all modes' times, on the needed sample efficiency, and on preemption."""
         others = []
         for mode in MODES[1:]:
             mean, ratio = (
@@ -312,14 +308,14 @@ class _AnswerText:
         return texts
 
     def _is_asynchronous_better(self) -> bool | None:
-        """Return whether asynchronous workers beat elastic synchronous ones, or None if that is uncertain."""
+        """Return whether asynchronous workers are faster than split synchronous ones. None if uncertain."""
         sync, worth = self.compute_break_even(SYNCHRONOUS), self.request.sample_efficiency
         if worth and sync.high is not None and worth[0] >= sync.high:
             return True
         return False if worth and sync.low is not None and worth[1] <= sync.low else None
 
     def _describe_break_even(self) -> str:
-        """Return a sentence on the sample efficiency at which asynchronous workers break even."""
+        """Return a sentence on the sample efficiency with which asynchronous workers are as fast."""
         sync, gang = self.compute_break_even(SYNCHRONOUS), self.compute_break_even(GANG)
         text = (
             "Asynchronous workers break even with split synchronous workers "
@@ -356,7 +352,7 @@ class _AnswerText:
 
 
 def _describe_pause(request: QueueRequest) -> str:
-    """Describe how long synchronous workers pause when a worker joins or leaves, and resume."""
+    """Return a text on the pause of synchronous workers when one joins or leaves."""
     return f"pause {request.pause_s:g} s, {SOURCES[request.recovery]}"
 
 
@@ -368,10 +364,10 @@ def _format_ratio(ratio: IntervalEstimate) -> str:
     return ratio.format_text(lambda r: f"{r:.2f}")
 
 
-def _format_break_even(even: IntervalEstimate) -> str:
-    """Format a break-even sample efficiency, which may be outside of the simulated range."""
-    if even.value == 0:
+def _format_break_even(efficiency: IntervalEstimate) -> str:
+    """Format the sample efficiency with which modes are equally fast, also beyond the simulated range."""
+    if efficiency.value == 0:
         return f"less than {WORTHS[-1]:g}"
-    if math.isinf(even.value):
+    if math.isinf(efficiency.value):
         return "more than 1"
-    return even.format_text(lambda w: f"{w:.2f}")
+    return efficiency.format_text(lambda w: f"{w:.2f}")

@@ -1,4 +1,4 @@
-"""Makes synthetic jobs of other users for the simulator: Poisson arrivals with a given load."""
+"""Makes synthetic jobs of other users for the simulator, which arrive as a Poisson process."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ import random
 
 from stratbench.extensions.queue.simulator import Arrival
 
-#: Shares of jobs by number of GPUs, similar to the public traces of the ITP clusters 03 and 06.
+#: Share of the jobs, by number of GPUs. The shares are similar to those in public traces of two clusters (ITP
+#: 03, 06).
 WIDTHS = {1: 0.40, 2: 0.15, 4: 0.20, 8: 0.20, 16: 0.05}
-#: Ratios of requested to used wall time; each has a third of the jobs.
+#: Ratios of requested to used wall time. Each ratio is that of a third of the jobs.
 REQUEST_FACTORS = (1.5, 3.0, 10.0)
-#: Lognormal durations: median in seconds, standard deviation of the logarithm, shortest and longest.
+#: Lognormal durations of jobs: median in seconds, standard deviation of ln, minimum and maximum in seconds.
 MEDIAN_S, SIGMA, MIN_S, MAX_S = 1800.0, 1.4, 60.0, 86400.0
 
 
-def compute_requested_time_s(duration_s: float, factor: float) -> float:
-    """Return the requested wall time, rounded up to minutes as in SLURM.
-
-    The time is `factor` times the duration.
-    """
-    return max(1, math.ceil(duration_s * factor / 60)) * 60.0
+def compute_requested_time_s(duration_s: float, request_factor: float) -> float:
+    """Return a job's requested wall time: a multiple of its duration, rounded up to minutes."""
+    return max(1, math.ceil(duration_s * request_factor / 60)) * 60.0
 
 
 def make_poisson_arrivals(jobs: int, load: float, capacity: int, seed: int) -> list[Arrival]:
-    """Make jobs that on average use a fraction `load` of `capacity` GPUs.
+    """Make synthetic jobs that on average use a share `load` of the cluster's GPUs.
 
-    Arrivals are a Poisson process, and durations are lognormal. Jobs larger than the capacity are left out.
+    They arrive as a Poisson process, and have lognormal durations. No job is larger than the cluster.
 
     Args:
         jobs: Number of jobs.
-        load: Fraction of the capacity.
-        capacity: GPUs of the cluster.
+        load: Mean share of the GPUs that the jobs use.
+        capacity: Number of GPUs of the cluster.
         seed: Seed of the random numbers.
     """
     rng = random.Random(seed)

@@ -1,6 +1,8 @@
-"""Simulates a training as a gang or as separate worker jobs, in the same queue at the same times.
+"""Simulates a queued training, as one job (a gang) or as separate worker jobs.
 
-The module also finds the sample efficiency at which asynchronous workers break even with another mode.
+All modes are simulated in the same queue at the same submission times. Asynchronous workers are simulated
+with several sample efficiencies (the samples that DDP needs, divided by those that they need). From these
+follows the sample efficiency with which they are as fast as another mode (break even).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
@@ -27,35 +30,45 @@ from stratbench.statistics.intervals import IntervalEstimate
 
 GANG, HALF = "gang", "gang N/2"
 SYNCHRONOUS, ASYNCHRONOUS = "split synchronous", "split asynchronous"
-#: Modes from the simplest to run to the most complex. The last one is simulated once per sample efficiency.
+#: Modes of a training, from the simplest to the most complex. The last one is simulated for several sample
+#: efficiencies.
 MODES = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
-#: Simulated sample efficiencies of asynchronous workers; times between them are interpolated linearly in 1 /
-#: w.
+#: Simulated sample efficiencies of asynchronous workers. Times between them are interpolated linearly in 1 /
+#: efficiency.
 WORTHS = (1.0, 0.8, 0.6)
-#: Ratio of the wall time that the training requests to the time that it needs.
+#: Ratio of the wall time that a job of the training requests to the time that it needs.
 REQUEST_FACTOR = 1.5
-#: Jobs per GPU in a synthetic stream, about three days of jobs; the first quarter fills the cluster.
+#: Number of synthetic jobs per GPU of the cluster. They arrive over about three days, and the first ones fill
+#: it.
 JOBS_PER_GPU = 700 / 64
-#: Seconds after which the simulation of a training ends; a longer training counts as this long.
+#: Seconds after which the simulation of a training is stopped. Longer trainings count with this time.
 MAX_S = 60 * 86400.0
 
 
 @dataclass(frozen=True)
 class QueuedTraining:
-    """The training to simulate. It takes `hours` on `width` GPUs, without startup and queue."""
+    """The training to simulate, whose jobs wait in a queue.
+
+    Attributes:
+        width: Number of GPUs.
+        hours: Hours that the training takes on these GPUs, without startup and queue.
+        loss_per_worker: Share of its speed that a worker loses per further worker.
+        synchronous_pause_s: Seconds for which synchronous workers pause when one joins or leaves.
+        resumes_from_peers: Whether synchronous workers get their state from each other after a pause, and not
+            from a checkpoint.
+        is_preemptible: Whether workers that are separate jobs can be preempted.
+    """
 
     width: int
     hours: float
     loss_per_worker: float = 0.02
-    pause_s: float = 60.0
-    #: Whether a synchronous worker that joins gets its state from another worker, not from a checkpoint.
+    synchronous_pause_s: float = 60.0
     resumes_from_peers: bool = False
-    #: Whether workers that are separate jobs may be preempted.
     is_preemptible: bool = False
 
     @property
     def work_s(self) -> float:
-        """Work of the training, in seconds of one GPU at full efficiency."""
+        """Work of the training, in seconds of one GPU that trains alone."""
         return (
             self.width
             * Scaling(self.loss_per_worker).compute_efficiency(self.width)
@@ -63,34 +76,37 @@ class QueuedTraining:
             * 3600
         )
 
-    def compute_request_s(self, workers: int, worth: float = 1.0) -> float:
-        """Return the wall time in seconds that a job requests, rounded up to minutes.
+    def compute_request_s(self, workers: int, sample_efficiency: float = 1.0) -> float:
+        """Return the wall time that each job of the training requests, rounded up to minutes.
 
         Args:
             workers: Number of workers.
-            worth: Sample efficiency.
+            sample_efficiency: Sample efficiency of the workers.
         """
         alone_s = self.work_s / (
             workers * Scaling(self.loss_per_worker).compute_efficiency(workers)
         )
-        return math.ceil((STARTUP_S + REQUEST_FACTOR * alone_s) / 60) * 60.0 / worth
+        return math.ceil((STARTUP_S + REQUEST_FACTOR * alone_s) / 60) * 60.0 / sample_efficiency
 
-    def list_makers(self, worths: Sequence[float]) -> dict[str, Callable[[], Training]]:
-        """Return a function per mode that creates the training. `worths` are sample efficiencies."""
+    def list_makers(
+        self, sample_efficiencies: Sequence[float]
+    ) -> dict[str, Callable[[], Training]]:
+        """Return, by mode, a function that creates the training.
+
+        Asynchronous workers have a mode per sample efficiency.
+        """
         scaling = Scaling(self.loss_per_worker)
 
         def make_gang(workers: int) -> Callable[[], Training]:
             return partial(Gang, self.work_s, self.compute_request_s(workers), workers, scaling)
 
-        def make_split_training(worth: float, **how) -> Callable[[], Training]:
-            asked_s, scaled = (
-                self.compute_request_s(self.width, worth),
-                Scaling(self.loss_per_worker, worth),
-            )
-            how["is_preemptible"] = self.is_preemptible
-            return partial(ElasticTraining, self.work_s, asked_s, self.width, scaled, **how)
+        def make_split_training(sample_efficiency: float, **options) -> Callable[[], Training]:
+            requested_s = self.compute_request_s(self.width, sample_efficiency)
+            scaled = Scaling(self.loss_per_worker, sample_efficiency)
+            options["is_preemptible"] = self.is_preemptible
+            return partial(ElasticTraining, self.work_s, requested_s, self.width, scaled, **options)
 
-        stops = (
+        recovery = (
             {"resumes_from_peers": True, "checkpoints": PEER_CHECKPOINTS}
             if self.resumes_from_peers
             else {}
@@ -99,33 +115,43 @@ class QueuedTraining:
             GANG: make_gang(self.width),
             HALF: make_gang(max(1, self.width // 2)),
             SYNCHRONOUS: make_split_training(
-                1.0, is_synchronous=True, pause_s=self.pause_s, **stops
+                1.0, is_synchronous=True, synchronous_pause_s=self.synchronous_pause_s, **recovery
             ),
-        } | {name_asynchronous_mode(worth): make_split_training(worth) for worth in worths}
+        } | {name_asynchronous_mode(e): make_split_training(e) for e in sample_efficiencies}
 
 
-def name_asynchronous_mode(worth: float) -> str:
-    """Return the name of the asynchronous mode with sample efficiency `worth`."""
-    return f"{ASYNCHRONOUS} {worth:g}"
+def name_asynchronous_mode(sample_efficiency: float) -> str:
+    """Return the name of the mode of asynchronous workers with a sample efficiency."""
+    return f"{ASYNCHRONOUS} {sample_efficiency:g}"
+
+
+class QueueBlock(NamedTuple):
+    """Jobs of other users in one simulated queue, and submission times of the training."""
+
+    arrivals: Sequence[Arrival]
+    submission_times_s: Sequence[float]
 
 
 @dataclass(frozen=True)
 class TrainingQueue:
-    """The simulated cluster and queue to which the training is submitted."""
+    """A simulated cluster, and one or more queues (blocks) to which the training is submitted."""
 
     nodes: int
     gpus_per_node: int
     rules: Rules
-    #: Per block: jobs of other users, and the submission times of the training.
-    blocks: Sequence[tuple[Sequence[Arrival], Sequence[float]]]
+    blocks: Sequence[QueueBlock]
 
 
 @dataclass
 class ModeTimes:
-    """Hours from submission to result, by mode. Each array has the shape [blocks, submission times]."""
+    """Simulated times of a training from submission to result, in all modes.
+
+    Attributes:
+        hours_by_mode: Hours by mode, shape [blocks, submission times].
+        busy_share: Mean share of GPUs that other users' jobs used.
+    """
 
     hours_by_mode: dict[str, np.ndarray]
-    #: Mean share of the GPUs that other users' jobs use until the last submission time.
     busy_share: float
 
     def average_hours(self, mode: str) -> IntervalEstimate:
@@ -134,76 +160,76 @@ class ModeTimes:
             lambda kept: float(self.hours_by_mode[mode][kept].mean()), len(self.hours_by_mode[mode])
         )
 
-    def compute_ratio(self, mode: str, other: str) -> IntervalEstimate:
+    def compute_ratio(self, mode: str, other_mode: str) -> IntervalEstimate:
         """Return the ratio of two modes' mean times, with a 95 % interval.
 
-        The means of both modes are at equal submission times.
+        Both modes have the same submission times.
         """
 
-        def compute_mean_ratio(kept: np.ndarray) -> float:
-            return float(
-                self.hours_by_mode[mode][kept].mean() / self.hours_by_mode[other][kept].mean()
-            )
+        def compute_mean_ratio(blocks: np.ndarray) -> float:
+            hours, other_hours = self.hours_by_mode[mode], self.hours_by_mode[other_mode]
+            return float(hours[blocks].mean() / other_hours[blocks].mean())
 
         return compute_jackknife_interval(compute_mean_ratio, len(self.hours_by_mode[mode]))
 
     def compute_late_hours(self, mode: str) -> float:
-        """Return the hours within which nine out of ten trainings are done (90 % quantile)."""
+        """Return the hours within which 90 % of the trainings are done."""
         return float(np.quantile(self.hours_by_mode[mode], 0.9))
 
     def list_simulated_worths(self) -> list[float]:
-        """Return the simulated sample efficiencies of asynchronous workers, the highest one first."""
+        """Return the simulated sample efficiencies of asynchronous workers, from high to low."""
         prefix = f"{ASYNCHRONOUS} "
         efficiencies = [
             float(a.removeprefix(prefix)) for a in self.hours_by_mode if a.startswith(prefix)
         ]
         return sorted(efficiencies, reverse=True)
 
-    def compute_break_even(self, rival: str) -> IntervalEstimate:
-        """Return the sample efficiency at which asynchronous workers take as long as another mode.
+    def compute_break_even(self, other_mode: str) -> IntervalEstimate:
+        """Return the sample efficiency with which asynchronous workers are as fast as another mode.
 
-        The result has a 95 % interval, except outside of the simulated range. There it is infinite if even
-        the highest efficiency is too slow, and 0 if the lowest is still faster.
+        The result has a 95 % interval. It is infinite, without an interval, if asynchronous workers are
+        slower even with the highest simulated efficiency. It is 0 if they are faster even with the lowest
+        one.
         """
-        worths = self.list_simulated_worths()
+        efficiencies = self.list_simulated_worths()
 
-        def find_break_even_efficiency(kept: np.ndarray) -> float:
-            target = self.hours_by_mode[rival][kept].mean()
-            mine = [
-                float(self.hours_by_mode[name_asynchronous_mode(worth)][kept].mean())
-                for worth in worths
+        def find_break_even_efficiency(blocks: np.ndarray) -> float:
+            target_h = self.hours_by_mode[other_mode][blocks].mean()
+            asynchronous_h = [
+                float(self.hours_by_mode[name_asynchronous_mode(e)][blocks].mean())
+                for e in efficiencies
             ]
-            if target < mine[0]:
+            if target_h < asynchronous_h[0]:
                 return math.inf
-            if target > mine[-1]:
+            if target_h > asynchronous_h[-1]:
                 return 0.0
-            return 1 / float(np.interp(target, mine, [1 / worth for worth in worths]))
+            return 1 / float(np.interp(target_h, asynchronous_h, [1 / e for e in efficiencies]))
 
         return compute_jackknife_interval(
-            find_break_even_efficiency, len(self.hours_by_mode[rival])
+            find_break_even_efficiency, len(self.hours_by_mode[other_mode])
         )
 
 
 def compute_jackknife_interval(
-    value: Callable[[np.ndarray], float], blocks: int
+    compute_value: Callable[[np.ndarray], float], num_blocks: int
 ) -> IntervalEstimate:
-    """Compute a positive value over all blocks, with a 95 % jackknife interval.
+    """Compute a positive value from all blocks, with a 95 % jackknife interval.
 
     The interval is by Student's t on logarithms (Tukey 1958; Miller 1974). There is none if a value is 0 or
     infinite.
 
     Args:
-        value: Computes the value from the indices of the blocks to use.
-        blocks: Number of blocks.
+        compute_value: Computes the value from the indices of the blocks to use.
+        num_blocks: Number of blocks.
     """
-    every = np.arange(blocks)
-    whole = value(every)
-    parts = [value(np.delete(every, i)) for i in every] if blocks > 1 else []
+    every = np.arange(num_blocks)
+    whole = compute_value(every)
+    parts = [compute_value(np.delete(every, i)) for i in every] if num_blocks > 1 else []
     if not parts or not all(0 < x < math.inf for x in (whole, *parts)):
         return IntervalEstimate(whole)
     logs = np.log(parts)
-    error = math.sqrt((blocks - 1) / blocks * float(((logs - logs.mean()) ** 2).sum()))
-    half = float(stdtrit(blocks - 1, 0.975)) * error
+    error = math.sqrt((num_blocks - 1) / num_blocks * float(((logs - logs.mean()) ** 2).sum()))
+    half = float(stdtrit(num_blocks - 1, 0.975)) * error
     return IntervalEstimate(whole, whole * math.exp(-half), whole * math.exp(half))
 
 
@@ -212,16 +238,16 @@ def simulate_modes(
     work: QueuedTraining,
     worths: Sequence[float] = WORTHS,
     modes: Sequence[str] | None = None,
-    tick: Callable[[], None] = lambda: None,
+    on_submission_time: Callable[[], None] = lambda: None,
 ) -> ModeTimes:
-    """Simulate every mode at every submission time of the queue.
+    """Simulate a training in every mode at every submission time of a queue.
 
     Args:
         queue: The queue.
         work: The training.
         worths: Sample efficiencies of asynchronous workers.
         modes: Names of the modes to simulate, or None for all.
-        tick: Called after each submission time.
+        on_submission_time: Called after each simulated submission time.
     """
     made = work.list_makers(worths)
     made = {name: made[name] for name in modes or made}
@@ -237,27 +263,27 @@ def simulate_modes(
                 sim, training = base.copy_cluster(), make()
                 training.submit_training(sim)
                 end_s = sim.now_s + MAX_S
-                sim.run_until(end_s, done=lambda training=training: training.is_finished)
+                sim.run_until(end_s, is_done=lambda training=training: training.is_finished)
                 took_s = training.time_to_result_s if training.is_finished else MAX_S
                 hours[name][-1].append(took_s / 3600)
-            tick()
+            on_submission_time()
         busy.append(base.busy_gpu_s / base.now_s / base.capacity)
     return ModeTimes({name: np.array(rows) for name, rows in hours.items()}, float(np.mean(busy)))
 
 
 def iter_submission_times(
-    last_s: float, count: int, first: float = 0.25, end: float = 0.85
+    stream_end_s: float, count: int, begin_share: float = 0.25, end_share: float = 0.85
 ) -> Iterator[float]:
-    """Yield evenly spaced submission times in the middle of a stream of jobs.
+    """Yield evenly spaced submission times in the middle of a stream of other users' jobs.
 
     Args:
-        last_s: End of the stream.
+        stream_end_s: Time at which the stream ends, in seconds from its begin.
         count: Number of submission times.
-        first: Fraction of the stream before the first submission time.
-        end: Fraction of the stream before the end of the last interval.
+        begin_share: Share of the stream before the first submission time.
+        end_share: Share of the stream before the end of the interval after the last submission time.
     """
     for i in range(count):
-        yield last_s * (first + (end - first) * i / count)
+        yield stream_end_s * (begin_share + (end_share - begin_share) * i / count)
 
 
 def make_poisson_queue(
@@ -266,10 +292,10 @@ def make_poisson_queue(
     rules: Rules,
     load: float,
     hours: float,
-    blocks: int,
-    moments: int,
+    num_blocks: int,
+    times_per_block: int,
 ) -> TrainingQueue:
-    """Make a queue with a synthetic stream of jobs per block.
+    """Make simulated queues (blocks) with synthetic jobs of other users.
 
     The streams are so long that other jobs still arrive while a training of `hours` runs.
 
@@ -277,19 +303,19 @@ def make_poisson_queue(
         nodes: Number of nodes.
         gpus_per_node: GPUs of a node.
         rules: Behaviour of the cluster.
-        load: Fraction of the GPUs that the jobs use.
-        hours: Duration of the training.
-        blocks: Number of blocks.
-        moments: Submission times per block.
+        load: Mean share of the GPUs that the jobs use.
+        hours: Duration of the training in hours.
+        num_blocks: Number of blocks.
+        times_per_block: Number of submission times per block.
     """
     capacity = nodes * gpus_per_node
     with_moments = math.ceil(JOBS_PER_GPU * capacity)
     jobs = math.ceil(with_moments * max(1.0, hours / 6))
     drawn = []
-    for seed in range(blocks):
+    for seed in range(num_blocks):
         arrivals = make_poisson_arrivals(jobs, load, capacity, seed)
         end_s = arrivals[with_moments - 1].submit_s
-        drawn.append((arrivals, list(iter_submission_times(end_s, moments))))
+        drawn.append(QueueBlock(arrivals, list(iter_submission_times(end_s, times_per_block))))
     return TrainingQueue(nodes, gpus_per_node, rules, drawn)
 
 
@@ -299,37 +325,41 @@ def make_recorded_queue(
     rules: Rules,
     arrivals: Sequence[Arrival],
     hours: float,
-    blocks: int,
-    moments: int,
-    settled_s: float = 0.0,
+    num_blocks: int,
+    times_per_block: int,
+    complete_from_s: float = 0.0,
 ) -> TrainingQueue:
-    """Make a queue from one recorded stream of jobs.
+    """Make simulated queues (blocks) with the recorded jobs of a cluster.
 
-    The stream's submission times are divided into blocks. The end of the stream has no submission times, so
-    that trainings can end in it.
+    All blocks have the same jobs, and each has some of the submission times. No training is submitted in the
+    last part of the recorded time, so that it can end before.
 
     Args:
         nodes: Number of nodes.
         gpus_per_node: GPUs of a node.
         rules: Behaviour of the cluster.
         arrivals: Recorded jobs.
-        hours: Duration of the training.
-        blocks: Number of blocks.
-        moments: Submission times per block.
-        settled_s: Time from which on all jobs are recorded.
+        hours: Duration of the training in hours.
+        num_blocks: Number of blocks.
+        times_per_block: Number of submission times per block.
+        complete_from_s: Time from which on all jobs are recorded, in seconds.
 
     Raises:
         ValueError: If the stream is too short for a training of `hours`.
     """
     last_s = arrivals[-1].submit_s
-    whole_s = last_s - settled_s
-    end_s = min(last_s - 3 * hours * 3600, settled_s + 0.9 * whole_s)
-    if whole_s <= 0 or end_s < settled_s + 0.5 * whole_s:
+    whole_s = last_s - complete_from_s
+    end_s = min(last_s - 3 * hours * 3600, complete_from_s + 0.9 * whole_s)
+    if whole_s <= 0 or end_s < complete_from_s + 0.5 * whole_s:
         raise ValueError(
-            f"the history has jobs of {whole_s / 3600:.3g} h, which is too short for a training of "
-            f"{hours:.3g} h; give the accounting of {6 * hours:.3g} h or more"
+            f"the history covers {whole_s / 3600:.3g} h, which is too short for a training of {hours:.3g} h; "
+            f"give the accounting of {6 * hours:.3g} h or more"
         )
-    first = max(0.2, settled_s / last_s)
-    every = list(iter_submission_times(last_s, blocks * moments, first=first, end=end_s / last_s))
-    cut = [every[i * moments : (i + 1) * moments] for i in range(blocks)]
-    return TrainingQueue(nodes, gpus_per_node, rules, [(arrivals, each) for each in cut])
+    begin_share = max(0.2, complete_from_s / last_s)
+    times = list(
+        iter_submission_times(last_s, num_blocks * times_per_block, begin_share, end_s / last_s)
+    )
+    cut = [times[i * times_per_block : (i + 1) * times_per_block] for i in range(num_blocks)]
+    return TrainingQueue(
+        nodes, gpus_per_node, rules, [QueueBlock(arrivals, block_times) for block_times in cut]
+    )

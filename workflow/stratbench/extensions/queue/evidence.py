@@ -1,4 +1,4 @@
-"""Adds to a decision the simulated time of a training in a queue, if `decide.queue` is set."""
+"""Adds to a decision the simulated time of a training in a cluster's queue (`decide.queue`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class QueueEvidence(Evidence):
         self.constraints = constraints
 
     def build_separate_answer(self) -> Mapping[str, Any] | None:
-        """Simulate the queue, and return the answer, or None without `decide.queue`. Progress goes to stderr.
+        """Simulate the queue, and return the answer. None without `decide.queue`.
+
+        The progress is printed to stderr.
 
         Raises:
             ConfigError: If the history is insufficient.
@@ -39,10 +41,14 @@ class QueueEvidence(Evidence):
             raise ConfigError(str(error)) from error
 
 
-def show_progress(done: int, of: int) -> None:
-    """Print the progress when another quarter of the submission times is simulated."""
-    if done * 4 // of > (done - 1) * 4 // of:
-        print(f"queue: simulated {done} of {of} submission times", file=sys.stderr, flush=True)
+def show_progress(num_simulated: int, total: int) -> None:
+    """Print the progress of the simulation after each quarter of all submission times."""
+    if num_simulated * 4 // total > (num_simulated - 1) * 4 // total:
+        print(
+            f"queue: simulated {num_simulated} of {total} submission times",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 READING = Reading(

@@ -1,9 +1,9 @@
-"""Reads a cluster's history from SLURM's accounting: waits, and jobs of other users to simulate.
+"""Reads a cluster's past jobs from a file of SLURM's accounting (the history).
 
 sacct -a -X -P -D -S now-30days -o FIELDS > history.txt
 
-With `-D` a requeued job has a line per run. A file without a header line (`-n`) must have the columns in the
-order of FIELDS. Times are local times of the cluster in whole seconds.
+This command writes the file. With `-D` a requeued job has a line per run. A file without a header line (`-n`)
+must have the columns in the order of FIELDS. Times are local times of the cluster in whole seconds.
 """
 
 from __future__ import annotations
@@ -27,21 +27,36 @@ FIELDS = (
     "JobIDRaw", "User", "Partition", "Submit", "Eligible", "Start", "End", "State", "TimelimitRaw",
     "NNodes", "ReqTRES", "AllocTRES", "Flags",
 )  # fmt: skip
-#: Columns that the file must have.
+#: Columns of sacct that the file must have.
 NEEDED = ("Submit", "Start", "End", "State", "AllocTRES")
-#: Ranges of numbers of GPUs whose waits are reported together; the last range has no end.
+#: Minimum and maximum number of GPUs of jobs whose waits are reported together. The last range has no
+#: maximum.
 WIDTH_BINS = ((1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 10**9))
-#: Assumed ratio of requested to used wall time if the accounting has no time limits.
+#: Assumed ratio of requested to used wall time of jobs if the file has no time limits.
 UNKNOWN_FACTOR = 3.0
 
 
 class HistoryError(ValueError):
-    """A file is not SLURM's accounting, or has too few jobs; the message has the remedy."""
+    """A file is not SLURM's accounting, or has too few jobs. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class AccountingEntry:
-    """A job of the accounting, or one run of a requeued job. Times are None if unknown or not yet reached."""
+    """A job in SLURM's accounting, or one run of a requeued job.
+
+    Times are in seconds since 1970, and None if unknown or not yet reached.
+
+    Attributes:
+        submit_s: When the job was submitted.
+        eligible_s: When the job could start at the earliest.
+        start_s: When the job started.
+        end_s: When the job ended.
+        state: SLURM's state of the job.
+        limit_s: Requested wall time.
+        gpus: Number of GPUs.
+        is_backfilled: Whether backfill started the job; None if unknown.
+        user: Name of the user; "" if unknown.
+    """
 
     submit_s: float
     eligible_s: float | None
@@ -55,17 +70,17 @@ class AccountingEntry:
 
     @property
     def queued_s(self) -> float:
-        """Time at which the job began to wait and could run, in seconds since 1970."""
+        """When the job's wait in the queue began, in seconds since 1970."""
         return max(self.submit_s, self.eligible_s or 0.0)
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds that the job waited in the queue, or None if it has not started."""
+        """Seconds for which the job waited in the queue. None if it has not started."""
         return None if self.start_s is None else max(0.0, self.start_s - self.queued_s)
 
     @property
     def ran_s(self) -> float | None:
-        """Seconds that the job ran, or None if it has not ended."""
+        """Seconds for which the job ran. None if it has not ended."""
         if self.start_s is None or self.end_s is None:
             return None
         return max(0.0, self.end_s - self.start_s)
@@ -73,50 +88,62 @@ class AccountingEntry:
 
 @dataclass(frozen=True)
 class WidthRow:
-    """Waits in seconds of all jobs with a similar number of GPUs. Values are None if unknown."""
+    """Waits in the queue of all jobs with a similar number of GPUs.
+
+    Attributes:
+        label: Range of the number of GPUs as a text, such as "4-7".
+        num_jobs: Number of jobs.
+        mean_s: Mean wait.
+        median_s: Median wait.
+        p90_s: 90th percentile of waits.
+        backfilled_share: Share of the jobs that backfill started; None if unknown.
+        used: Mean share of the requested wall time that the jobs used; None if unknown.
+    """
 
     label: str
     num_jobs: int
     mean_s: float
     median_s: float
     p90_s: float
-    #: Share of jobs that started by backfill.
     backfilled_share: float | None
-    #: Mean share of the requested wall time that jobs used.
     used: float | None
 
 
 @dataclass(frozen=True)
 class AccountingHistory:
-    """All jobs with GPUs in an accounting file."""
+    """All jobs with GPUs in a file of SLURM's accounting.
+
+    Attributes:
+        entries: The jobs.
+        gpus_by_nodes: Whether the file has no numbers of GPUs, so that all GPUs of a job's nodes count.
+    """
 
     entries: tuple[AccountingEntry, ...]
-    #: Whether a job's GPUs were computed from its nodes, because the accounting does not count GPUs.
     gpus_by_nodes: bool
 
     @cached_property
     def window_s(self) -> tuple[float, float]:
-        """Begin and end of the time in which the file has all jobs.
+        """Begin and end of the time window in which the file has all jobs.
 
-        The time begins with the first end of a job.
+        The window begins with the first end of a job, because the file lacks jobs that ended before.
         """
         times = [t for e in self.entries for t in (e.submit_s, e.start_s, e.end_s) if t is not None]
         ends = [e.end_s for e in self.entries if e.end_s is not None]
         if not ends or max(times) <= min(ends):
             raise HistoryError(
-                "decide.queue.history: fewer than two jobs have ended in it; ask sacct for more "
-                "days"
+                "decide.queue.history: the file has fewer than two jobs that ended; ask sacct for "
+                "more days"
             )
         return min(ends), max(times)
 
     @property
     def window_days(self) -> float:
-        """Length of the time window in days."""
+        """Length of the time window in which the file has all jobs, in days."""
         begin_s, end_s = self.window_s
         return (end_s - begin_s) / 86400
 
     def _compute_use(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return times in the window, and the number of GPUs in use after each time."""
+        """Return times in the window, and the GPUs in use from each time on."""
         begin_s, end_s = self.window_s
         changes: list[tuple[float, int]] = [(begin_s, 0), (end_s, 0)]
         for e in self.entries:
@@ -137,25 +164,23 @@ class AccountingHistory:
 
     @property
     def mean_gpus_in_use(self) -> float:
-        """Mean number of GPUs in use over the window."""
+        """Mean number of GPUs in use over the time window."""
         times, used = self._compute_use()
         return float((used[:-1] * np.diff(times)).sum() / (times[-1] - times[0]))
 
     @cached_property
     def queue_growth_gpus(self) -> float:
-        """Growth of the waiting jobs' work over the window, as a number of GPUs.
+        """Number of GPUs that the queue's growth during the time window would keep busy.
 
-        The growth would keep this number of GPUs busy. It is at least 0.
-
-        Work is GPUs times the duration. Jobs that have not run have the duration expected from their time
-        limits.
+        The growth is that of the work of all waiting jobs. A job's work is its GPUs times its duration. Jobs
+        that have not run have the duration expected from their time limits.
         """
         begin_s, end_s = self.window_s
         known = [e.ran_s for e in self.entries if e.ran_s]
         usual_s = statistics.median(known) if known else 0.0
 
         def waiting(at_s: float) -> float:
-            """Return the GPU-seconds of all jobs that were waiting at a time."""
+            """Return the work of all jobs that waited at a time, in GPU-seconds."""
             return sum(
                 e.gpus * (e.ran_s or (e.limit_s / self._request_factor if e.limit_s else usual_s))
                 for e in self.entries
@@ -166,32 +191,32 @@ class AccountingHistory:
 
     @property
     def has_one_user(self) -> bool:
-        """Whether all jobs are of one user, so that other users' jobs are probably hidden."""
+        """Whether all jobs are of one user. Other users' jobs are then probably hidden."""
         return bool(self.entries[0].user) and len({e.user for e in self.entries}) == 1
 
     @property
     def request_factors(self) -> list[float]:
-        """Ratios of requested to used wall time of finished jobs."""
+        """Ratios of requested to used wall time, one per finished job."""
         done = (e for e in self.entries if e.state == "COMPLETED" and e.limit_s and e.ran_s)
         return [e.limit_s / e.ran_s for e in done]
 
     @cached_property
     def _request_factor(self) -> float:
-        """Assumed ratio of requested to used wall time."""
+        """Assumed ratio of requested to used wall time for jobs without a time limit."""
         factors = self.request_factors
         return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
 
     def node_mtbf_days(self, nodes: int) -> float | None:
-        """Return the mean days between failures of one node.
+        """Return the mean time between failures of one node in days.
 
-        The result is None if no job ended with NODE_FAIL. Failures of unused nodes are not recorded, so that
-        the mean is an upper bound.
+        None if no job ended with NODE_FAIL. Failures of unused nodes are not recorded, so that the result is
+        an upper bound.
         """
         failures = sum(e.state == "NODE_FAIL" for e in self.entries)
         return nodes * self.window_days / failures if failures else None
 
     def iter_waits_by_width(self) -> Iterator[WidthRow]:
-        """Yield the waits of jobs by their number of GPUs."""
+        """Yield the waits of jobs, by ranges of the number of GPUs."""
         for low, high in WIDTH_BINS:
             mine = [e for e in self.entries if low <= e.gpus <= high]
             waits = [e.wait_s for e in mine if e.wait_s is not None]
@@ -213,10 +238,10 @@ class AccountingHistory:
             )
 
     def compute_queue_time_s(self, entry: AccountingEntry) -> float:
-        """Return when a started job enters the simulated queue.
+        """Return when a started job is submitted in the simulation, in seconds since 1970.
 
-        A job that started before the window enters at its start. A job that waited at the window's begin
-        enters at that time, because the file lacks most jobs that it waited for.
+        A job that started before the time window is submitted at its start. A job that waited at the window's
+        begin is submitted then, because the file lacks most jobs that it waited for.
         """
         begin_s, _ = self.window_s
         return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)
@@ -227,14 +252,14 @@ class AccountingHistory:
 
     @property
     def settled_s(self) -> float:
-        """Begin of the window on the simulation's clock, in seconds.
+        """Begin of the time window on the simulation's clock, in seconds.
 
-        From then on, `make_arrivals` has all jobs.
+        From then on, the jobs of `make_arrivals` are complete.
         """
         return self.window_s[0] - self._earliest_start_s
 
     def make_arrivals(self) -> list[Arrival]:
-        """Return the jobs that started, for the simulator, whose clock starts at 0."""
+        """Return the jobs that started, as jobs for the simulator, whose clock starts at 0."""
         _, end_s = self.window_s
         started = [e for e in self.entries if e.start_s is not None and e.gpus]
         jobs = []
@@ -254,7 +279,7 @@ class AccountingHistory:
 def read_history(
     path: str | Path, gpus_per_node: int, partition: str | None = None
 ) -> AccountingHistory:
-    """Read jobs from a file of SLURM's accounting (sacct).
+    """Read the jobs in a file of SLURM's accounting, as sacct writes it.
 
     Args:
         path: The file.
@@ -269,7 +294,7 @@ def read_history(
         lines = list(csv.reader(file, delimiter="|", quoting=csv.QUOTE_NONE))
     rows = list(_iter_rows(Path(path).name, lines))
     if partition is not None:
-        # A pending job may name several partitions.
+        # The column Partition of a waiting job may name several partitions.
         in_partition = [r for r in rows if partition in r.get("Partition", "").split(",")]
         if not in_partition:
             names = sorted({r.get("Partition", "") for r in rows})
@@ -278,18 +303,18 @@ def read_history(
                 f"{replace_control_characters(', '.join(names))}"
             )
         rows = in_partition
-    counted = any("gres/gpu" in r["AllocTRES"] + r.get("ReqTRES", "") for r in rows)
-    entries = [_make_entry(r, gpus_per_node, counted) for r in rows]
+    has_gpu_counts = any("gres/gpu" in r["AllocTRES"] + r.get("ReqTRES", "") for r in rows)
+    entries = [_make_entry(r, gpus_per_node, has_gpu_counts) for r in rows]
     with_gpus = tuple(e for e in entries if e.gpus)
     if not any(e.start_s is not None for e in with_gpus):
         raise HistoryError(
             f"{path}: has no job with a GPU that started; ask sacct for more days, with -a for all users"
         )
-    return AccountingHistory(with_gpus, not counted)
+    return AccountingHistory(with_gpus, not has_gpu_counts)
 
 
-def _iter_rows(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Yield the values of each line, by column name."""
+def _iter_rows(file_name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
+    """Yield the values of each line of an accounting file, by column name."""
     names: Sequence[str] = FIELDS
     for number, values in enumerate(lines, 1):
         if not values or values == [""]:
@@ -298,13 +323,13 @@ def _iter_rows(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, 
             names = values
             if missing := [field for field in NEEDED if field not in names]:
                 raise HistoryError(
-                    f"{name}: has no column {missing[0]}; write it with sacct -o {','.join(FIELDS)}"
+                    f"{file_name}: has no column {missing[0]}; write the file by sacct -o {','.join(FIELDS)}"
                 )
             continue
         if len(values) != len(names):
             raise HistoryError(
-                f"{name}, line {number}: has {len(values)} values instead of {len(names)}; write it with "
-                f"sacct -a -X -P -D -o {','.join(FIELDS)}"
+                f"{file_name}, line {number}: has {len(values)} values instead of {len(names)}; write the "
+                f"file by sacct -a -X -P -D -o {','.join(FIELDS)}"
             )
         row = dict(zip(names, values, strict=True))
         for field in ("Submit", "Start", "End"):
@@ -312,22 +337,24 @@ def _iter_rows(name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, 
                 _parse_time(row[field])
             except ValueError:
                 raise HistoryError(
-                    f"{name}, line {number}: {field} = {row[field]!r} is not a time such as "
+                    f"{file_name}, line {number}: {field} = {row[field]!r} is not a time such as "
                     "2026-01-31T12:00:00"
                 ) from None
         if _parse_time(row["Submit"]) is None:
-            raise HistoryError(f"{name}, line {number}: has no time in the column Submit")
+            raise HistoryError(f"{file_name}, line {number}: has no time in the column Submit")
         yield row
 
 
-def _make_entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> AccountingEntry:
+def _make_entry(
+    row: Mapping[str, str], gpus_per_node: int, has_gpu_counts: bool
+) -> AccountingEntry:
     limit, nodes = row.get("TimelimitRaw", ""), row.get("NNodes", "")
     n = int(nodes) if nodes.isdigit() else 0
     gpus = n * gpus_per_node
-    if counted:
+    if has_gpu_counts:
         gpus = parse_gpu_count(row["AllocTRES"]) or parse_gpu_count(row.get("ReqTRES", ""))
     start_s, end_s = _parse_time(row["Start"]), _parse_time(row["End"])
-    # A job cancelled in the queue has a start time in older versions of SLURM.
+    # Older versions of SLURM record a start time for jobs that were cancelled in the queue.
     if not row["AllocTRES"]:
         start_s = None
     flags = row.get("Flags")
@@ -337,7 +364,7 @@ def _make_entry(row: Mapping[str, str], gpus_per_node: int, counted: bool) -> Ac
         start_s=start_s,
         end_s=end_s,
         state=row["State"].split(" ")[0],
-        # The limit is in minutes, or a word such as Partition_Limit or UNLIMITED.
+        # sacct prints the time limit in minutes, or a word such as Partition_Limit or UNLIMITED.
         limit_s=int(limit) * 60.0 if limit.isdigit() and int(limit) else None,
         gpus=gpus,
         is_backfilled="SchedBackfill" in flags if flags else None,
@@ -354,7 +381,8 @@ def parse_gpu_count(tres: str) -> int:
 def _parse_time(text: str) -> float | None:
     if text in ("", "Unknown", "None", "N/A"):
         return None
-    if text.isdigit():  # times are seconds since 1970 with SLURM_TIME_FORMAT=%s
+    if text.isdigit():  # with SLURM_TIME_FORMAT=%s, sacct prints seconds since 1970
         return float(text)
-    # The time is read as UTC, because only differences count and they must not depend on the time zone here.
+    # The local time of the cluster is read as UTC. Only differences matter, which must not depend on this
+    # machine's time zone.
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()

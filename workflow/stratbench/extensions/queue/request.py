@@ -1,4 +1,4 @@
-"""Keys of `decide.queue` in config.yaml: a training that waits in a queue, and the queue itself."""
+"""Keys of `decide.queue` in config.yaml, on a training that waits in a cluster's queue."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal
 from stratbench.cell.options import build_schema
 from stratbench.cell.settings import Keys, setting
 
-#: Number of nodes of the simulated cluster if neither the config nor a history states it.
+#: Number of nodes of the simulated cluster if it is unknown from the config and from a history.
 NODES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueRequest:
-    """A training that waits in a queue, and what is known about the queue and its cluster."""
+    """Values of `decide.queue`: a training that waits in a queue, and properties of the cluster."""
 
     # fmt: off
     num_gpus: int = setting(MISSING, "Number of GPUs if the training is one job (a gang).",
@@ -61,7 +61,7 @@ class QueueRequest:
     # fmt: on
 
     def faults(self, gpus_per_node: int) -> Iterator[str]:
-        """Yield a message for each contradiction between values of the request."""
+        """Yield a message for each contradiction between the values of `decide.queue`."""
         if (self.load is None) == (self.history is None):
             yield (
                 f".queue: has load = {self.load} and history = {self.history!r}; give exactly one of the two"
@@ -83,23 +83,23 @@ class QueueRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class DecideQueue(Keys):
-    """Key of the block `decide` on a training in a queue."""
+    """Key `queue` of the block `decide` in config.yaml."""
 
     # fmt: off
     queue: dict[str, Any] | None = setting(None, additionalProperties=False, **build_schema(QueueRequest),
-        help="A training that waits in a queue: `decide` simulates whether its result comes first as "
-        "one job (a gang) or as separate worker jobs (docs/elastic.md). null: no queue.")
+        help="A training that waits in a cluster's queue. `decide` simulates whether its result comes "
+        "sooner as one job (a gang) or as separate worker jobs (docs/elastic.md). null: no queue.")
     # fmt: on
 
     @classmethod
     def complete_values(cls, own: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the number of GPUs per node to the values, if the config has `decide.queue`."""
+        """Return the block's values, with the number of GPUs per node if it has `decide.queue`."""
         return own and own | {"gpus_per_node": whole["cluster"]["gpus_per_node"]}
 
     @classmethod
     def iter_contradictions(
         cls, block: Mapping[str, Any], config: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield a message for each contradiction in `decide.queue`, or between it and `cluster`."""
+        """Yield a message for each contradiction in `decide.queue`, or with the block `cluster`."""
         if block["queue"] is not None:
             yield from QueueRequest(**block["queue"]).faults(config["cluster"]["gpus_per_node"])

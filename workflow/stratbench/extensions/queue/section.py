@@ -1,4 +1,4 @@
-"""Makes the report's section on the time of a training in the cluster's queue."""
+"""Makes the report's section on a training's time including its wait in the queue."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ TEMPLATE = Path(__file__).parent / "templates" / "queue.html.j2"
 
 
 def make_queue_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Make the section on the queue, if the config has `decide.queue`."""
+    """Yield the report's section on the queue, if the config has `decide.queue`."""
     if queue := inputs.answers_json["further"].get("queue"):
         yield Section("queue", render_section(TEMPLATE, queue=queue), is_beside_answers=True)

@@ -1,4 +1,4 @@
-"""Simulates the events of a GPU cluster and its queue: first come, first served, with backfill.
+"""Simulates a cluster with GPUs and its queue: first come, first served, with backfill.
 
 As in SLURM there are two passes. The main one starts jobs in their order, and stops at the first job that
 does not fit. Backfill then starts later jobs that, by their requested wall times, delay no reservation. There
@@ -18,13 +18,20 @@ from typing import Protocol
 
 import numpy as np
 
-#: Number of reservations by SLURM's default: every waiting job has one (bf_job_part_count_reserve = 0).
+#: Number of reservations if every waiting job has one, as by SLURM's default (bf_job_part_count_reserve = 0).
 ALL = 10**6
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A job of another user, which runs `duration_s` and requests a wall time of `request_s`."""
+    """A job of another user that arrives in the queue.
+
+    Attributes:
+        submit_s: When the job is submitted, on the simulation's clock.
+        gpus: Number of GPUs.
+        duration_s: Seconds for which the job runs.
+        request_s: Wall time that the job requests.
+    """
 
     submit_s: float
     gpus: int
@@ -33,27 +40,40 @@ class Arrival:
 
 
 class JobOwner(Protocol):
-    """An object that submits simulated jobs. The simulator calls its methods on events."""
+    """An object that submits simulated jobs, such as a training. The simulator calls its methods."""
 
-    def handle_start(self, sim: Cluster, job: SimulatedJob) -> None:
-        """Handle the start of one of the owner's jobs."""
+    def handle_job_start(self, sim: Cluster, job: SimulatedJob) -> None:
+        """Handle the start of one of this owner's jobs."""
 
-    def handle_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
-        """Handle the end of one of the owner's jobs.
+    def handle_job_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
+        """Handle the end of one of this owner's jobs.
 
         Args:
-            sim: The cluster.
+            sim: The simulated cluster.
             job: The job.
-            reason: done, limit (of its wall time), lost (a node failed), preempted or cancelled.
+            reason: `done`, `limit` (the end of its wall time), `lost` (a node failed), `preempted` or
+                `cancelled`.
         """
 
-    def handle_wake(self, sim: Cluster, note: object) -> None:
-        """Handle a call that `Cluster.schedule_wake` planned, with its `note`."""
+    def handle_planned_call(self, sim: Cluster, argument: object) -> None:
+        """Handle a call that `Cluster.schedule_wake` has planned."""
 
 
 @dataclass(eq=False)
 class SimulatedJob:
-    """A job. It runs on one node if it fits, else in equal parts on the fewest nodes."""
+    """A job of the simulation. It runs on one node if possible, else in equal parts on the fewest nodes.
+
+    Attributes:
+        gpus: Number of GPUs.
+        duration_s: Seconds for which the job runs.
+        request_s: Wall time that the job requests.
+        owner: The training that has submitted the job; None for jobs of other users.
+        is_preemptible: Whether other jobs can preempt the job.
+        submit_s: When the job was submitted.
+        start_s: When its script starts.
+        end_s: When it ends and its GPUs are free.
+        gpus_by_node: Its number of GPUs on each node, while it runs.
+    """
 
     gpus: int
     duration_s: float
@@ -63,34 +83,39 @@ class SimulatedJob:
     submit_s: float = 0.0
     start_s: float = math.nan
     end_s: float = math.nan
-    # Number of the job's GPUs on each node, while it runs.
     gpus_by_node: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules by which the simulated cluster schedules, delays and fails jobs."""
+    """How the simulated cluster schedules jobs, and how its nodes fail.
 
-    #: Number of waiting jobs that get a reservation: 1 (EASY backfill), ALL (SLURM's default), 0 (any job
-    #: that fits may start), or None (no backfill).
+    Attributes:
+        num_reservations: Number of waiting jobs that backfill must not delay: 1 (EASY backfill), ALL (SLURM's
+            default) or 0. None: there is no backfill.
+        backfill_s: Seconds between two runs of backfill; 0 runs it after every event.
+        backfill_depth: Number of waiting jobs that one run of backfill considers.
+        start_delay_s: Seconds from the allocation of GPUs to the start of a job's script.
+        end_delay_s: Seconds from the end of a job until its GPUs are free.
+        node_mtbf_s: Mean seconds between failures of one node, which are exponentially distributed.
+        repair_s: Seconds until a failed node is repaired.
+        slow_share: Share of nodes on which the training is slower. Other users' jobs are not slower there.
+        slow_factor: Factor by which the training is slower there.
+    """
+
     num_reservations: int | None = 1
-    #: Interval between two runs of backfill; 0 runs it after every event.
     backfill_s: float = 0.0
-    #: Number of waiting jobs that backfill considers.
     backfill_depth: int = 100
-    #: Delay from the allocation to the start of a job's script, and from its end until the GPUs are free.
     start_delay_s: float = 0.0
     end_delay_s: float = 0.0
-    #: Mean time between failures of one node (exponential), and time until it is repaired.
     node_mtbf_s: float = math.inf
     repair_s: float = 3600.0
-    #: Share of slow nodes, and by which factor the training is slower there; other jobs are not slower.
     slow_share: float = 0.0
     slow_factor: float = 1.0
 
 
 class Cluster:
-    """A simulated cluster at time `now_s`. `run_until` advances the time, and `copy_cluster` makes a copy."""
+    """A simulated cluster at the time `now_s`, with its queue. `run_until` advances the time."""
 
     def __init__(
         self,
@@ -100,13 +125,13 @@ class Cluster:
         rules: Rules,
         seed: int = 0,
     ) -> None:
-        """Start with an empty cluster of idle GPUs.
+        """Make an empty cluster, in which all GPUs are idle.
 
         Args:
             nodes: Number of nodes.
             gpus_per_node: GPUs of each node.
             arrivals: Jobs of other users, sorted by submission time.
-            rules: How the cluster behaves.
+            rules: How the cluster schedules jobs, and how nodes fail.
             seed: Seed that decides which nodes are slow, and when nodes fail.
         """
         if wide := next((a for a in arrivals if a.gpus > nodes * gpus_per_node), None):
@@ -121,7 +146,7 @@ class Cluster:
         ]
         self.queue: list[SimulatedJob] = []
         self.running: list[SimulatedJob] = []
-        #: GPUs and wait in seconds of other users' jobs that have started, in order of their start.
+        #: Number of GPUs and wait in seconds of other users' started jobs, in the order of their starts.
         self.waits: list[tuple[int, float]] = []
         self.busy_gpu_s = 0.0
         self._free = np.full(nodes, gpus_per_node)
@@ -133,7 +158,9 @@ class Cluster:
         self._random = random.Random(seed + 1)
         if math.isfinite(rules.node_mtbf_s):
             for node in range(nodes):
-                self._add_event(self._random.expovariate(1 / rules.node_mtbf_s), "fail", node)
+                self._add_event(
+                    self._random.expovariate(1 / rules.node_mtbf_s), "node_failure", node
+                )
 
     @property
     def capacity(self) -> int:
@@ -141,14 +168,14 @@ class Cluster:
         return len(self._free) * self.per_node
 
     def copy_cluster(self) -> Cluster:
-        """Return an independent copy of the cluster. All copies have the same arrivals and failures.
+        """Return a copy of the cluster that has the same future jobs and node failures.
 
         Raises:
             ValueError: If a job has an owner, because the owner's state cannot be copied.
         """
         if any(job.owner for job in (*self.queue, *self.running)):
             raise ValueError(
-                "a cluster with a job that has an owner cannot be copied; copy it before"
+                "the simulated cluster has a job of a training, so it cannot be copied; copy it before"
             )
         other = copy(self)
         twins = {id(job): copy(job) for job in (*self.queue, *self.running)}
@@ -160,10 +187,10 @@ class Cluster:
         other._random.setstate(self._random.getstate())
         return other
 
-    # --- what owners call ------------------------------------------------------------------------
+    # --- methods for owners of jobs ---------------------------------------------------------------
 
     def submit(self, job: SimulatedJob) -> None:
-        """Add a job to the end of the queue."""
+        """Add a job to the end of the queue, at the present time."""
         job.submit_s = self.now_s
         self.queue.append(job)
         self._changed = True
@@ -175,29 +202,31 @@ class Cluster:
         elif job in self.running:
             self._stop_job(job, "cancelled")
 
-    def schedule_wake(self, owner: JobOwner, at_s: float, note: object) -> None:
-        """Plan a call of `owner.handle_wake(sim, note)` at a simulated time.
+    def schedule_wake(self, owner: JobOwner, time_s: float, argument: object) -> None:
+        """Plan a call of `owner.handle_planned_call(sim, argument)` at a simulated time.
 
         Args:
-            owner: The owner.
-            at_s: Time of the call.
-            note: Argument of the call.
+            owner: Object whose method is called.
+            time_s: Simulated time of the call.
+            argument: Argument of the call.
         """
-        self._add_event(at_s, "wake", (owner, note))
+        self._add_event(time_s, "planned_call", (owner, argument))
 
     def set_duration(self, job: SimulatedJob, duration_s: float) -> None:
-        """Set how long a running job takes. The job ends earlier if its wall time is shorter."""
+        """Set for how long a running job runs. It ends earlier if its requested wall time is shorter."""
         job.duration_s = duration_s
         self._schedule_end(job)
 
     # --- events ----------------------------------------------------------------------------------
 
-    def run_until(self, at_s: float = math.inf, done: Callable[[], bool] = lambda: False) -> None:
-        """Run until a time, until `done` returns True, or until no event is left."""
+    def run_until(
+        self, time_s: float = math.inf, is_done: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Simulate until a time, until `is_done` returns True, or until no event is left."""
         rules = self.rules
         if self._changed:
             self._schedule_jobs(not rules.backfill_s)
-        while not done():
+        while not is_done():
             arrival = event = backfill = math.inf
             if self._next_arrival < len(self._arrivals):
                 arrival = self._arrivals[self._next_arrival].submit_s
@@ -211,9 +240,9 @@ class Cluster:
             ):
                 backfill = max(self.now_s, self._next_backfill_s)
             then = min(arrival, event, backfill)
-            if then > at_s or math.isinf(then):
-                if math.isfinite(at_s):
-                    self._advance_time(max(self.now_s, at_s))
+            if then > time_s or math.isinf(then):
+                if math.isfinite(time_s):
+                    self._advance_time(max(self.now_s, time_s))
                 return
             self._advance_time(then)
             if arrival == then:
@@ -221,8 +250,8 @@ class Cluster:
                 self._next_arrival += 1
                 self.submit(SimulatedJob(next_job.gpus, next_job.duration_s, next_job.request_s))
             elif event == then:
-                _, _, kind, what = heapq.heappop(self._events)
-                getattr(self, f"_on_{kind}")(what)
+                _, _, kind, subject = heapq.heappop(self._events)
+                getattr(self, f"_handle_{kind}")(subject)
             due = then not in (arrival, event)
             self._schedule_jobs(due or not rules.backfill_s)
 
@@ -231,47 +260,49 @@ class Cluster:
         self.busy_gpu_s += (until_s - self.now_s) * used
         self.now_s = until_s
 
-    def _add_event(self, at_s: float, kind: str, what: object) -> None:
+    def _add_event(self, time_s: float, kind: str, subject: object) -> None:
         self._count += 1
-        heapq.heappush(self._events, (at_s, self._count, kind, what))
+        heapq.heappush(self._events, (time_s, self._count, kind, subject))
 
-    def _on_end(self, job: SimulatedJob) -> None:
-        # The end of the job may have changed since this event was planned.
+    def _handle_job_end(self, job: SimulatedJob) -> None:
+        # If the end of the job was changed after this event was planned, the event has no effect.
         if job in self.running and job.end_s <= self.now_s:
             self._stop_job(job, "done" if job.duration_s <= job.request_s else "limit")
 
-    def _on_wake(self, what: tuple[JobOwner, object]) -> None:
-        what[0].handle_wake(self, what[1])
+    def _handle_planned_call(self, owner_and_argument: tuple[JobOwner, object]) -> None:
+        owner, argument = owner_and_argument
+        owner.handle_planned_call(self, argument)
 
-    def _on_fail(self, node: int) -> None:
+    def _handle_node_failure(self, node: int) -> None:
         self._up[node] = False
         for job in [j for j in self.running if node in j.gpus_by_node]:
             self._stop_job(job, "lost")
-        self._add_event(self.now_s + self.rules.repair_s, "repair", node)
+        self._add_event(self.now_s + self.rules.repair_s, "node_repair", node)
 
-    def _on_repair(self, node: int) -> None:
+    def _handle_node_repair(self, node: int) -> None:
         self._up[node] = self._changed = True
         self._add_event(
-            self.now_s + self._random.expovariate(1 / self.rules.node_mtbf_s), "fail", node
+            self.now_s + self._random.expovariate(1 / self.rules.node_mtbf_s), "node_failure", node
         )
 
     def _schedule_end(self, job: SimulatedJob) -> None:
         ran_s = min(job.duration_s, job.request_s)
         job.end_s = job.start_s + ran_s + self.rules.end_delay_s
         if math.isfinite(job.end_s):
-            self._add_event(job.end_s, "end", job)
+            self._add_event(job.end_s, "job_end", job)
 
-    def _start_job(self, job: SimulatedJob, at: dict[int, int]) -> None:
+    def _start_job(self, job: SimulatedJob, gpus_by_node: dict[int, int]) -> None:
         self.queue.remove(job)
-        job.gpus_by_node, job.start_s = at, self.now_s + self.rules.start_delay_s
-        for node, gpus in at.items():
+        job.gpus_by_node = gpus_by_node
+        job.start_s = self.now_s + self.rules.start_delay_s
+        for node, gpus in gpus_by_node.items():
             self._free[node] -= gpus
         self.running.append(job)
         self._schedule_end(job)
         if job.owner is None:
             self.waits.append((job.gpus, job.start_s - job.submit_s))
         else:
-            job.owner.handle_start(self, job)
+            job.owner.handle_job_start(self, job)
 
     def _stop_job(self, job: SimulatedJob, reason: str) -> None:
         self.running.remove(job)
@@ -279,21 +310,21 @@ class Cluster:
             self._free[node] += gpus
         self._changed = True
         if job.owner is not None:
-            job.owner.handle_end(self, job, reason)
-        # Other users' jobs continue from where they were, at the end of the queue.
+            job.owner.handle_job_end(self, job, reason)
+        # A job of another user whose node failed is submitted again, and continues where it was.
         elif reason == "lost":
             self.submit(SimulatedJob(job.gpus, max(1.0, job.end_s - self.now_s), job.request_s))
 
     # --- scheduling ------------------------------------------------------------------------------
 
-    def _schedule_jobs(self, backfill: bool) -> None:
+    def _schedule_jobs(self, runs_backfill: bool) -> None:
         waiting = iter(self.queue[:])
         for job in waiting:
             at = self._find_free_gpus(
                 np.where(self._up, self._free, 0), job
             ) or self._make_room_by_preemption(job)
             if at is None:
-                if backfill and self.rules.num_reservations is not None:
+                if runs_backfill and self.rules.num_reservations is not None:
                     self._next_backfill_s = self.now_s + self.rules.backfill_s
                     self._changed = False
                     self._backfill_jobs([job, *waiting][: self.rules.backfill_depth])
@@ -301,13 +332,16 @@ class Cluster:
             self._start_job(job, at)
 
     def _find_free_gpus(self, free: np.ndarray, job: SimulatedJob) -> dict[int, int] | None:
-        """Return GPUs by node on which a job fits, or None. `free` has the free GPUs of each node."""
+        """Return the GPUs, by node, on which a job can start, or None.
+
+        `free` has the number of free GPUs of each node.
+        """
         gpus = job.gpus
         if gpus > free.sum():
             return None
         if gpus <= self.per_node:
             fits = np.flatnonzero(free >= gpus)
-            # The job gets the fullest node that has room.
+            # The job gets the node with the fewest free GPUs that are enough.
             return {int(fits[np.argmin(free[fits])]): gpus} if fits.size else None
         nodes = -(-gpus // self.per_node)
         each = -(-gpus // nodes)
@@ -315,9 +349,9 @@ class Cluster:
         return {int(node): each for node in fits} if fits.size == nodes else None
 
     def _make_room_by_preemption(self, job: SimulatedJob) -> dict[int, int] | None:
-        """Stop preemptible jobs to make room for another job.
+        """Stop preemptible jobs so that another job can start, if this is possible.
 
-        The result is the GPUs of that job by node, or None.
+        Return the numbers of GPUs for that job, by node, or None.
         """
         if job.is_preemptible or not any(j.is_preemptible for j in self.running):
             return None
@@ -336,11 +370,12 @@ class Cluster:
                     free[node] += gpus
         return free
 
-    def _preempt_jobs(self, at: dict[int, int]) -> None:
-        """Stop preemptible jobs, the latest started first, until some GPUs are free."""
+    def _preempt_jobs(self, gpus_by_node: dict[int, int]) -> None:
+        """Stop preemptible jobs until these GPUs are free. The job that started last is stopped first."""
         for victim in [j for j in reversed(self.running) if j.is_preemptible]:
             if any(
-                self._free[node] < gpus and node in victim.gpus_by_node for node, gpus in at.items()
+                self._free[node] < gpus and node in victim.gpus_by_node
+                for node, gpus in gpus_by_node.items()
             ):
                 self._stop_job(victim, "preempted")
 
@@ -353,7 +388,8 @@ class Cluster:
             if job not in self.queue:
                 continue
             free = plan.compute_least_free(self.now_s, job.request_s)
-            if job.is_preemptible:  # a preemptible job starts on free GPUs, and gets no reservation
+            # A preemptible job starts only on free GPUs, and gets no reservation.
+            if job.is_preemptible:
                 at = self._find_free_gpus(np.minimum(free, self._free), job)
                 if at is not None:
                     self._start_job(job, at)
@@ -369,9 +405,9 @@ class Cluster:
                 plan.reserve_gpus(begin_s, job.request_s, at)
 
     def _iter_expected_ends(self) -> Iterator[tuple[float, dict[int, int]]]:
-        """Yield the expected end of each running job, and its GPUs by node.
+        """Yield each running job's latest end by its requested wall time, and its GPUs.
 
-        The job's requested wall time determines its end.
+        Preemptible jobs are left out.
         """
         for job in self.running:
             if not job.is_preemptible:
@@ -387,7 +423,10 @@ class Cluster:
         return math.inf, None
 
     def _find_fitting_times(self, free: np.ndarray, job: SimulatedJob) -> np.ndarray:
-        """Return a mask of the times at which a job fits. `free` has the free GPUs, shape [times, nodes]."""
+        """Return a mask of the times at which a job fits on the free GPUs.
+
+        `free` has the number of free GPUs, shape [times, nodes].
+        """
         if job.gpus <= self.per_node:
             return free.max(1) >= job.gpus
         nodes = -(-job.gpus // self.per_node)
@@ -395,7 +434,7 @@ class Cluster:
 
 
 class _FreeGpuPlan:
-    """Plan of the nodes' free GPUs over time, as an array of shape [times, nodes]."""
+    """Plan of the free GPUs of each node at future times, shape [times, nodes]."""
 
     def __init__(
         self,
@@ -414,23 +453,25 @@ class _FreeGpuPlan:
         self.free = np.array(rows)
         self.free[:, ~up] = 0
 
-    def compute_least_free(self, begin_s: float, seconds: float) -> np.ndarray:
-        """Return the smallest number of free GPUs of each node in an interval."""
+    def compute_least_free(self, begin_s: float, duration_s: float) -> np.ndarray:
+        """Return how many GPUs of each node are free during a whole time interval."""
         begin = bisect_left(self.times, begin_s)
-        return self.free[begin : max(bisect_left(self.times, begin_s + seconds), begin + 1)].min(0)
+        return self.free[begin : max(bisect_left(self.times, begin_s + duration_s), begin + 1)].min(
+            0
+        )
 
-    def reserve_gpus(self, begin_s: float, seconds: float, at: dict[int, int]) -> None:
-        """Reserve GPUs of some nodes for a time interval.
+    def reserve_gpus(self, begin_s: float, duration_s: float, gpus_by_node: dict[int, int]) -> None:
+        """Reserve GPUs for a time interval.
 
         Args:
             begin_s: Begin of the interval.
-            seconds: Length of the interval.
-            at: GPUs to reserve, by node.
+            duration_s: Length of the interval.
+            gpus_by_node: Number of GPUs to reserve, by node.
         """
-        end_s = begin_s + seconds
+        end_s = begin_s + duration_s
         begin, stop = bisect_left(self.times, begin_s), bisect_left(self.times, end_s)
         if stop == len(self.times) or self.times[stop] != end_s:
             self.times.insert(stop, end_s)
             self.free = np.concatenate([self.free[:stop], self.free[stop - 1 :]])
-        for node, gpus in at.items():
+        for node, gpus in gpus_by_node.items():
             self.free[begin:stop, node] -= gpus

@@ -1,6 +1,6 @@
-"""Simulated trainings in the queue of a cluster: one job (a gang), or workers that are separate jobs.
+"""Simulated trainings in a cluster's queue: one job (a gang), or a job per worker.
 
-Work is counted in seconds of one GPU at full efficiency.
+The work of a training is counted in seconds of one GPU that trains alone.
 """
 
 from __future__ import annotations
@@ -10,42 +10,48 @@ from dataclasses import dataclass, field
 
 from stratbench.extensions.queue.simulator import Cluster, SimulatedJob
 
-#: Seconds from the start of a job's script to its first training step: imports, rendezvous, data.
+#: Seconds from the start of a job's script to its first training step, for imports, rendezvous and data.
 STARTUP_S = 60.0
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Speed of n workers relative to one: sample_efficiency * n / (1 + loss_per_worker (n - 1)).
+    """How the speed of a training depends on the number of its workers.
 
-    Sample efficiency is the samples that DDP needs to reach the target, divided by those that this training
-    needs.
+    The speed of n workers, relative to one, is `sample_efficiency * n / (1 + loss_per_worker * (n - 1))`.
+    Sample efficiency is the number of samples that DDP needs for the target score, divided by the number that
+    this training needs.
     """
 
     loss_per_worker: float = 0.02
     sample_efficiency: float = 1.0
 
     def compute_efficiency(self, workers: int) -> float:
-        """Return the speed per worker, relative to that of a single worker of DDP."""
+        """Return the speed per worker, relative to one worker that trains alone with DDP."""
         return self.sample_efficiency / (1 + self.loss_per_worker * max(0, workers - 1))
 
 
 @dataclass(frozen=True)
 class SimulatedCheckpoints:
-    """Interval of a synchronous training's checkpoints, and seconds for which each blocks the training."""
+    """Checkpoints of a simulated synchronous training.
+
+    Attributes:
+        interval_s: Seconds between two checkpoints.
+        blocking_s: Seconds for which each checkpoint blocks the training.
+    """
 
     interval_s: float = 1800.0
     blocking_s: float = 10.0
 
     @property
     def time_factor(self) -> float:
-        """Factor by which checkpoints lengthen the training."""
+        """Factor by which checkpoints make the training longer."""
         return 1 + self.blocking_s / self.interval_s
 
 
-#: Checkpoints of a training whose workers get their state from each other: one per minute, for the case that
-#: all workers are lost. Their cost was not measured; they are assumed to take the same share of time as a
-#: gang's.
+#: Checkpoints of workers that get their state from each other. These need a checkpoint only if all workers
+#: are lost. There is one per minute. By assumption, they take the same share of the time as checkpoints of a
+#: gang.
 PEER_CHECKPOINTS = SimulatedCheckpoints(
     60.0, 60.0 * SimulatedCheckpoints().blocking_s / SimulatedCheckpoints().interval_s
 )
@@ -53,10 +59,21 @@ PEER_CHECKPOINTS = SimulatedCheckpoints(
 
 @dataclass
 class Training:
-    """A simulated training, from its submission until it is done. Work is in GPU-seconds."""
+    """A simulated training. Times are in seconds on the simulation's clock.
+
+    Attributes:
+        work_s: Work of the training, in seconds of one GPU that trains alone.
+        request_s: Wall time that each job of the training requests.
+        workers: Number of workers.
+        scaling: How the speed depends on the number of workers.
+        checkpoints: Checkpoints of a synchronous training.
+        startup_s: Seconds from the start of a job to its first training step.
+        submit_s: When the training was submitted; NaN before.
+        done_s: When the training was done; NaN before.
+        remaining_work_s: Work that is left, in the unit of `work_s`.
+    """
 
     work_s: float
-    #: Wall time that each job of the training requests.
     request_s: float
     workers: int
     scaling: Scaling = Scaling()
@@ -73,11 +90,11 @@ class Training:
 
     @property
     def time_to_result_s(self) -> float:
-        """Seconds from submission to the end, including the queue, or NaN before the end."""
+        """Seconds from the training's submission to its end, with its wait in the queue. NaN before."""
         return self.done_s - self.submit_s
 
     def submit_training(self, sim: Cluster) -> None:
-        """Submit the training at the present time of the simulation."""
+        """Submit the training to the simulated queue at the present time."""
         self.submit_s, self.remaining_work_s = sim.now_s, self.work_s
         self.submit_jobs(sim)
 
@@ -85,15 +102,15 @@ class Training:
         """Submit the jobs of the training to the simulated queue."""
         raise NotImplementedError
 
-    def handle_wake(self, sim: Cluster, note: object) -> None:
-        """Do nothing: only a training of separate worker jobs plans calls."""
+    def handle_planned_call(self, sim: Cluster, argument: object) -> None:
+        """Do nothing, because only a training with a job per worker plans calls."""
 
 
 @dataclass
 class Gang(Training):
-    """A training with all workers in one job, at the speed of the slowest node.
+    """A training with all workers in one job, at the speed of its slowest node.
 
-    After the loss of a node, or the end of its wall time, it is submitted again, and resumes from its last
+    If a node fails or the wall time of the job ends, the job is submitted again, and resumes from the last
     checkpoint.
     """
 
@@ -101,20 +118,21 @@ class Gang(Training):
         sim.submit(SimulatedJob(self.workers, math.inf, self.request_s, self))
 
     def _compute_rate(self, sim: Cluster, job: SimulatedJob) -> float:
-        """Return the GPU-seconds of work that are done per second."""
+        """Return how much work the running job does per second."""
         slowest = min(sim.speed[node] for node in job.gpus_by_node)
         each = self.scaling.compute_efficiency(self.workers)
         return self.workers * each * slowest / self.checkpoints.time_factor
 
-    def handle_start(self, sim: Cluster, job: SimulatedJob) -> None:
+    def handle_job_start(self, sim: Cluster, job: SimulatedJob) -> None:
         sim.set_duration(job, self.startup_s + self.remaining_work_s / self._compute_rate(sim, job))
 
-    def handle_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
+    def handle_job_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
         if reason == "done":
             self.done_s = sim.now_s
             return
         kept_s = max(0.0, sim.now_s - job.start_s - self.startup_s)
-        if reason != "limit":  # a job saves a checkpoint before the end of its wall time
+        # Only at the end of its wall time a job has saved a checkpoint of its last step.
+        if reason != "limit":
             kept_s = kept_s // self.checkpoints.interval_s * self.checkpoints.interval_s
         self.remaining_work_s -= kept_s * self._compute_rate(sim, job)
         self.submit_jobs(sim)
@@ -122,26 +140,36 @@ class Gang(Training):
 
 @dataclass
 class ElasticTraining(Training):
-    """A training in which each worker is a job of one GPU, which is submitted again when it ends.
+    """A training with a job of one GPU per worker. A job that ends is submitted again.
 
-    The speeds of asynchronous workers add up. Synchronous workers have the speed of the slowest, and pause
-    for `pause_s` when one joins or leaves. The workers resume from the last checkpoint when one is lost or
-    preempted. With `resumes_from_peers` they do so only when a worker is lost. A preempted worker then leaves
-    after a step, and the last worker saves the state before.
+    The speeds of asynchronous workers add up. Synchronous workers have the speed of the slowest one, and
+    pause when one joins or leaves. They resume from the last checkpoint when a worker is lost or preempted.
+
+    Attributes:
+        is_synchronous: Whether the workers are synchronous.
+        synchronous_pause_s: Seconds for which synchronous workers pause when one joins or leaves.
+        resumes_from_peers: Whether synchronous workers resume from a checkpoint only when a worker is lost.
+            Preempted workers then leave after a step, and the last one saves the state.
+        is_preemptible: Whether the jobs of the workers can be preempted.
+        jobs: Queued and running jobs of the workers.
     """
 
     is_synchronous: bool = False
-    pause_s: float = 60.0
+    synchronous_pause_s: float = 60.0
     resumes_from_peers: bool = False
     is_preemptible: bool = False
     jobs: list[SimulatedJob] = field(default_factory=list)
     _first_step_s: float = math.nan
-    # Speed of each training worker, by id of its job.
+    #: Speed of each worker that trains, relative to a node that is not slow, by `id` of its job.
     _speeds: dict[int, float] = field(default_factory=dict)
-    _counted_until_s: float = 0.0  # time until which work is counted; in the future during a pause
-    _saved_work_s: float = 0.0  # work that remained at the last checkpoint
+    #: Time until which the done work was subtracted. During a pause it is the end of the pause.
+    _counted_until_s: float = 0.0
+    #: Work that was left at the last checkpoint.
+    _saved_work_s: float = 0.0
+    #: Time of the last checkpoint.
     _saved_at_s: float = 0.0
-    _plan_number: int = 0  # number of the last planned end; earlier ones no longer count
+    #: Number of the last planned end of the training. Ends that were planned before have no effect.
+    _plan_number: int = 0
 
     def submit_jobs(self, sim: Cluster) -> None:
         self._saved_work_s = self.remaining_work_s
@@ -164,7 +192,7 @@ class ElasticTraining(Training):
         return sum(speeds) * each
 
     def _subtract_done_work(self, sim: Cluster) -> None:
-        """Subtract the work that was done until now."""
+        """Subtract the work done until now from the work that is left."""
         if sim.now_s <= self._counted_until_s:
             return
         self.remaining_work_s -= (sim.now_s - self._counted_until_s) * self._work_rate
@@ -177,8 +205,8 @@ class ElasticTraining(Training):
             )
 
     def _pause_training(self, sim: Cluster) -> None:
-        """Pause the training because a worker has joined or left."""
-        self._counted_until_s = max(self._counted_until_s, sim.now_s + self.pause_s)
+        """Let synchronous workers pause, because one has joined or left."""
+        self._counted_until_s = max(self._counted_until_s, sim.now_s + self.synchronous_pause_s)
         if not self.resumes_from_peers:
             self._saved_work_s, self._saved_at_s = self.remaining_work_s, sim.now_s
 
@@ -190,16 +218,17 @@ class ElasticTraining(Training):
                 self, begin_s + max(0.0, self.remaining_work_s) / self._work_rate, self._plan_number
             )
 
-    def handle_start(self, sim: Cluster, job: SimulatedJob) -> None:
+    def handle_job_start(self, sim: Cluster, job: SimulatedJob) -> None:
         sim.schedule_wake(self, job.start_s + self.startup_s, job)
 
-    def handle_wake(self, sim: Cluster, note: object) -> None:
+    def handle_planned_call(self, sim: Cluster, argument: object) -> None:
         if self.is_finished:
             return
-        if isinstance(note, SimulatedJob):
-            if note in sim.running:  # the job may have ended during its startup
-                self._start_worker(sim, note)
-        elif note == self._plan_number:
+        if isinstance(argument, SimulatedJob):
+            # A job that has ended during its startup has no effect.
+            if argument in sim.running:
+                self._start_worker(sim, argument)
+        elif argument == self._plan_number:
             self._subtract_done_work(sim)
             self.done_s = sim.now_s
             for job in self.jobs[:]:
@@ -210,7 +239,7 @@ class ElasticTraining(Training):
         if math.isnan(self._first_step_s):
             self._first_step_s = self._counted_until_s = self._saved_at_s = sim.now_s
         elif self.is_synchronous:
-            # Workers that are present at the start cause no pause.
+            # Workers that start at the same time as the first one cause no pause.
             if sim.now_s > self._first_step_s:
                 self._pause_training(sim)
         elif not self._speeds:
@@ -218,7 +247,7 @@ class ElasticTraining(Training):
         self._speeds[id(job)] = min(sim.speed[node] for node in job.gpus_by_node)
         self._plan_end(sim)
 
-    def handle_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
+    def handle_job_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
         self.jobs.remove(job)
         if self.is_finished:
             return

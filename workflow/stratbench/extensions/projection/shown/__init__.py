@@ -1,1 +1,1 @@
-"""Uses `projection.csv` in decisions and in the report, for unmeasured worker counts."""
+"""Uses projection.csv in decisions and in the report, for worker counts that were not measured."""

@@ -1,4 +1,4 @@
-"""Finds the fastest strategy per worker count in a projection.csv, and where the fastest changes."""
+"""Finds in a projection.csv from which worker count on another strategy is the fastest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from stratbench.cell.text.words import format_count, pluralize
 
 @dataclass(frozen=True)
 class CountStepTime:
-    """Seconds per step of a strategy on a number of workers, with its interval.
+    """Step time of a strategy on a number of workers, with its interval.
 
-    For measured counts the interval is the range of repeats.
+    On measured worker counts the interval is the range of repeats.
     """
 
     workers: int
@@ -24,20 +24,22 @@ class CountStepTime:
     is_measured: bool
 
 
-#: Step times of each strategy, in ascending order of workers.
-Lines = dict[str, Sequence[CountStepTime]]
+#: Step times by name of the strategy, in ascending order of workers.
+StepTimesByStrategy = dict[str, Sequence[CountStepTime]]
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Worker count at which the fastest strategy changes from `strategy_before` to `strategy_after`.
+    """Worker count from which on another strategy is the fastest.
 
     Attributes:
         strategy_before: Fastest strategy below the crossing.
         strategy_after: Fastest strategy above the crossing.
-        crossing_workers: Number of workers with equal projected times.
-        clear_below: Largest count below, at which the intervals do not overlap; None if there is none.
-        clear_above: Smallest count above, at which the intervals do not overlap; None if there is none.
+        crossing_workers: Number of workers on which both strategies have the same projected step time.
+        clear_below: Largest worker count below the crossing on which the intervals of both do not overlap, if
+            any.
+        clear_above: Smallest worker count above the crossing on which the intervals of both do not overlap,
+            if any.
     """
 
     strategy_before: str
@@ -46,8 +48,8 @@ class Crossing:
     clear_below: int | None
     clear_above: int | None
 
-    def describe_crossing(self, noun: str) -> str:
-        """Return a sentence on the worker count at which the fastest strategy changes."""
+    def describe_crossing(self, worker_noun: str) -> str:
+        """Return a sentence on the worker count from which on another strategy is the fastest."""
         apart = [
             f"{name} is clearly faster on {count}"
             for name, count in (
@@ -61,42 +63,52 @@ class Crossing:
             or "their intervals overlap on all counts, so that either may be faster"
         )
         return (
-            f"From about {format_count(round(self.crossing_workers), noun)} on, {self.strategy_after} is "
-            f"faster than {self.strategy_before}; by the intervals of 80 %, {sure}."
+            f"From about {format_count(round(self.crossing_workers), worker_noun)} on, "
+            f"{self.strategy_after} is faster than {self.strategy_before}; by the intervals of 80 %, {sure}."
         )
 
 
-def find_crossings(lines: Lines) -> list[Crossing]:
-    """Return the worker counts between which the fastest strategy changes.
+def find_crossings(times_by_strategy: StepTimesByStrategy) -> list[Crossing]:
+    """Return the worker counts from which on another strategy is the fastest.
 
-    Only neighbouring counts with times of both strategies are compared.
+    A change is found between neighbouring worker counts that have step times of both strategies.
     """
     by_count: dict[int, dict[str, CountStepTime]] = {}
-    for strategy, counts in lines.items():
+    for strategy, counts in times_by_strategy.items():
         for count in counts:
             by_count.setdefault(count.workers, {})[strategy] = count
     ordered = [by_count[n] for n in sorted(by_count)]
     changes = []
-    for here, there in pairwise(ordered):
-        both = here.keys() & there.keys()
-        before, after = (min(at, key=lambda s, at=at: at[s].step_s) for at in (here, there))
+    for below, above in pairwise(ordered):
+        both = below.keys() & above.keys()
+        before, after = (min(at, key=lambda s, at=at: at[s].step_s) for at in (below, above))
         if before != after and {before, after} <= both:
-            changes.append(_intersect_lines(lines, before, after, here, there))
+            changes.append(_intersect_lines(times_by_strategy, before, after, below, above))
     return changes
 
 
 def _intersect_lines(
-    lines: Lines,
-    before: str,
-    after: str,
-    here: dict[str, CountStepTime],
-    there: dict[str, CountStepTime],
+    times_by_strategy: StepTimesByStrategy,
+    strategy_before: str,
+    strategy_after: str,
+    times_below: dict[str, CountStepTime],
+    times_above: dict[str, CountStepTime],
 ) -> Crossing:
-    """Return where two strategies' step times cross, by straight lines on logarithmic axes."""
-    ahead = [math.log(at[after].step_s / at[before].step_s) for at in (here, there)]
-    low, high = (math.log(at[after].workers) for at in (here, there))
+    """Return where two strategies have equal step times, between two neighbouring worker counts.
+
+    Step times are interpolated by straight lines on logarithmic axes.
+    """
+    before, after = strategy_before, strategy_after
+    neighbours = (times_below, times_above)
+    ahead = [math.log(at[after].step_s / at[before].step_s) for at in neighbours]
+    low, high = (math.log(at[after].workers) for at in neighbours)
     meet = math.exp(low + (high - low) * ahead[0] / (ahead[0] - ahead[1]))
-    pairs = [(a, b) for a in lines[before] for b in lines[after] if a.workers == b.workers]
+    pairs = [
+        (a, b)
+        for a in times_by_strategy[before]
+        for b in times_by_strategy[after]
+        if a.workers == b.workers
+    ]
     below = [
         a.workers for a, b in pairs if a.interval_high_s < b.interval_low_s and a.workers < meet
     ]
@@ -106,13 +118,15 @@ def _intersect_lines(
     return Crossing(before, after, meet, max(below, default=None), min(above, default=None))
 
 
-def describe_crossings(lines: Lines, noun: str) -> list[str]:
-    """Return sentences on changes of the fastest strategy, or on one that is fastest everywhere."""
-    projected = {s: c for s, c in lines.items() if any(not count.is_measured for count in c)}
+def describe_crossings(times_by_strategy: StepTimesByStrategy, worker_noun: str) -> list[str]:
+    """Return sentences on which strategy is the fastest, and from which worker count on."""
+    projected = {
+        s: c for s, c in times_by_strategy.items() if any(not count.is_measured for count in c)
+    }
     if len(projected) < 2:
         return []
     if changes := find_crossings(projected):
-        return [crossing.describe_crossing(noun) for crossing in changes]
+        return [crossing.describe_crossing(worker_noun) for crossing in changes]
     shared = set.intersection(*({c.workers for c in counts} for counts in projected.values()))
     leaders = {
         min(projected, key=lambda s, n=n: next(c.step_s for c in projected[s] if c.workers == n))
@@ -130,4 +144,4 @@ def describe_crossings(lines: Lines, noun: str) -> list[str]:
         if open_ones
         else ""
     )
-    return [f"{leader} is the fastest on all counts up to {most} {pluralize(noun)}{sure}."]
+    return [f"{leader} is the fastest on all counts up to {most} {pluralize(worker_noun)}{sure}."]

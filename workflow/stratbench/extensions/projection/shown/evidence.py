@@ -1,4 +1,4 @@
-"""Adds projections to a decision: candidates on numbers of workers that were not measured."""
+"""Adds projected candidates to a decision: strategies on unmeasured numbers of workers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from stratbench.analysis.decision.evidence import Evidence, Question
 from stratbench.analysis.decision.sentences import describe_amount, describe_price
 from stratbench.cell.text.words import format_bytes, format_hours, format_short_time
 from stratbench.extensions.projection.shown.projected import (
-    Line,
     Projected,
+    StrategyKey,
     read_crossings,
     read_projection,
 )
 
 
 class ProjectionEvidence(Evidence):
-    """Evidence from a projection.csv for a decision.
+    """Evidence for a decision from a projection.csv.
 
     Args:
-        projected: Projections by strategy and number of workers, within the constraints.
-        crossings: Sentences on where the fastest strategy changes, by experiment and model.
+        projected: Projected trainings by strategy and number of workers, within the constraints.
+        crossings: Sentences on from where on another strategy is the fastest, by experiment and model.
     """
 
     def __init__(
         self,
-        projected: Mapping[Line, Mapping[int, Projected]],
+        projected: Mapping[StrategyKey, Mapping[int, Projected]],
         crossings: Mapping[Question, Sequence[str]] | None = None,
     ):
         self.projected, self.crossings = projected, crossings or {}
@@ -38,12 +38,11 @@ class ProjectionEvidence(Evidence):
     def iter_unmeasured_candidates(
         self, question: Question, candidates: Sequence[Candidate], constraints: Constraints
     ) -> Iterator[Candidate]:
-        """Yield projected candidates: each strategy on all available GPUs and on fewer GPUs.
+        """Yield projected candidates: strategies on unmeasured numbers of workers.
 
-        Measured candidates are left out.
-
-        The time is the projected one, with an interval of 80 %. The score is that of the largest measured
-        number of workers. If nothing is projected to all GPUs, the strategy's candidates state the reason.
+        Numbers of workers are that of all available GPUs, and smaller ones. A candidate has the projected
+        time with its 80 % interval, and the score of the largest measured number of workers. If nothing is
+        projected to all GPUs, the strategy's measured candidates get the reason.
 
         Args:
             question: Experiment and model.
@@ -61,86 +60,94 @@ class ProjectionEvidence(Evidence):
             )
             for c in line:
                 c.no_projection_reason = requested.missing_reason
-            for gpus, made in by_count.items():
-                if not made.missing_reason:
-                    yield make_candidate(usable, gpus, made)
+            for workers, projected in by_count.items():
+                if not projected.missing_reason:
+                    yield make_candidate(usable, workers, projected)
 
     def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
-        """Yield sentences on other numbers of workers for which another strategy is fastest."""
+        """Yield sentences on numbers of workers on which another strategy is the fastest."""
         if choice.is_projected:
             for sentence in self.crossings.get(question, ()):
                 yield f"Another number of workers: {sentence}"
 
 
 def read_evidence(path: str, constraints: Constraints) -> Evidence:
-    """Return the evidence in a projection.csv, or empty evidence if `path` is ""."""
+    """Return the evidence in the projection.csv at `path`. It is empty if `path` is ""."""
     if not path:
         return Evidence()
     return ProjectionEvidence(read_projection(path, constraints.gpus), read_crossings(path))
 
 
-def make_candidate(usable: Sequence[Candidate], gpus: int, made: Projected) -> Candidate:
-    """Return a candidate: a strategy as projected to a number of workers.
+def make_candidate(measured: Sequence[Candidate], workers: int, projected: Projected) -> Candidate:
+    """Return a candidate of a decision from a projected training.
 
     Args:
-        usable: Measured candidates of the strategy that can be used.
-        gpus: Number of workers.
-        made: The projection.
+        measured: Usable measured candidates of the strategy, in ascending order of workers.
+        workers: Number of workers of the projection.
+        projected: The projected training.
     """
-    low_s, middle_s, high_s = made.train_range_s
+    low_s, middle_s, high_s = projected.train_range_s
     candidate = replace(
-        usable[-1],
-        gpus=gpus,
-        basis=f"projected from {made.evidence_text}",
+        measured[-1],
+        gpus=workers,
+        basis=f"projected from {projected.evidence_text}",
         repetition_unit="repeat",
         is_projected=True,
         times=pd.Series(dtype=float),
         time_s=middle_s,
         time_low_s=low_s,
         time_high_s=high_s,
-        memory_bytes=made.memory_high_bytes,
+        memory_bytes=projected.memory_high_bytes,
         score_loss_upper=None,
         allocated_gpu_s=None,
         mean_num_workers=None,
         tokens_per_s=None,
         mfu=None,
         verdict_claim=None,
-        caveats=list(dict.fromkeys(doubt for c in usable for doubt in c.caveats)),
+        caveats=list(dict.fromkeys(caveat for c in measured for caveat in c.caveats)),
     )
-    candidate.projected_figures = describe_projection(candidate, made)
+    candidate.projected_figures = describe_projection(candidate, projected)
     return candidate
 
 
-def missing_projection_reason(usable: list[Candidate], gpus: int) -> str:
-    """Return why a strategy has no projection to a number of workers."""
-    if not usable:
+def missing_projection_reason(measured: list[Candidate], workers: int) -> str:
+    """Return why a strategy has no projection to a number of workers.
+
+    Args:
+        measured: Usable measured candidates of the strategy, in ascending order of workers.
+        workers: Number of workers.
+    """
+    if not measured:
         return "none of its records is usable"
-    if gpus < (least := usable[0].gpus):
+    if workers < (least := measured[0].gpus):
         return f"the smallest measured count is {least} workers"
     return "nothing was projected; `snakemake decide` does so from the study's records"
 
 
-def describe_projection(first: Candidate, made: Projected) -> str:
-    """Return a text on a projected candidate: its values with intervals, and the evidence."""
-    (low_s, step_s, high_s), (least, share, most) = made.step_range_s, made.efficiency_range
+def describe_projection(candidate: Candidate, projected: Projected) -> str:
+    """Return a text on a projected candidate: its values with intervals, and their evidence."""
+    low_s, step_s, high_s = projected.step_range_s
+    least, share, most = projected.efficiency_range
     parts = [
-        f"It would train in {describe_amount(first)}{describe_price(first)}",
+        f"It would train in {describe_amount(candidate)}{describe_price(candidate)}",
         f"at {format_short_time(step_s)} per global batch (80 %: {format_short_time(low_s)} to "
         f"{format_short_time(high_s)})",
         f"an efficiency of {share:.2f} ({least:.2f} to {most:.2f})",
     ]
-    peak = first.memory_bytes
+    peak = candidate.memory_bytes
     parts.append(
         "an unknown peak memory"
         if peak is None
         else f"a peak memory of up to {format_bytes(peak)} per worker"
     )
     text = f"{parts[0]}, {parts[1]}, with {parts[2]} and {parts[3]}."
-    if made.target_range_s is not None:
-        low_s, middle_s, high_s = map(format_short_time, made.target_range_s)
-        paid = "" if made.target_cost is None else f", at a cost of {made.target_cost:.3g}"
+    if projected.target_range_s is not None:
+        low_s, middle_s, high_s = map(format_short_time, projected.target_range_s)
+        cost = projected.target_cost
+        noun = "process" if candidate.is_on_cpu else "GPU"
+        paid = "" if cost is None else f", at a cost of {cost:.3g}"
         text += (
             f" The target score is reached after {middle_s} (80 %: {low_s} to {high_s}), with "
-            f"{format_hours(made.target_gpu_hours)} {'process' if first.is_on_cpu else 'GPU'}-hours{paid}."
+            f"{format_hours(projected.target_gpu_hours)} {noun}-hours{paid}."
         )
-    return f"{text} Evidence: {made.evidence_text}."
+    return f"{text} Evidence: {projected.evidence_text}."

@@ -1,4 +1,4 @@
-"""Reads `projection.csv`, which `stratbench project` writes, for decisions."""
+"""Reads projection.csv, which `stratbench project` writes, for decisions and the report."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from stratbench.extensions.projection.shown.crossings import CountStepTime, Lines, find_crossings
+from stratbench.extensions.projection.shown.crossings import (
+    CountStepTime,
+    StepTimesByStrategy,
+    find_crossings,
+)
 
-#: Experiment, model and strategy of a row.
-Line = tuple[str, str, str]
+#: Experiment, model and strategy of a row of projection.csv.
+StrategyKey = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,9 @@ class Projected:
 
     Attributes:
         missing_reason: Why nothing is projected, or "".
+        train_range_s: Seconds of the whole training.
+        step_range_s: Seconds of a step.
+        efficiency_range: Step time by perfect scaling, divided by the step time.
         memory_high_bytes: Upper end of a worker's peak memory; None if unknown.
         evidence_text: Measurements on which the projection rests.
         target_range_s: Seconds until the target score of the study.
@@ -40,16 +47,16 @@ class Projected:
     target_cost: float | None = None
 
 
-#: Columns that contain text.
+#: Columns of projection.csv that contain text.
 TEXTS = ("experiment", "model", "strategy", "base", "scaling", "device", "kind", "why_no_target", "evidence",
          "rule", "reason")  # fmt: skip
 
 
 def read_projection_rows(path: Path) -> pd.DataFrame:
-    """Return the rows of a projection.csv, with "" for empty texts.
+    """Return the rows of a projection.csv, in which empty texts are "".
 
     Raises:
-        ValueError: If the file is no such table.
+        ValueError: If the file has another format.
     """
     try:
         rows = pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str))
@@ -61,8 +68,8 @@ def read_projection_rows(path: Path) -> pd.DataFrame:
     return rows
 
 
-def group_step_times(rows: pd.DataFrame) -> Lines:
-    """Return the measured and projected step times of each strategy, from rows of one model."""
+def group_step_times(rows: pd.DataFrame) -> StepTimesByStrategy:
+    """Return the measured and projected step times in the rows of one model, by strategy."""
     return {
         str(strategy): [
             CountStepTime(
@@ -75,7 +82,7 @@ def group_step_times(rows: pd.DataFrame) -> Lines:
 
 
 def read_crossings(path: str) -> dict[tuple[str, str], list[str]]:
-    """Return sentences on changes of the fastest strategy, by experiment and model."""
+    """Return sentences on where the fastest strategy changes, by experiment and model."""
     if not path or not Path(path).exists():
         return {}
     return {
@@ -90,20 +97,20 @@ def read_crossings(path: str) -> dict[tuple[str, str], list[str]]:
 
 
 def choose_worker_noun(rows: pd.DataFrame) -> str:
-    """Return "CPU process" or "GPU", by the device of these rows."""
+    """Return the noun for a worker: "CPU process" for rows of CPUs, else "GPU"."""
     return "CPU process" if (rows["device"] == "CPU").all() else "GPU"
 
 
-def read_projection(path: str, max_workers: int | None) -> dict[Line, dict[int, Projected]]:
-    """Return the projections of a projection.csv up to `max_workers` workers, by strategy and count.
+def read_projection(path: str, max_workers: int | None) -> dict[StrategyKey, dict[int, Projected]]:
+    """Return the projected trainings in a projection.csv, by strategy and number of workers.
 
-    The result is empty without a path or a limit of workers.
+    Only numbers up to `max_workers` are returned. The result is empty without a path or without this limit.
     """
     if not path or max_workers is None or not Path(path).exists():
         return {}
     table = read_projection_rows(Path(path))
     rows = table[(table["workers"] <= max_workers) & (table["kind"] != "measured")]
-    by_line: dict[Line, dict[int, Projected]] = {}
+    by_line: dict[StrategyKey, dict[int, Projected]] = {}
     for r in rows.to_dict("records"):
         line = (str(r["experiment"]), str(r["model"]), str(r["strategy"]))
         by_line.setdefault(line, {})[int(r["workers"])] = _parse_projected(r)

@@ -1,4 +1,4 @@
-"""Renders the projection to more workers, as a section of the report and as text.
+"""Renders projected step times as a section of the report, and prints them as text.
 
 python -m stratbench.extensions.projection.shown.section --table results/STUDY/projection.csv
 """
@@ -17,7 +17,7 @@ from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.figures.marks import Mark, assign_marks_by_strategy
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.text.words import format_bytes, format_hours, format_short_time, wrap_lines
-from stratbench.extensions.projection.shown.crossings import Lines, describe_crossings
+from stratbench.extensions.projection.shown.crossings import StepTimesByStrategy, describe_crossings
 from stratbench.extensions.projection.shown.evidence import read_evidence
 from stratbench.extensions.projection.shown.projected import (
     choose_worker_noun,
@@ -27,14 +27,14 @@ from stratbench.extensions.projection.shown.projected import (
 
 TEMPLATE = Path(__file__).parent / "templates" / "projection.html.j2"
 
-#: Maximum ratio of the samples that two trainings see for their times to be comparable.
+#: Times of two trainings are comparable if their numbers of samples differ by at most this factor.
 MAX_MORE_SAMPLES = 1.5
-#: Short names of rules, in the table.
+#: Short names of projection rules for the table.
 SHORT_RULES = {"replay on measured links": "links"}
 
 
 def make_projection_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Yield the report's section, if the study has a projection."""
+    """Yield the report's section on projected step times, if the study has a projection."""
     cells = inputs.cells
     trained = cells.loc[cells["status"] == "ok", ["experiment", "model", "strategy", "gpus"]]
     rows = set(trained.itertuples(index=False, name=None))
@@ -44,24 +44,24 @@ def make_projection_sections(inputs: ReportInput) -> Iterator[Section]:
 
 
 def make_section_entries(
-    table: Path, trained: Collection[tuple[str, str, str, int]] = ()
+    table_path: Path, trained_counts: Collection[tuple[str, str, str, int]] = ()
 ) -> list[dict[str, Any]]:
-    """Return the values of the section, one entry per model.
+    """Return the values of the report's section, one entry per model.
 
     Args:
-        table: The file projection.csv; without it there are no entries.
-        trained: Experiment, model, strategy and worker count of the records, to find records that the
-            table lacks.
+        table_path: Path of projection.csv; without this file there are no entries.
+        trained_counts: Experiment, model, strategy and worker count of each record, to find records that
+            projection.csv lacks.
 
     Raises:
-        ValueError: If the file is no such table.
+        ValueError: If the file has another format.
     """
-    if not table.exists():
+    if not table_path.exists():
         return []
-    rows = read_projection_rows(table)
+    rows = read_projection_rows(table_path)
     models = rows.groupby(["experiment", "model"], sort=False)
     marks = assign_marks_by_strategy(zip(rows["strategy"], rows["base"], strict=True))
-    return [_make_model_entry(*key, group, marks, trained) for key, group in models]
+    return [_make_model_entry(*key, group, marks, trained_counts) for key, group in models]
 
 
 def _make_model_entry(
@@ -69,7 +69,7 @@ def _make_model_entry(
     model: str,
     rows: pd.DataFrame,
     marks: Mapping[str, Mark],
-    trained: Collection[tuple[str, str, str, int]],
+    trained_counts: Collection[tuple[str, str, str, int]],
 ) -> dict[str, Any]:
     known = rows[rows["kind"] != "refused"]
     noun = choose_worker_noun(rows)
@@ -80,7 +80,7 @@ def _make_model_entry(
         "experiment": experiment,
         "model": model,
         "lacks": _lacks_newer_records(
-            rows, [t[2:] for t in trained if t[:2] == (experiment, model)]
+            rows, [t[2:] for t in trained_counts if t[:2] == (experiment, model)]
         ),
         "device": ", ".join(dict.fromkeys(rows["device"])),
         "scaling": ", ".join(s for s in dict.fromkeys(known["scaling"]) if s),
@@ -97,20 +97,26 @@ def _make_model_entry(
     }
 
 
-def _lacks_newer_records(rows: pd.DataFrame, trained: Collection[tuple[str, int]]) -> bool:
-    """Return whether a strategy was trained on a worker count that projection.csv lacks."""
+def _lacks_newer_records(rows: pd.DataFrame, trained_counts: Collection[tuple[str, int]]) -> bool:
+    """Return whether a strategy was trained on a worker count that projection.csv does not have."""
     measured = rows[rows["kind"] == "measured"]
     known = set(zip(measured["strategy"], measured["workers"], strict=True))
     projected = set(rows["strategy"])
-    return any(strategy in projected and (strategy, n) not in known for strategy, n in trained)
+    return any(
+        strategy in projected and (strategy, n) not in known for strategy, n in trained_counts
+    )
 
 
 def _draw_step_times(
-    model: str, noun: str, lines: Lines, rows: pd.DataFrame, marks: Mapping[str, Mark]
+    model: str,
+    worker_noun: str,
+    times_by_strategy: StepTimesByStrategy,
+    rows: pd.DataFrame,
+    marks: Mapping[str, Mark],
 ) -> str:
-    """Return a chart of step times over workers: measured, projected with intervals, and perfect scaling."""
+    """Return a chart (SVG) of measured and projected step times over workers, with perfect scaling."""
     series = []
-    for strategy, counts in lines.items():
+    for strategy, counts in times_by_strategy.items():
         measured = [c for c in counts if c.is_measured]
         ahead = [
             *measured[-1:],
@@ -130,28 +136,32 @@ def _draw_step_times(
                 marks[strategy],
             )
         )
-    counts = sorted({c.workers for line in lines.values() for c in line})
-    first = min((line[0] for line in lines.values()), key=lambda c: (c.workers, c.step_s))
+    counts = sorted({c.workers for line in times_by_strategy.values() for c in line})
+    first = min(
+        (line[0] for line in times_by_strategy.values()), key=lambda c: (c.workers, c.step_s)
+    )
     strong = (rows["scaling"] == "strong").any()
     ideal = [(n, first.step_s * (first.workers / n if strong else 1)) for n in counts]
     series.append(ChartSeries("perfect scaling", "muted", dashed_line_points=ideal))
     return render_log_chart(
-        series, f"{noun}s" if noun == "GPU" else "CPU processes", "time per global batch", counts,
+        series, "GPUs" if worker_noun == "GPU" else "CPU processes", "time per global batch", counts,
         lambda n: f"{n:g}", format_short_time,
         f"Time per global batch of {model} over workers, measured and projected, by strategy",
     )  # fmt: skip
 
 
-def _make_table_row(r: Mapping[str, Any], aim: str) -> dict[str, Any]:
-    """Return the table row of a strategy on a worker count, as texts.
+def _make_table_row(row: Mapping[str, Any], column_prefix: str) -> dict[str, Any]:
+    """Return the values of a row of the report's table, as texts.
 
     Args:
-        r: Row of projection.csv.
-        aim: Prefix of the columns of the training's times and costs: "target_", or "".
+        row: Row of projection.csv.
+        column_prefix: "target_" for times and costs until the target score, "" for those of the whole
+            training.
     """
+    r, aim = row, column_prefix
     projected = r["kind"] == "projected"
     by = SHORT_RULES.get(r["rule"], r["rule"]) if projected else "measured"
-    by_host = projected and not pd.isna(r.get("host_s"))  # older tables lack this column
+    by_host = projected and not pd.isna(r.get("host_s"))  # old files do not have this column
     time_s = "target_s" if aim else "train_s"
     return {
         "strategy": r["strategy"],
@@ -172,27 +182,42 @@ def _make_table_row(r: Mapping[str, Any], aim: str) -> dict[str, Any]:
     }
 
 
-def _format_or_dash(value: float, text: Callable[[float], str]) -> str:
-    return "–" if pd.isna(value) else text(value)
+def _format_or_dash(value: float, format_value: Callable[[float], str]) -> str:
+    return "–" if pd.isna(value) else format_value(value)
 
 
-def _format_range(r: Mapping[str, Any], name: str, unit: str, text: Callable[[float], str]) -> str:
-    """Return the interval of a projection, or the range of repeats, as text.
+def _format_range(
+    row: Mapping[str, Any], name: str, unit: str, format_value: Callable[[float], str]
+) -> str:
+    """Return the interval of a projected value, or the range of repeats, as text.
 
     The text is empty if both ends are equal.
 
-    Empty where it is one value.
+    Args:
+        row: Row of projection.csv.
+        name: Name of the column without unit.
+        unit: Unit at the end of the column's name, such as "_s", or "".
+        format_value: Formats one end.
     """
-    low, high = (_format_or_dash(r[f"{name}_{end}{unit}"], text) for end in ("low", "high"))
+    low, high = (
+        _format_or_dash(row[f"{name}_{end}{unit}"], format_value) for end in ("low", "high")
+    )
     return "" if low == high else f"{low} to {high}"
 
 
-def _describe_fastest_and_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> Iterator[str]:
-    """Yield sentences on the fastest strategy and the one with fewest GPU-hours.
+def _describe_fastest_and_cheapest(
+    rows: pd.DataFrame, column_prefix: str, worker_noun: str
+) -> Iterator[str]:
+    """Yield sentences on the shortest training time, and on the fewest GPU-hours.
 
-    Each sentence names a strategy and its number of workers.
+    Args:
+        rows: Rows of projection.csv of one model.
+        column_prefix: "target_" for times and costs until the target score, "" for those of the whole
+            training.
+        worker_noun: Noun for a worker, such as "GPU".
     """
-    # In weak scaling with a fixed number of steps, more workers see more samples.
+    aim, noun = column_prefix, worker_noun
+    # Number of samples that each training sees. With a fixed number of steps it grows with the workers.
     seen = rows["train_s"] / rows["step_s"] * rows["workers"].where(rows["scaling"] == "weak", 1)
     if seen.max() > MAX_MORE_SAMPLES * seen.min():
         yield (
@@ -225,7 +250,7 @@ def _describe_fastest_and_cheapest(rows: pd.DataFrame, aim: str, noun: str) -> I
 
 
 def _describe_evidence(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield a sentence per strategy on the evidence for its projection."""
+    """Yield a sentence per strategy on the evidence for its projected step times."""
     for strategy, group in rows[rows["kind"] == "projected"].groupby("strategy", sort=False):
         by_evidence = list(group.groupby("evidence", sort=False)["workers"])
         for evidence, counts in by_evidence:
@@ -234,9 +259,9 @@ def _describe_evidence(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _describe_unprojected_counts(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield sentences on the counts that are not projected, one per reason.
+    """Yield a sentence per reason why worker counts are not projected.
 
-    Beyond the largest projected count of a strategy only the first refused count is named.
+    Beyond the largest projected count of a strategy, only the first refused count is named.
     """
     by_reason: dict[tuple[str, str], list[str]] = {}
     for strategy, group in rows.groupby("strategy", sort=False):
@@ -258,7 +283,7 @@ def _describe_unprojected_counts(rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _describe_missing_targets(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield sentences on strategies whose time to the target score is unknown, with the reason."""
+    """Yield a sentence per strategy whose time to the target score is unknown."""
     for strategy, group in rows.groupby("strategy", sort=False):
         if reason := next((w for w in group["why_no_target"] if w), ""):
             yield f"The time of {strategy} to the target score is unknown: {reason}."
