@@ -33,13 +33,13 @@ def get_checkpoint_folder(run: RunFolder, rank: int) -> Path:
     return run.saved_state_dir / format_worker_name(rank)
 
 
-def find_common_step(run: RunFolder, workers: int) -> int | None:
+def find_common_step(run: RunFolder, num_workers: int) -> int | None:
     """Return the step of the newest checkpoint that all workers have, or None if there is none."""
-    each = [list_checkpoint_steps(get_checkpoint_folder(run, rank)) for rank in range(workers)]
+    each = [list_checkpoint_steps(get_checkpoint_folder(run, rank)) for rank in range(num_workers)]
     return max(set.intersection(*each), default=None)
 
 
-def delete_older_checkpoints(run: RunFolder, rank: int, workers: int) -> None:
+def delete_older_checkpoints(run: RunFolder, rank: int, num_workers: int) -> None:
     """Delete a worker's checkpoints before the newest one that all workers have.
 
     Workers do not wait for each other: a slower worker may not have written the newest checkpoint yet.
@@ -47,9 +47,9 @@ def delete_older_checkpoints(run: RunFolder, rank: int, workers: int) -> None:
     Args:
         run: Run folder of the cell.
         rank: Rank of this worker.
-        workers: Number of workers.
+        num_workers: Number of workers.
     """
-    if (step := find_common_step(run, workers)) is not None:
+    if (step := find_common_step(run, num_workers)) is not None:
         delete_checkpoints(get_checkpoint_folder(run, rank), before_step=step)
 
 
@@ -104,10 +104,10 @@ def make_job_identity(job: Job) -> dict[str, Any]:
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 
 
-def _read_attempts(path: Path, identity: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_attempts(path: Path, common_values: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return kept["attempts"] if kept["of"] == identity else []
+        return kept["attempts"] if kept["of"] == common_values else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -143,14 +143,14 @@ def _close_attempt(
     }
 
 
-def make_restarts_entry(job: Job, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def make_restarts_entry(job: Job, worker_results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the section `restarts` of the cell's record.
 
     Args:
         job: Job of the cell's last attempt.
-        workers: Results of each worker.
+        worker_results: Results of each worker.
     """
-    checkpoints = [worker["checkpoints"] for worker in workers if worker.get("checkpoints")]
+    checkpoints = [worker["checkpoints"] for worker in worker_results if worker.get("checkpoints")]
     trained = (
         p.start_s for p in read_phases(job.folder.list_phase_log_paths()) if p.phase == "train"
     )

@@ -56,12 +56,12 @@ PairSelector = Callable[[Group], tuple[Group, Group] | None]
 
 def make_ratio_figure(
     groups: Repeats,
-    one: Group,
-    other: Group,
+    numerator: Group,
+    denominator: Group,
     column: str,
     concerns: str,
-    label: str,
-    scale: Callable[[float], float] = float,
+    cells_label: str,
+    convert_ratio: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
     """Return the mean ratio of the values of two groups (one / other), over the repeats of both.
 
@@ -70,34 +70,36 @@ def make_ratio_figure(
 
     Args:
         groups: All groups.
-        one: Group of the numerator.
-        other: Group of the denominator.
+        numerator: Group of the numerator.
+        denominator: Group of the denominator.
         column: Column of cells.csv with the values.
         concerns: Kind of values. A repeat does not count if the audit rejects its values of this kind.
-        label: Name of the cells.
-        scale: Converts the ratio to the claim's unit.
+        cells_label: Name of the cells.
+        convert_ratio: Converts the ratio to the claim's unit.
     """
-    pair = groups.read_common_values((one, other), column, concerns)
+    pair = groups.read_common_values((numerator, denominator), column, concerns)
     if pair.size:
-        served = groups.has_servers((one, other))
+        served = groups.has_servers((numerator, denominator))
         return ClaimFigure(
-            label,
-            scale(compute_mean_ratio(*pair)),
+            cells_label,
+            convert_ratio(compute_mean_ratio(*pair)),
             paired_values=pair,
-            scale_ratio=scale,
+            scale_ratio=convert_ratio,
             has_servers=served,
         )
     if column != "train_time_s":
         return None
-    for stopped, ended, upward in ((one, other, True), (other, one, False)):
+    for stopped, ended, upward in ((numerator, denominator, True), (denominator, numerator, False)):
         least_s = estimate_least_time_s(groups, stopped, ended)
         ended_s = groups.compute_median(ended, column, concerns)
         if least_s is None or least_s <= 0 or ended_s is None:
             continue
         ratio = least_s / ended_s
         ends = (ratio, np.inf) if upward else (0.0, 1 / ratio)
-        low, high = sorted(scale(end) for end in ends)
-        return ClaimFigure(label, scale(ratio if upward else 1 / ratio), low, high, "bound")
+        low, high = sorted(convert_ratio(end) for end in ends)
+        return ClaimFigure(
+            cells_label, convert_ratio(ratio if upward else 1 / ratio), low, high, "bound"
+        )
     return None
 
 
@@ -159,16 +161,24 @@ def make_ratio_metric(
     return iter_figures
 
 
-def make_pair_selector(one: str, other: str) -> PairSelector:
-    """Return a function from a group of strategy `one` to this group and the same with strategy `other`.
+def make_pair_selector(numerator_strategy: str, denominator_strategy: str) -> PairSelector:
+    """Return a function from a group of one strategy to this group, and the same group of another strategy.
 
-    The function returns None for a group of another strategy.
+    The function returns None for a group of any other strategy.
+
+    Args:
+        numerator_strategy: Strategy of the first group.
+        denominator_strategy: Strategy of the second group.
     """
-    return lambda group: (group, group.with_strategy(other)) if group.strategy == one else None
+    return lambda group: (
+        (group, group.with_strategy(denominator_strategy))
+        if group.strategy == numerator_strategy
+        else None
+    )
 
 
-def make_points_metric(one: str, other: str) -> ClaimMetric:
-    """Return a metric: the accuracy of strategy `one` minus that of strategy `other`, in percentage points.
+def make_points_metric(strategy: str, reference_strategy: str) -> ClaimMetric:
+    """Return a metric: the accuracy of a strategy minus that of a reference strategy, in percentage points.
 
     A difference is between cells of the same model and number of GPUs. Its range is from the lowest to the
     highest difference of the repeats.
@@ -176,7 +186,11 @@ def make_points_metric(one: str, other: str) -> ClaimMetric:
 
     def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
         for group in groups.ok:
-            for rival in iter_counterparts(groups, group, other) if group.strategy == one else ():
+            for rival in (
+                iter_counterparts(groups, group, reference_strategy)
+                if group.strategy == strategy
+                else ()
+            ):
                 pair = groups.read_common_values((group, rival), "score_final", "score")
                 if pair.size:
                     yield make_median_figure(group, 100 * (pair[0] - pair[1]))
@@ -235,14 +249,14 @@ def did_same_work(groups: Repeats, one: Group, other: Group) -> bool:
     return bool((first == second).all())
 
 
-def make_vgg16_metric(scale: float) -> ClaimMetric:
-    """Return a metric: the number of parameters of our VGG16, times `scale`."""
+def make_vgg16_metric(factor: float) -> ClaimMetric:
+    """Return a metric: the number of parameters of our VGG16, times `factor`."""
 
     def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
         for (_, _, model, _), rows in groups.ok.items():
             counts = rows["model_parameters"].dropna()
             if model == "vgg16" and len(counts):
-                yield ClaimFigure("vgg16", float(counts.iloc[0]) * scale, range_kind="exact")
+                yield ClaimFigure("vgg16", float(counts.iloc[0]) * factor, range_kind="exact")
                 return
 
     return iter_figures

@@ -75,7 +75,7 @@ TABLE_8_HEADINGS = {
 
 def make_numbered_table(
     summary: pd.DataFrame,
-    bases: dict[str, str],
+    base_strategies: dict[str, str],
     measures: dict[str, dict[str, Measure]],
     table: NumberedTable,
 ) -> pd.DataFrame:
@@ -86,12 +86,12 @@ def make_numbered_table(
 
     Args:
         summary: Rows of summary.csv.
-        bases: Strategy of each variant, by name of the variant; a plain strategy is its own.
+        base_strategies: Strategy of each variant, by name of the variant; a plain strategy is its own.
         measures: Measures by name, by experiment.
         table: Table to make.
     """
     rows = summary[summary["measure"].isin(table.measures)]
-    rows = rows[[bases.get(name, name) in table.strategies for name in rows["strategy"]]]
+    rows = rows[[base_strategies.get(name, name) in table.strategies for name in rows["strategy"]]]
     if table.largest_count_only and len(rows):
         rows = rows[rows["gpus"] == rows.groupby("experiment")["gpus"].transform("max")]
     counts = sorted(rows["gpus"].unique())

@@ -41,16 +41,16 @@ def make_paper_section(folder: Path) -> dict[str, Any]:
     }
 
 
-def iter_published_tables(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
+def iter_published_tables(compared_cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Yield each table of the paper of which we have measured a cell, with the rows of these cells.
 
     Each item also has the number of all cells of the table, and an explanation of differences.
 
     Args:
-        compared: Rows of against_cells.csv.
+        compared_cells: Rows of against_cells.csv.
     """
     notes = published.read_explanations().set_index("about")["explanation"].to_dict()
-    for (version, name), rows in compared.groupby(["version", "table"], sort=False):
+    for (version, name), rows in compared_cells.groupby(["version", "table"], sort=False):
         ours = rows[rows["ours"].notna()]
         yield {
             "title": f"Table {name} of {version}",
@@ -63,25 +63,29 @@ def iter_published_tables(compared: pd.DataFrame) -> Iterator[dict[str, Any]]:
         }
 
 
-def make_published_cell_row(row: dict[str, Any]) -> dict[str, Any]:
+def make_published_cell_row(compared_row: dict[str, Any]) -> dict[str, Any]:
     """Return the texts of a row in a table of published cells, by column.
 
     Args:
-        row: Row of against_cells.csv.
+        compared_row: Row of against_cells.csv.
     """
-    is_difference = row["kind"] == "difference"
+    is_difference = compared_row["kind"] == "difference"
 
     def format_value(value: float) -> str:
         return "" if pd.isna(value) else f"{value:+.2f}" if is_difference else f"{value:.2f}"
 
-    texts = {name: row[name] for name in ("strategy", "model", "gpus", "experiment")}
-    texts["published"] = "above its limit" if pd.isna(row["published"]) else f"{row['published']:g}"
-    texts["ours"] = format_number(row["ours"], 2 if is_difference else None)
+    texts = {name: compared_row[name] for name in ("strategy", "model", "gpus", "experiment")}
+    texts["published"] = (
+        "above its limit"
+        if pd.isna(compared_row["published"])
+        else f"{compared_row['published']:g}"
+    )
+    texts["ours"] = format_number(compared_row["ours"], 2 if is_difference else None)
     for name in ("strategy", "gpus"):
-        against = row[f"against_{name}"]
+        against = compared_row[f"against_{name}"]
         texts[f"against_{name}"] = "" if pd.isna(against) else str(against).removesuffix(".0")
         for of in ("published", "our", "ratio"):
-            texts[f"{of}_to_{name}"] = format_value(row[f"{of}_to_{name}"])
+            texts[f"{of}_to_{name}"] = format_value(compared_row[f"{of}_to_{name}"])
     return texts
 
 

@@ -10,12 +10,12 @@ from stratbench.cell.files import MAX_JSON_BYTES, read_regular_file, write_atomi
 MARK = ".stratbench"
 
 
-def claim_folder(folder: Path, content: str = "") -> str:
+def claim_folder(folder: Path, marker_text: str = "") -> str:
     """Create an output folder with a marker file, or reuse a folder with such a marker.
 
     Args:
         folder: Folder to write to.
-        content: Text to store in the marker, such as what the folder contains.
+        marker_text: Text to store in the marker, such as what the folder contains.
 
     Returns:
         The text that the marker had before; empty for a new folder.
@@ -30,5 +30,5 @@ def claim_folder(folder: Path, content: str = "") -> str:
             f"{folder} was not written by stratbench; name a folder that does not exist yet"
         )
     before = read_regular_file(mark, MAX_JSON_BYTES).decode(errors="replace") if ours else ""
-    write_atomic(mark, content)
+    write_atomic(mark, marker_text)
     return before

@@ -46,18 +46,18 @@ def remove_secrets(value: Any, is_record: bool = False) -> Any:
 
 
 def _remove_secrets(
-    value: Any, is_record: bool, path: tuple[str, ...], is_secret: bool = False
+    value: Any, is_record: bool, parent_keys: tuple[str, ...], is_secret: bool = False
 ) -> Any:
     """Return a value in which texts that may be secrets are replaced.
 
     Args:
         value: A value within a JSON file.
         is_record: Whether the file is a record.
-        path: Keys above the value.
+        parent_keys: Keys above the value.
         is_secret: Whether a key above has the name of a secret, so that all texts below are secrets.
     """
     if isinstance(value, list):
-        return [_remove_secrets(inner, is_record, path, is_secret) for inner in value]
+        return [_remove_secrets(inner, is_record, parent_keys, is_secret) for inner in value]
     if isinstance(value, str):
         return LEFT_OUT if is_secret or environment.contains_secret(value) else value
     if not isinstance(value, dict):
@@ -66,8 +66,8 @@ def _remove_secrets(
     for key, inner in value.items():
         if is_record and key in _LISTED and isinstance(inner, dict):
             cleaned[key] = _LISTED[key]({k: str(v) for k, v in inner.items()})
-        elif not is_record and _has_user_keys(path) and isinstance(inner, dict):
-            cleaned[key] = _remove_secrets(inner, is_record, (*path, key))
+        elif not is_record and _has_user_keys(parent_keys) and isinstance(inner, dict):
+            cleaned[key] = _remove_secrets(inner, is_record, (*parent_keys, key))
         elif (
             environment.is_secret_number_name(key)
             and inner is not None
@@ -76,19 +76,19 @@ def _remove_secrets(
             cleaned[key] = LEFT_OUT
         else:
             secret = is_secret or environment.is_secret_name(key)
-            cleaned[key] = _remove_secrets(inner, is_record, (*path, key), secret)
+            cleaned[key] = _remove_secrets(inner, is_record, (*parent_keys, key), secret)
     return cleaned
 
 
-def _has_user_keys(path: tuple[str, ...]) -> bool:
+def _has_user_keys(parent_keys: tuple[str, ...]) -> bool:
     """Return whether the keys of a dict in a config or plan are names that users chose, as for `models`.
 
     Args:
-        path: Keys above the dict.
+        parent_keys: Keys above the dict.
     """
-    if len(path) == 3:
-        return path[0] == "studies" and path[2] in ("experiments", "variants")
-    return path in (("studies",), ("models",), ("datasets",), ("cells",))
+    if len(parent_keys) == 3:
+        return parent_keys[0] == "studies" and parent_keys[2] in ("experiments", "variants")
+    return parent_keys in (("studies",), ("models",), ("datasets",), ("cells",))
 
 
 class Replacements:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ from stratbench.extensions.sets.archive import (
     quote_untrusted,
 )
 from stratbench.extensions.sets.keys import PAPER, VERSIONS
+
+#: A function from an exception or a text to a SetError with the source of the set.
+SetErrorMaker = Callable[[Exception | str], SetError]
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +203,9 @@ def _read_folder(
     )
 
 
-def _find_cells(folder: Path, manifest: dict[str, Any] | None, make_error: Any) -> list[Cell]:
+def _find_cells(
+    folder: Path, manifest: dict[str, Any] | None, make_error: SetErrorMaker
+) -> list[Cell]:
     """Return the cells of a set: those that cells.json lists, then other cells with a record.
 
     Args:
@@ -232,7 +237,7 @@ def _find_cells(folder: Path, manifest: dict[str, Any] | None, make_error: Any) 
     return cells
 
 
-def _read_cell_list(path: Path, make_error: Any) -> Iterator[Cell]:
+def _read_cell_list(path: Path, make_error: SetErrorMaker) -> Iterator[Cell]:
     """Yield the cells that a file cells.json lists."""
     try:
         listed = read_json(path)
@@ -271,7 +276,7 @@ def _parse_cell(coordinates: Any) -> Cell:
     return cell
 
 
-def _read_json_object(path: Path, make_error: Any) -> dict[str, Any] | None:
+def _read_json_object(path: Path, make_error: SetErrorMaker) -> dict[str, Any] | None:
     """Return the JSON object in a file, or None if the file does not exist."""
     if not path.exists():
         return None
@@ -284,7 +289,7 @@ def _read_json_object(path: Path, make_error: Any) -> dict[str, Any] | None:
     return content
 
 
-def _check_timeline(path: Path, make_error: Any) -> None:
+def _check_timeline(path: Path, make_error: SetErrorMaker) -> None:
     """Raise an error if a file is no timeline, which is a CSV file with the column `kind`."""
     try:
         text = read_regular_file(path, MAX_MEMBER_BYTES).decode()

@@ -128,18 +128,18 @@ def choose_tuning_task(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"experiment": name, "values": values, "model": model, "gpus": gpus}
 
 
-def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
+def describe_filter_results(filter_results: Sequence[Sieved]) -> list[str]:
     """Return lines with the number of combinations per outcome, and the combinations to measure.
 
     The combination with the shortest planned time comes first.
     """
-    fates = Counter(s.outcome for s in sieved)
+    fates = Counter(s.outcome for s in filter_results)
     texts = [f"{fates[UNSUPPORTED]} unsupported", f"{fates[TOO_LARGE]} do not fit"]
     texts.append(f"{fates[TOO_SLOW]} too slow to be among the fastest")
     texts += [f"{fates[fate]} {fate}" for fate in (LATER, OUT_OF_MEMORY) if fates[fate]]
     texts.append(f"{fates[MEASURED]} to measure")
-    lines = [f"{format_count(len(sieved), 'combination')}: {', '.join(texts)}.", ""]
-    left = [s for s in sieved if s.outcome == MEASURED]
+    lines = [f"{format_count(len(filter_results), 'combination')}: {', '.join(texts)}.", ""]
+    left = [s for s in filter_results if s.outcome == MEASURED]
     for each in sorted(left, key=lambda s: s.time_s if s.time_s is not None else float("inf")):
         time = format_seconds(each.time_s) if each.time_s is not None else "time not planned"
         memory = (
@@ -148,24 +148,24 @@ def describe_filter_results(sieved: Sequence[Sieved]) -> list[str]:
             else "memory not planned"
         )
         lines.append(f"  {each.combination.name}: {time}, {memory} per worker; {each.reason}")
-    if any(s.amounts is not None for s in sieved):
+    if any(s.amounts is not None for s in filter_results):
         lines += [
             "",
             "A combination is dropped if its planned time, divided by that of a faster one, exceeds this "
             "factor for the property in which the two differ:",
         ]
         lines += describe_margins(fit_public_margins())
-    reasons = Counter(s.reason for s in sieved if s.outcome == UNSUPPORTED)
+    reasons = Counter(s.reason for s in filter_results if s.outcome == UNSUPPORTED)
     lines += ["", *(f"Unsupported ({n}): {reason}" for reason, n in reasons.most_common())]
     return lines
 
 
-def write_combinations_csv(sieved: Sequence[Sieved], path: Path) -> None:
+def write_combinations_csv(filter_results: Sequence[Sieved], path: Path) -> None:
     """Write tune.csv: the outcome and the planned values of each combination."""
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
-    for s in sieved:
+    for s in filter_results:
         c = s.combination
         row = (
             c.name,
@@ -182,8 +182,8 @@ def write_combinations_csv(sieved: Sequence[Sieved], path: Path) -> None:
     write_atomic(path, text.getvalue())
 
 
-def _to_sorted_json(value: Mapping[str, Any]) -> str:
-    return json.dumps(dict(value), sort_keys=True)
+def _to_sorted_json(values: Mapping[str, Any]) -> str:
+    return json.dumps(dict(values), sort_keys=True)
 
 
 def write_tuning_config(

@@ -102,14 +102,14 @@ class TuneAnswer:
 
 
 def read_answer(
-    results: Path, study: str, sieved: Sequence[Sieved], baseline: str
+    results: Path, study: str, filter_results: Sequence[Sieved], baseline: str
 ) -> TuneAnswer | None:
     """Return the results of the study that measures the remaining combinations.
 
     Args:
         results: The folder of results.
         study: Name of this study.
-        sieved: Outcome of the filters for each combination.
+        filter_results: Outcome of the filters for each combination.
         baseline: Strategy that the user trains with today.
 
     Returns:
@@ -126,7 +126,7 @@ def read_answer(
         read_peak_memory_bytes(results / study),
         {r["strategy"]: r["words"] for r in comparison["ratios"]},
     )
-    by_name = {s.combination.name: s.combination for s in sieved}
+    by_name = {s.combination.name: s.combination for s in filter_results}
     measured = tuple(
         MeasuredCombination(
             by_name[strategy],
@@ -137,18 +137,20 @@ def read_answer(
         for strategy in comparison["strategies"]
         if strategy in by_name
     )
-    room = next((s.device_memory_bytes for s in sieved if s.device_memory_bytes is not None), None)
+    room = next(
+        (s.device_memory_bytes for s in filter_results if s.device_memory_bytes is not None), None
+    )
     return TuneAnswer(verdict, comparison, baseline, measured, room)
 
 
-def read_peak_memory_bytes(study: Path) -> dict[str, int]:
+def read_peak_memory_bytes(study_dir: Path) -> dict[str, int]:
     """Return the largest peak memory in bytes of each strategy, over its segments and workers.
 
     Args:
-        study: The folder results/<study>.
+        study_dir: The folder results/<study>.
     """
     peaks: dict[str, int] = {}
-    for path in sorted((study / "blocks").glob("*/*/*gpu/block*/segments/*/record.json")):
+    for path in sorted((study_dir / "blocks").glob("*/*/*gpu/block*/segments/*/record.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         peak, name = record["memory"]["peak_bytes"], record["cell"]["strategy"]
         if record["status"] == "ok" and peak is not None:

@@ -109,10 +109,10 @@ def compute_upper_prediction_bound(values: list[float]) -> float:
     return sorted(values)[min(rank, len(values)) - 1]
 
 
-def group_by_sweep(rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
+def group_by_sweep(sweep_rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
     """Return the rows of each public sweep, by name of the sweep."""
     sweeps: dict[str, list[Mapping[str, str]]] = {}
-    for row in rows:
+    for row in sweep_rows:
         sweeps.setdefault(row["sweep"], []).append(row)
     return sweeps
 
@@ -137,18 +137,18 @@ def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float
 
 
 def find_beaten_configurations(
-    times: Mapping[str, float], amounts: Mapping[str, Amounts], margins: Margins
+    planned_times: Mapping[str, float], amounts: Mapping[str, Amounts], margins: Margins
 ) -> dict[str, Beaten]:
     """Return each configuration whose planned time is too long relative to another, with the reason.
 
     Args:
-        times: Planned time of each configuration, by name.
+        planned_times: Planned time of each configuration, by name.
         amounts: Amounts of each configuration, by name.
         margins: Margins by kind of difference.
     """
     by_name: dict[str, Beaten] = {}
-    for slower, faster in permutations(times, 2):
-        ratio = times[slower] / times[faster]
+    for slower, faster in permutations(planned_times, 2):
+        ratio = planned_times[slower] / planned_times[faster]
         margin = combine_margins(amounts[slower], amounts[faster], margins) if ratio > 1 else None
         if margin is not None and ratio > margin and ratio > by_name.get(slower, (None, 0.0))[1]:
             by_name[slower] = Beaten(faster, ratio, margin)

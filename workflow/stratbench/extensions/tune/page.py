@@ -40,12 +40,12 @@ COMMON_SETTINGS_SENTENCES = (
 )
 
 
-def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str) -> str:
+def render_answer_page(answer: TuneAnswer, filter_results: Sequence[Sieved], model: str) -> str:
     """Return the HTML page with the answer of `tune`.
 
     Args:
         answer: Results of the measured blocks.
-        sieved: Outcome of the filters for each combination.
+        filter_results: Outcome of the filters for each combination.
         model: Name of the model.
     """
     comparison, measured = answer.comparison, answer.measured_combinations
@@ -56,7 +56,7 @@ def render_answer_page(answer: TuneAnswer, sieved: Sequence[Sieved], model: str)
         "svg": _draw_time_over_memory(answer) if answer.pareto_front else "",
         "effects": [_make_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline)],
         "measured": [_make_measured_row(answer, m) for m in _sort_by_step_time(measured)],
-        "others": list(_describe_dropped(sieved)),
+        "others": list(_describe_dropped(filter_results)),
         "light_marks": Markup(format_css_variables(for_dark_pages=False)),
         "dark_marks": Markup(format_css_variables(for_dark_pages=True)),
     })  # fmt: skip
@@ -118,13 +118,13 @@ def _make_measured_row(answer: TuneAnswer, combination: MeasuredCombination) -> 
     }
 
 
-def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
+def _describe_dropped(filter_results: Sequence[Sieved]) -> Iterator[str]:
     """Yield a sentence per outcome on the combinations that are not measured, with the reasons."""
     yield COMMON_SETTINGS_SENTENCES
     for fate in dict.fromkeys(
-        s.outcome for s in sieved if s.outcome not in (MEASURED, OUT_OF_MEMORY)
+        s.outcome for s in filter_results if s.outcome not in (MEASURED, OUT_OF_MEMORY)
     ):
-        own = [s for s in sieved if s.outcome == fate]
+        own = [s for s in filter_results if s.outcome == fate]
         reasons = Counter(s.reason for s in own)
         if len(reasons) > MAX_REASONS:
             examples = "; ".join(f"{s.combination.name} ({s.reason})" for s in own[:MAX_REASONS])
@@ -132,7 +132,7 @@ def _describe_dropped(sieved: Sequence[Sieved]) -> Iterator[str]:
         else:
             text = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
             yield f"{format_count(len(own), 'combination')} {fate}: {text}."
-    if any(s.amounts is not None for s in sieved):
+    if any(s.amounts is not None for s in filter_results):
         margins = "; ".join(line.strip() for line in describe_margins(fit_public_margins()))
         yield (
             "A combination is dropped by time if its planned time, divided by that of a faster one, exceeds "

@@ -125,7 +125,7 @@ def filter_combinations(
 
 
 def drop_slow_combinations(
-    by_name: dict[str, Sieved],
+    results_by_name: dict[str, Sieved],
     baseline: str,
     keep_within: float | None,
     margins: Margins,
@@ -133,16 +133,16 @@ def drop_slow_combinations(
     """Set the outcome of combinations whose planned times are too long to TOO_SLOW, in place.
 
     Args:
-        by_name: Outcome of each combination, by its name.
+        results_by_name: Outcome of each combination, by its name.
         baseline: Name of the combination that is never dropped.
         keep_within: Largest ratio of a planned time to the shortest one. None: the largest ratio follows
             from the difference between two combinations.
         margins: Margins by kind of difference.
     """
-    left = (each for each in by_name.items() if each[1].outcome == MEASURED)
+    left = (each for each in results_by_name.items() if each[1].outcome == MEASURED)
     times = {name: s.time_s for name, s in left if s.time_s is not None}
     if keep_within is None:
-        by_combination = find_beaten_combinations(times, by_name, margins)
+        by_combination = find_beaten_combinations(times, results_by_name, margins)
     else:
         fastest = min(times, key=times.__getitem__, default="")
         ratios = {name: time_s / times[fastest] for name, time_s in times.items()}
@@ -152,11 +152,11 @@ def drop_slow_combinations(
     for name, (faster, ratio, margin) in by_combination.items():
         if name != baseline:
             reason = f"planned {ratio:.2f} times as long as {faster} (kept up to {margin:.2f})"
-            by_name[name] = replace(by_name[name], outcome=TOO_SLOW, reason=reason)
+            results_by_name[name] = replace(results_by_name[name], outcome=TOO_SLOW, reason=reason)
 
 
 def postpone_combinations_beyond_budget(
-    by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None
+    results_by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None
 ) -> None:
     """Set the outcome of combinations that the budget does not cover to LATER, in place.
 
@@ -164,11 +164,11 @@ def postpone_combinations_beyond_budget(
     time and those without a planned time are measured with any budget.
 
     Args:
-        by_name: Outcome of each combination, by its name.
+        results_by_name: Outcome of each combination, by its name.
         baseline: Name of the baseline.
         budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
-    timed = [s for s in by_name.values() if s.outcome == MEASURED and s.time_s is not None]
+    timed = [s for s in results_by_name.values() if s.outcome == MEASURED and s.time_s is not None]
     if budget_gpu_hours is None or not timed:
         return
     timed.sort(key=lambda s: (s.combination.name != baseline, s.time_s or 0.0))
@@ -185,7 +185,7 @@ def postpone_combinations_beyond_budget(
             f"it would raise the planned cost to {gpu_hours:.3g} GPU-hours, above the budget of "
             f"{budget_gpu_hours:g}; a larger budget measures it"
         )
-        by_name[s.combination.name] = replace(s, outcome=LATER, reason=reason)
+        results_by_name[s.combination.name] = replace(s, outcome=LATER, reason=reason)
 
 
 def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, str]]:
@@ -210,7 +210,7 @@ def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, 
 
 
 def find_beaten_combinations(
-    times: Mapping[str, float], by_name: Mapping[str, Sieved], margins: Margins
+    planned_times_s: Mapping[str, float], results_by_name: Mapping[str, Sieved], margins: Margins
 ) -> dict[str, Beaten]:
     """Return each combination whose planned time is too long relative to another, with the reason.
 
@@ -218,13 +218,13 @@ def find_beaten_combinations(
     difference.
 
     Args:
-        times: Planned times in seconds, by name of the combination.
-        by_name: Outcome of each combination, by its name.
+        planned_times_s: Planned times in seconds, by name of the combination.
+        results_by_name: Outcome of each combination, by its name.
         margins: Margins by kind of difference.
     """
     groups: dict[str, dict[str, Amounts]] = {}
-    for name in times:
-        each = by_name[name]
+    for name in planned_times_s:
+        each = results_by_name[name]
         if each.amounts is not None:
             groups.setdefault(_format_options_of_unknown_kind(each.combination), {})[name] = (
                 each.amounts
@@ -232,26 +232,31 @@ def find_beaten_combinations(
     by_combination: dict[str, Beaten] = {}
     for group in groups.values():
         by_combination |= find_beaten_configurations(
-            {name: times[name] for name in group}, group, margins
+            {name: planned_times_s[name] for name in group}, group, margins
         )
     return by_combination
 
 
-def _format_options_of_unknown_kind(c: Combination) -> str:
+def _format_options_of_unknown_kind(combination: Combination) -> str:
     """Return a combination's options that have no kind of difference, as JSON text."""
-    kinds = {f.name: f.metadata.get("kind") for f in fields(get_strategy_class(c.strategy).Options)}
-    return json.dumps({k: v for k, v in c.options.items() if kinds[k] is None}, sort_keys=True)
+    kinds = {
+        f.name: f.metadata.get("kind")
+        for f in fields(get_strategy_class(combination.strategy).Options)
+    }
+    return json.dumps(
+        {k: v for k, v in combination.options.items() if kinds[k] is None}, sort_keys=True
+    )
 
 
-def measure_difference_amounts(s: Subject) -> dict[str, float]:
+def measure_difference_amounts(subject: Subject) -> dict[str, float]:
     """Return the amount that a cell has of each kind of difference, such as its number of pipeline stages."""
-    settings, mesh, options = s.settings, s.mesh, s.settings.options
-    traits = get_traits(settings.strategy, options, s.cell.gpus)
-    parts = settings.gradient_accumulation_steps * s.strategy.num_batch_parts * mesh.tensor
+    settings, mesh, options = subject.settings, subject.mesh, subject.settings.options
+    traits = get_traits(settings.strategy, options, subject.cell.gpus)
+    parts = settings.gradient_accumulation_steps * subject.strategy.num_batch_parts * mesh.tensor
     return {
-        "micro-batch": s.samples_per_step / parts,
+        "micro-batch": subject.samples_per_step / parts,
         "checkpointing": _get_recomputed_share(settings.activation_checkpointing),
-        "sharding": _find_zero_stage(s, traits),
+        "sharding": _find_zero_stage(subject, traits),
         "tensor": mesh.tensor,
         "pipeline": mesh.stages,
         "compile": int(settings.compile),
@@ -259,11 +264,11 @@ def measure_difference_amounts(s: Subject) -> dict[str, float]:
     }
 
 
-def _find_zero_stage(s: Subject, traits: Traits) -> int:
+def _find_zero_stage(subject: Subject, traits: Traits) -> int:
     """Return the ZeRO stage (0 to 3) with the same sharding of states as the cell's strategy."""
-    options = s.settings.options
+    options = subject.settings.options
     # Strategies that also divide the network among workers have an option for their data parallelism.
-    if s.mesh.workers_per_replica > 1:
+    if subject.mesh.workers_per_replica > 1:
         return 3 if options.get("data_parallel") == "fsdp" else 0
     if not traits.shards_states:
         return int(traits.optimizer_parts != 1)
@@ -348,15 +353,15 @@ def _filter_by_plan(combination: Combination, planned: Planned, memory_margin: f
     return replace(s, segment_gpu_s=segment, training_gpu_s=cell)
 
 
-def _plan_gpu_seconds(planned: Planned, usual_s: float) -> tuple[float, float]:
+def _plan_gpu_seconds(planned: Planned, planned_time_s: float) -> tuple[float, float]:
     """Return the planned GPU-seconds of one segment of a block, and of a whole training.
 
     Args:
         planned: Plan of the cell.
-        usual_s: Planned seconds of a whole training.
+        planned_time_s: Planned seconds of a whole training.
     """
     gpus, device = planned.cell.gpus, "cuda" if planned.subject.request.is_on_cuda else "cpu"
-    step_s, start_s = usual_s / planned.subject.steps, SEGMENT_START_S[device]
+    step_s, start_s = planned_time_s / planned.subject.steps, SEGMENT_START_S[device]
     steps = choose_segment_steps(start_s, step_s, *STEP_NOISE[device])
     segment = gpus * estimate_segment_seconds(start_s, step_s, steps)
-    return segment, gpus * (start_s + usual_s)
+    return segment, gpus * (start_s + planned_time_s)

@@ -324,19 +324,19 @@ def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
     return {name: abs(math.log(t[0] / t[1])) for name, t in times.items() if len(t) == 2}
 
 
-def get_disagreement_limit(plan: BlockPlan, differences: Iterable[float]) -> float:
+def get_disagreement_limit(plan: BlockPlan, log_differences: Iterable[float]) -> float:
     """Return the log time ratio of two segments above which a strategy runs a third one in this block.
 
     Args:
         plan: Plan of the block, which may have set the limit.
-        differences: Absolute log time ratio of each strategy's two segments.
+        log_differences: Absolute log time ratio of each strategy's two segments.
     """
     if plan.disagreement_limit is not None:
         return plan.disagreement_limit
-    return block_rules.compute_disagreement_limit(list(differences))
+    return block_rules.compute_disagreement_limit(list(log_differences))
 
 
-def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
+def collect_timed_steps(job: Job, num_discarded: int, num_timed: int) -> dict[str, Any]:
     """Return the entry `steps` of a segment's record, which has the time of each timed step.
 
     The times are those of the slowest process. With parameter servers, a step is as many pushes as one global
@@ -344,13 +344,13 @@ def collect_timed_steps(job: Job, discarded: int, timed: int) -> dict[str, Any]:
 
     Args:
         job: The segment's job.
-        discarded: Number of steps before the timed ones.
-        timed: Number of timed steps.
+        num_discarded: Number of steps before the timed ones.
+        num_timed: Number of timed steps.
     """
     each = create_runner(job.settings).read_step_times_s(job)
-    slowest = max((times_s[discarded : discarded + timed] for times_s in each), key=sum)
+    slowest = max((times_s[num_discarded : num_discarded + num_timed] for times_s in each), key=sum)
     return {
-        "discarded": discarded,
+        "discarded": num_discarded,
         "timed": len(slowest),
         "mean_s": fmean(slowest),
         "each_ms": [1e3 * s for s in slowest],

@@ -56,18 +56,18 @@ def choose_segment_steps(
     return round(min(max(best, MIN_STEPS), MAX_STEPS))
 
 
-def count_discarded_steps(steps: int) -> int:
-    """Return the number of steps after the warm-up that are discarded before `steps` timed steps."""
-    return max(MIN_DISCARDED, math.ceil(SHARE_DISCARDED * steps))
+def count_discarded_steps(timed_steps: int) -> int:
+    """Return the number of steps after the warm-up that are discarded before `timed_steps` timed steps."""
+    return max(MIN_DISCARDED, math.ceil(SHARE_DISCARDED * timed_steps))
 
 
-def compute_disagreement_limit(differences: Sequence[float]) -> float:
+def compute_disagreement_limit(log_differences: Sequence[float]) -> float:
     """Return the log time ratio of two segments above which a strategy runs a third segment.
 
     Args:
-        differences: Absolute log time ratio of the two segments of each strategy and block.
+        log_differences: Absolute log time ratio of the two segments of each strategy and block.
     """
-    typical = statistics.median(differences) if differences else 0.0
+    typical = statistics.median(log_differences) if log_differences else 0.0
     return max(MIN_DISAGREEMENT, DISAGREEMENT * typical)
 
 
@@ -82,15 +82,15 @@ def compute_block_value(segment_logs: Sequence[float]) -> float:
     return statistics.median(segment_logs)
 
 
-def estimate_segment_seconds(start_s: float, step_s: float, steps: int) -> float:
+def estimate_segment_seconds(start_s: float, step_s: float, timed_steps: int) -> float:
     """Return the seconds of one segment: its start, its discarded steps and its timed steps.
 
     Args:
         start_s: Seconds to start the processes.
         step_s: Seconds per step.
-        steps: Number of timed steps.
+        timed_steps: Number of timed steps.
     """
-    return start_s + (steps + count_discarded_steps(steps)) * step_s
+    return start_s + (timed_steps + count_discarded_steps(timed_steps)) * step_s
 
 
 def estimate_block_and_full_cell_costs(

@@ -114,15 +114,15 @@ class BlockPlan:
         )
 
 
-def make_segment_settings(settings: Settings, plan: BlockPlan, steps: int) -> Settings:
+def make_segment_settings(settings: Settings, plan: BlockPlan, segment_steps: int) -> Settings:
     """Return the settings of a segment, from those of a full run of the same cell.
 
     Args:
         settings: Settings of the full run.
         plan: Plan of the block.
-        steps: Number of steps, including the discarded ones.
+        segment_steps: Number of steps, including the discarded ones.
     """
-    return replace(settings, steps=steps, epochs=None, seed=plan.seed, profile=False)
+    return replace(settings, steps=segment_steps, epochs=None, seed=plan.seed, profile=False)
 
 
 def remove_length_and_seed(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:

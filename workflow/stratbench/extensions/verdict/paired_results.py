@@ -94,13 +94,13 @@ def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResu
     return by_group
 
 
-def make_traits(values: Mapping[str, Any]) -> Traits:
+def make_traits(traits_by_name: Mapping[str, Any]) -> Traits:
     """Make a strategy's traits from those in verdict.json.
 
     Traits that this version of stratbench does not have are left out.
     """
     known = {field.name for field in fields(Traits)}
-    return Traits(**{name: value for name, value in values.items() if name in known})
+    return Traits(**{name: value for name, value in traits_by_name.items() if name in known})
 
 
 class BlocksEvidence(Evidence):

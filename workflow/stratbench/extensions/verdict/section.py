@@ -86,14 +86,14 @@ def format_nearest_interval(comparison: Mapping[str, Any]) -> str:
     return f"{nearest['strategy']} {nearest['text']}"
 
 
-def make_rival_row(ratio: Mapping[str, Any]) -> dict[str, str]:
+def make_rival_row(strategy_entry: Mapping[str, Any]) -> dict[str, str]:
     """Return the row of a rival: its state, its time ratio, and the reason if it was dropped."""
     return {
-        "strategy": ratio["strategy"],
-        "state": ratio["words"],
-        "ratio": ratio["text"],
-        "against": ratio["against"] or "",
-        "reason": ratio["reason"],
+        "strategy": strategy_entry["strategy"],
+        "state": strategy_entry["words"],
+        "ratio": strategy_entry["text"],
+        "against": strategy_entry["against"] or "",
+        "reason": strategy_entry["reason"],
     }
 
 
@@ -159,10 +159,15 @@ def draw_interval_figures(
         }
 
 
-def make_ratio_row(ratio: Mapping[str, Any]) -> FigureRow:
+def make_ratio_row(strategy_entry: Mapping[str, Any]) -> FigureRow:
     """Return a strategy's row in the figure of its comparison."""
-    leads = ratio["state"] == "leader"
-    low = ratio["at_least"]
-    point = Point(ratio["ratio"], low, ratio["ratio"] if low is not None else None, is_chosen=leads)
-    text = "leads" if leads else f"{ratio['ratio']:.2f}×"
-    return FigureRow(ratio["strategy"], [point], value_text=text, is_chosen=leads)
+    leads = strategy_entry["state"] == "leader"
+    low = strategy_entry["at_least"]
+    point = Point(
+        strategy_entry["ratio"],
+        low,
+        strategy_entry["ratio"] if low is not None else None,
+        is_chosen=leads,
+    )
+    text = "leads" if leads else f"{strategy_entry['ratio']:.2f}×"
+    return FigureRow(strategy_entry["strategy"], [point], value_text=text, is_chosen=leads)

@@ -231,35 +231,35 @@ class Round:
 
 
 def compute_segment_limit_s(
-    time_limit_s: float | None, steps: int, total_steps: int | None
+    cell_limit_s: float | None, segment_steps: int, cell_steps: int | None
 ) -> float | None:
     """Return a segment's time limit: SEGMENT_ALLOWANCE_S plus its share of the cell's limit.
 
     The share is the segment's share of the steps of the cell. Return None if the cell has no limit.
 
     Args:
-        time_limit_s: Limit of the cell, if any.
-        steps: Steps of the segment.
-        total_steps: Steps of the cell, if known.
+        cell_limit_s: Limit of the cell, if any.
+        segment_steps: Steps of the segment.
+        cell_steps: Steps of the cell, if known.
     """
-    if time_limit_s is None:
+    if cell_limit_s is None:
         return None
-    share = min(1.0, steps / total_steps) if total_steps else 1.0
-    return SEGMENT_ALLOWANCE_S + share * time_limit_s
+    share = min(1.0, segment_steps / cell_steps) if cell_steps else 1.0
+    return SEGMENT_ALLOWANCE_S + share * cell_limit_s
 
 
 def compute_block_limit_minutes(
-    limit_s: float | None, strategies: int, cluster: Mapping[str, Any]
+    segment_limit_s: float | None, num_strategies: int, cluster: Mapping[str, Any]
 ) -> int:
     """Return the time limit that a block's job requests from the scheduler, in minutes.
 
     The block has time for one segment of each strategy, and for the burn-in segment, at their limit.
 
     Args:
-        limit_s: Time limit of a segment in seconds, or None without limit.
-        strategies: Number of strategies.
+        segment_limit_s: Time limit of a segment in seconds, or None without limit.
+        num_strategies: Number of strategies.
         cluster: The `cluster` block of the config.
     """
-    if limit_s is None:
+    if segment_limit_s is None:
         return UNLIMITED_MIN
-    return -(-int((strategies + 1) * limit_s + cluster["startup_allowance_s"]) // 60)
+    return -(-int((num_strategies + 1) * segment_limit_s + cluster["startup_allowance_s"]) // 60)

@@ -339,9 +339,9 @@ def describe_differences(differences: list[Difference]) -> str:
     )
 
 
-def shorten_field_path(path: str) -> str:
+def shorten_field_path(field_path: str) -> str:
     """Return the path of a record field without a prefix such as `settings`."""
-    parts = path.split(".")
+    parts = field_path.split(".")
     return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
 
 

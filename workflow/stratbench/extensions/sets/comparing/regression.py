@@ -222,18 +222,18 @@ def watch_cells(
     return WatchedCells(set_name, subject, is_whole_strategy, len(cells), slowdown, outcome, doubts)
 
 
-def has_failures(watched: Sequence[WatchedCells]) -> bool:
+def has_failures(outcomes: Sequence[WatchedCells]) -> bool:
     """Return whether `stratbench compare` has exit code 1, because an outcome is in FAILING."""
-    return any(w.is_failure for w in watched)
+    return any(w.is_failure for w in outcomes)
 
 
-def describe_watch(watched: Sequence[WatchedCells], allowed_slowdown: float) -> Iterator[str]:
+def describe_watch(outcomes: Sequence[WatchedCells], allowed_slowdown: float) -> Iterator[str]:
     """Yield the lines on slow-downs that `stratbench compare` prints: a summary, then each listed outcome."""
-    if not watched:
+    if not outcomes:
         yield "Regressions: no result, because no cell has a time ratio."
         return
-    slower, lost, gone = ([w for w in watched if w.outcome == outcome] for outcome in FAILING)
-    strategies = [w for w in watched if w.is_whole_strategy]
+    slower, lost, gone = ([w for w in outcomes if w.outcome == outcome] for outcome in FAILING)
+    strategies = [w for w in outcomes if w.is_whole_strategy]
     unknown = [w for w in strategies if w.outcome == UNKNOWN]
     if slower:
         summary = f"{len(slower)} slower"
@@ -242,7 +242,7 @@ def describe_watch(watched: Sequence[WatchedCells], allowed_slowdown: float) -> 
     else:
         summary = "the repeats do not show whether anything is slower"
     summary += f", {len(lost)} no longer finishing" if lost else ""
-    less = sum(w.outcome == LESS for w in watched)
+    less = sum(w.outcome == LESS for w in outcomes)
     summary += f", {less} finishing less often" if less else ""
     summary += (
         f", {format_count(sum(w.cell_count for w in gone), 'cell')} no longer judged"
@@ -253,6 +253,6 @@ def describe_watch(watched: Sequence[WatchedCells], allowed_slowdown: float) -> 
         strategies_text = format_count(len(unknown), "strategy")
         summary += f"; unknown for {strategies_text}, because of too few repeats"
     yield f"Regressions ({allowed_slowdown:.1%} slower is allowed): {summary}."
-    for w in watched:
+    for w in outcomes:
         if w.is_listed_on_page:
             yield f"  {w.outcome_sentence}"

@@ -42,23 +42,25 @@ def format_score_change(cell: ComparedCell) -> str:
     return "" if change is None else change.format_text(f"{{:+.{cell.score.decimals}f}}".format)
 
 
-def format_mean_time(times: tuple[float, ...]) -> str:
+def format_mean_time(times_s: tuple[float, ...]) -> str:
     """Return the geometric mean of some times as text, with their number if there are several."""
-    if not times:
+    if not times_s:
         return NO_CELL
-    return f"{compute_geometric_mean(times):.4g} s" + (
-        f" (n = {len(times)})" if len(times) > 1 else ""
+    return f"{compute_geometric_mean(times_s):.4g} s" + (
+        f" (n = {len(times_s)})" if len(times_s) > 1 else ""
     )
 
 
-def make_interval_columns(name: str, estimate: IntervalEstimate | None) -> dict[str, float | None]:
+def make_interval_columns(
+    column: str, estimate: IntervalEstimate | None
+) -> dict[str, float | None]:
     """Return a value and both ends of its interval, by the names of three columns.
 
     Args:
-        name: Name of the value's column.
+        column: Name of the value's column.
         estimate: The value and its interval, or None if they are unknown.
     """
-    ends = (name, f"{name}_low", f"{name}_high")
+    ends = (column, f"{column}_low", f"{column}_high")
     return dict(zip(ends, estimate or (None, None, None), strict=True))
 
 
@@ -170,18 +172,18 @@ def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
         )
 
 
-def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
+def write_table(table: pd.DataFrame, title: str, path_stem: Path) -> None:
     """Write a table of texts as CSV, Markdown and LaTeX.
 
     Args:
         table: The table.
         title: Title of the table.
-        stem: Path of the files without .csv, .md and .tex.
+        path_stem: Path of the files without .csv, .md and .tex.
     """
-    write_safe_csv(table, stem.with_suffix(".csv"))
+    write_safe_csv(table, path_stem.with_suffix(".csv"))
     shown = table.map(lambda value: html.escape(str(value), quote=False))
-    write_atomic(stem.with_suffix(".md"), format_markdown(shown, title))
-    write_atomic(stem.with_suffix(".tex"), format_latex(table, title))
+    write_atomic(path_stem.with_suffix(".md"), format_markdown(shown, title))
+    write_atomic(path_stem.with_suffix(".tex"), format_latex(table, title))
 
 
 def write_safe_csv(table: pd.DataFrame, path: Path) -> None:

@@ -74,16 +74,16 @@ def _replace_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _import_writer(name: str) -> Any:
+def _import_writer(format_name: str) -> Any:
     """Return the module that writes a format.
 
     Raises:
         SetError: A package that the format needs is not installed.
     """
     try:
-        return importlib.import_module(f"stratbench.extensions.sets.export.to_{name}")
+        return importlib.import_module(f"stratbench.extensions.sets.export.to_{format_name}")
     except ModuleNotFoundError as e:
         raise SetError(
-            f"the format {name} needs the package {e.name}, which is not installed; run pip install -r "
-            f"{REQUIREMENTS}, or without a clone pip install {EXPORTS[name]}"
+            f"the format {format_name} needs the package {e.name}, which is not installed; run pip install "
+            f"-r {REQUIREMENTS}, or without a clone pip install {EXPORTS[format_name]}"
         ) from None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, EPOCH_BY_NAME
+from stratbench.analysis.records.columns import CELL_COLUMNS, COORDINATES, EPOCH_BY_NAME, Column
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.sets.reading import ResultSet
 
@@ -99,7 +99,7 @@ def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
         )
 
 
-def _is_setting(column: Any) -> bool:
+def _is_setting(column: Column) -> bool:
     return isinstance(column.source, str) and column.source.startswith("settings.")
 
 
@@ -116,12 +116,12 @@ def _flatten_settings(
             yield f"{prefix}{key}", str(value)
 
 
-def _parse_time_unix_s(record: dict[str, Any], name: str) -> float:
+def _parse_time_unix_s(record: dict[str, Any], time_field: str) -> float:
     """Return a time in a record's provenance as seconds since 1970, or 0 if it is missing.
 
     Args:
         record: The record.
-        name: Field of the provenance: `started` or `finished`.
+        time_field: Field of the provenance: `started` or `finished`.
     """
-    text = record["provenance"].get(name)
+    text = record["provenance"].get(time_field)
     return datetime.fromisoformat(text).timestamp() if text else 0.0

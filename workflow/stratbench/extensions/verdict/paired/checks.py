@@ -66,8 +66,8 @@ def correct_by_full_runs(
     deviations: Mapping[str, Sequence[float]],
     leader: str,
     bounds: Mapping[str, float],
-    blocks: int,
-    level: tuple[float, int],
+    num_blocks: int,
+    allocation_noise: tuple[float, int],
 ) -> FullRunCorrection | None:
     """Return the corrected conclusion if the leader's full runs contradict its blocks, else None.
 
@@ -81,13 +81,13 @@ def correct_by_full_runs(
         deviations: Deviations from `compute_full_run_deviations`, by strategy.
         leader: The fastest strategy in the blocks.
         bounds: Lower bound of log(time / leader's time), by rival.
-        blocks: Number of blocks.
-        level: Result of `estimate_allocation_sd`.
+        num_blocks: Number of blocks.
+        allocation_noise: Result of `estimate_allocation_sd`.
     """
     mean = {strategy: statistics.fmean(logs) for strategy, logs in deviations.items()}
     others = [log for strategy, logs in deviations.items() if strategy != leader for log in logs]
     like_others = max(0.0, zero_small_deviation(statistics.fmean(others))) if others else 0.0
-    own, scatter, dof = mean.get(leader, 0.0), *level
+    own, scatter, dof = mean.get(leader, 0.0), *allocation_noise
     corrected = {}
     for strategy, bound in bounds.items():
         if leader not in mean and strategy not in mean:
@@ -95,7 +95,7 @@ def correct_by_full_runs(
         shift = own - (zero_small_deviation(mean[strategy]) if strategy in mean else like_others)
         if shift > MAX_LOG_DEVIATION:
             runs = [len(deviations.get(leader, ())), len(deviations.get(strategy, others))]
-            variance = scatter**2 * sum(1 / (n or blocks) for n in runs)
+            variance = scatter**2 * sum(1 / (n or num_blocks) for n in runs)
             by_chance = moderated.compute_half_widths(
                 np.array(variance), np.array(float(dof)), np.array(1), moderated.ALPHA
             )
@@ -111,17 +111,19 @@ def zero_small_deviation(deviation: float) -> float:
     return deviation if abs(deviation) > MAX_LOG_DEVIATION else 0.0
 
 
-def compute_full_run_check_sd(runs: int, blocks: int, level: tuple[float, int]) -> float:
+def compute_full_run_check_sd(
+    num_full_runs: int, num_blocks: int, allocation_noise: tuple[float, int]
+) -> float:
     """Return the standard deviation of the full runs' mean log deviation from the blocks.
 
     Only the noise between allocations is included.
 
     Args:
-        runs: Number of full runs.
-        blocks: Number of blocks.
-        level: Result of `estimate_allocation_sd`.
+        num_full_runs: Number of full runs.
+        num_blocks: Number of blocks.
+        allocation_noise: Result of `estimate_allocation_sd`.
     """
-    return level[0] * math.sqrt(1 / runs + 1 / blocks)
+    return allocation_noise[0] * math.sqrt(1 / num_full_runs + 1 / num_blocks)
 
 
 def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:

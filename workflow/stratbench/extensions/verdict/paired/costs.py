@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class Costs:
     """GPU-seconds of a verdict: measured ones of past blocks and full runs, estimates of future ones."""
 
-    def __init__(self, analysis: Course) -> None:
-        self._course, self._evidence = analysis, analysis.evidence
+    def __init__(self, replay: Course) -> None:
+        self._course, self._evidence = replay, replay.evidence
         self._runs_s: dict[ComparisonKey, float] = {}
-        for cell in analysis.requested_runs:
+        for cell in replay.requested_runs:
             if run := self._evidence.full_runs.get(cell):
                 key = ComparisonKey.from_cell(cell)
                 self._runs_s[key] = self._runs_s.get(key, 0.0) + run.gpu_seconds

@@ -23,7 +23,9 @@ NEUMANN_RATIO_BIAS = 0.1
 CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
 
-def compute_neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def compute_neumann_ratio(
+    log_times: np.ndarray, is_active: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return von Neumann's ratio of the blocks, and its distance below 1 in standard deviations.
 
     The ratio is half the mean square of the differences between successive blocks, divided by the variance of
@@ -31,17 +33,17 @@ def compute_neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndar
     and of each block are subtracted first.
 
     Args:
-        logs: Log step times, shape [..., strategies, blocks]; NaN where a block does not count.
-        active: Mask of the strategies in the comparison, shape [..., strategies].
+        log_times: Log step times, shape [..., strategies, blocks]; NaN where a block does not count.
+        is_active: Mask of the strategies in the comparison, shape [..., strategies].
 
     Returns:
         The ratio and the distance, each of shape [...]. They are 1 and 0 if there are fewer than 3 blocks or
         2 strategies.
     """
-    is_present = np.isfinite(logs) & active[..., None]
-    n, k = is_present.any(-2).sum(-1), active.sum(-1)
+    is_present = np.isfinite(log_times) & is_active[..., None]
+    n, k = is_present.any(-2).sum(-1), is_active.sum(-1)
     blocks, strategies = np.maximum(n, 1)[..., None], np.maximum(k, 1)[..., None]
-    rest = np.where(is_present, logs, 0.0)
+    rest = np.where(is_present, log_times, 0.0)
     rest = np.where(is_present, rest - (rest.sum(-2) / strategies)[..., None, :], 0.0)
     rest = np.where(is_present, rest - (rest.sum(-1) / blocks)[..., None], 0.0)
     # Blocks without all strategies do not count. Sorting removes these gaps between the blocks that count.
@@ -58,21 +60,21 @@ def compute_neumann_ratio(logs: np.ndarray, active: np.ndarray) -> tuple[np.ndar
     return np.where(enough, ratio, 1.0), np.where(enough, z, 0.0)
 
 
-def compute_interval_widening(ratio: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+def compute_interval_widening(neumann_ratio: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
     """Return the factor by which correlated blocks widen an interval; 1 for independent blocks.
 
     The blocks are modelled as a first-order autoregression. The factor is the square root of a quotient: the
     true variance of the blocks' mean, divided by the variance that is computed as for independent blocks.
 
     Args:
-        ratio: Von Neumann's ratio of each comparison.
-        blocks: Number of blocks of each comparison.
+        neumann_ratio: Von Neumann's ratio of each comparison.
+        num_blocks: Number of blocks of each comparison.
     """
-    factor = np.ones(np.broadcast(ratio, blocks).shape)
-    for n in (n for n in np.unique(blocks) if n >= 3):
+    factor = np.ones(np.broadcast(neumann_ratio, num_blocks).shape)
+    for n in (n for n in np.unique(num_blocks) if n >= 3):
         ratios, factors = _compute_autoregressive_interval_factors(int(n))
         factor = np.where(
-            blocks == n, np.interp(NEUMANN_RATIO_BIAS - ratio, -ratios, factors), factor
+            num_blocks == n, np.interp(NEUMANN_RATIO_BIAS - neumann_ratio, -ratios, factors), factor
         )
     return factor
 

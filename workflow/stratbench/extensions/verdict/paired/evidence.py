@@ -103,9 +103,9 @@ class PairedEvidence:
             blocks.setdefault(key[0], []).append(self.blocks[key])
         return blocks
 
-    def list_blocks(self, key: ComparisonKey) -> list[PairedBlock]:
+    def list_blocks(self, comparison_key: ComparisonKey) -> list[PairedBlock]:
         """Return the blocks of a comparison, ordered by number."""
-        return self._blocks_by_comparison.get(key, [])
+        return self._blocks_by_comparison.get(comparison_key, [])
 
     def make_cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
         """Return the cell of a full run of a strategy.
@@ -123,23 +123,25 @@ class PairedEvidence:
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
     def order_strategies(
-        self, comparison: PairedComparison, block: int, strategies: Iterable[str]
+        self, comparison: PairedComparison, block_number: int, strategies: Iterable[str]
     ) -> list[str]:
         """Return the strategies in the order in which a block runs them, a permutation by hash.
 
         Args:
             comparison: The comparison.
-            block: Number of the block.
+            block_number: Number of the block.
             strategies: Strategies of the block.
         """
         return sorted(
             strategies,
-            key=lambda strategy: _hash_parts(self.seed, comparison.comparison_key, block, strategy),
+            key=lambda strategy: _hash_parts(
+                self.seed, comparison.comparison_key, block_number, strategy
+            ),
         )
 
-    def compute_block_seed(self, comparison: PairedComparison, block: int) -> int:
+    def compute_block_seed(self, comparison: PairedComparison, block_number: int) -> int:
         """Return the seed that all segments of a block share."""
-        return int(_hash_parts(self.seed, comparison.comparison_key, block)[:8], 16) >> 1
+        return int(_hash_parts(self.seed, comparison.comparison_key, block_number)[:8], 16) >> 1
 
 
 def _hash_parts(*parts: object) -> str:
@@ -211,11 +213,13 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
     ), notes
 
 
-def iter_comparisons(study: Study, skipped: Container[str] = ()) -> Iterator[PairedComparison]:
-    """Yield the comparisons of a study in the config's order, without the cells in `skipped`."""
+def iter_comparisons(
+    study: Study, skipped_paths: Container[str] = ()
+) -> Iterator[PairedComparison]:
+    """Yield the comparisons of a study in the config's order, without the cells in `skipped_paths`."""
     by_key: dict[ComparisonKey, list[Cell]] = {}
     for cell in study.cells:
-        if cell.repeat == 0 and cell.path not in skipped:
+        if cell.repeat == 0 and cell.path not in skipped_paths:
             by_key.setdefault(ComparisonKey.from_cell(cell), []).append(cell)
     for key, cells in by_key.items():
         settings = [study.settings(cell) for cell in cells]
@@ -325,23 +329,23 @@ def _iter_full_runs(
                 yield cell, (make_full_run(measured, wanted.total_steps(samples)), samples)
 
 
-def make_full_run(measured: record.Record, steps: int) -> FullRun:
+def make_full_run(measured_record: record.Record, trained_steps: int) -> FullRun:
     """Make a full run from the record of a cell.
 
     Args:
-        measured: The record.
-        steps: Number of steps that the cell trained.
+        measured_record: The record.
+        trained_steps: Number of steps that the cell trained.
     """
-    task, score = measured["task"], measured["score"]["final"]
+    task, score = measured_record["task"], measured_record["score"]["final"]
     factor = 100 if task["unit"] == "share" else 1
     return FullRun(
-        status=measured["status"],
-        reason=measured["reason"],
+        status=measured_record["status"],
+        reason=measured_record["reason"],
         score=None if score is None else factor * score,
         better_direction=task["better"],
         tolerance=task["tolerance"],
         score_name=task["score"],
-        gpu_seconds=measured["time"]["total_s"] * measured["cell"]["gpus"],
-        train_time_s=measured["time"]["train_time_s"],
-        steps=steps,
+        gpu_seconds=measured_record["time"]["total_s"] * measured_record["cell"]["gpus"],
+        train_time_s=measured_record["time"]["train_time_s"],
+        steps=trained_steps,
     )

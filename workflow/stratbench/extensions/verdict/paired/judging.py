@@ -80,42 +80,42 @@ def find_fastest_index(means: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.argmin(np.where(mask & np.isfinite(means), means, np.inf), axis=-1)
 
 
-def select_by_index(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+def select_by_index(values: np.ndarray, strategy_index: np.ndarray) -> np.ndarray:
     """Return the value of one strategy per comparison, shape [..., comparisons].
 
     Args:
         values: Value of each strategy, shape [..., comparisons, strategies].
-        index: Index of a strategy, shape [..., comparisons].
+        strategy_index: Index of a strategy, shape [..., comparisons].
     """
-    return np.take_along_axis(values, index[..., None], -1)[..., 0]
+    return np.take_along_axis(values, strategy_index[..., None], -1)[..., 0]
 
 
-def mask_incomplete_blocks(logs: np.ndarray, active: np.ndarray) -> np.ndarray:
+def mask_incomplete_blocks(log_times: np.ndarray, is_active: np.ndarray) -> np.ndarray:
     """Return the log times with NaN in all blocks that lack a strategy in the comparison.
 
     Effects of an allocation cancel only in a block with all strategies. A strategy lacks a block if it was
     dropped before, and has returned to the comparison since.
 
     Args:
-        logs: Log step times, shape [..., comparisons, strategies, blocks].
-        active: Mask of the strategies in the comparison, shape [..., comparisons, strategies].
+        log_times: Log step times, shape [..., comparisons, strategies, blocks].
+        is_active: Mask of the strategies in the comparison, shape [..., comparisons, strategies].
     """
-    whole = (np.isfinite(logs) | ~active[..., None]).all(-2, keepdims=True)
-    return np.where(whole & active[..., None], logs, np.nan)
+    whole = (np.isfinite(log_times) | ~is_active[..., None]).all(-2, keepdims=True)
+    return np.where(whole & is_active[..., None], log_times, np.nan)
 
 
-def average_log_times(logs: np.ndarray) -> np.ndarray:
+def average_log_times(log_times: np.ndarray) -> np.ndarray:
     """Return the mean log step time of each strategy over its blocks.
 
     The result has shape [..., comparisons, strategies]. It is NaN for a strategy without blocks.
     """
-    is_present = np.isfinite(logs)
+    is_present = np.isfinite(log_times)
     with np.errstate(invalid="ignore"):
-        return np.where(is_present, logs, 0.0).sum(-1) / is_present.sum(-1)
+        return np.where(is_present, log_times, 0.0).sum(-1) / is_present.sum(-1)
 
 
 def group_by_node_set(
-    logs: np.ndarray, nodes: np.ndarray
+    log_times: np.ndarray, node_set_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the mean log times per set of nodes if there are enough sets, else those per block.
 
@@ -124,40 +124,40 @@ def group_by_node_set(
     conclusion is about these nodes alone, and each block counts.
 
     Args:
-        logs: Log step times, shape [..., comparisons, strategies, blocks].
-        nodes: Index of each block's set of nodes, shape [..., comparisons, blocks].
+        log_times: Log step times, shape [..., comparisons, strategies, blocks].
+        node_set_indices: Index of each block's set of nodes, shape [..., comparisons, blocks].
 
     Returns:
         The log times, the number of sets of nodes, and whether fewer than MIN_SETS sets ran several blocks.
     """
-    is_present = np.isfinite(logs).any(-2)
-    nodes = np.where(is_present, nodes, -1)
-    labels = np.arange(max(nodes.max(initial=0) + 1, logs.shape[-1]))
-    inside = nodes[..., None] == labels  # shape [..., comparisons, blocks, sets]
+    is_present = np.isfinite(log_times).any(-2)
+    node_set_indices = np.where(is_present, node_set_indices, -1)
+    labels = np.arange(max(node_set_indices.max(initial=0) + 1, log_times.shape[-1]))
+    inside = node_set_indices[..., None] == labels  # shape [..., comparisons, blocks, sets]
     sets = inside.any(-2).sum(-1)
     again = sets < is_present.sum(-1)
     many = again & (sets >= MIN_SETS)
     if not many.any():
-        return logs, sets, again
-    count = np.isfinite(logs).astype(float) @ inside
+        return log_times, sets, again
+    count = np.isfinite(log_times).astype(float) @ inside
     with np.errstate(invalid="ignore"):
-        means = (np.where(np.isfinite(logs), logs, 0.0) @ inside) / count
-    blocks = np.pad(logs, [(0, 0)] * (logs.ndim - 1) + [(0, len(labels) - logs.shape[-1])],
+        means = (np.where(np.isfinite(log_times), log_times, 0.0) @ inside) / count
+    blocks = np.pad(log_times, [(0, 0)] * (log_times.ndim - 1) + [(0, len(labels) - log_times.shape[-1])],
                     constant_values=np.nan)  # fmt: skip
     return np.where(many[..., None, None], means, blocks), sets, again & ~many
 
 
 def judge_comparisons(
-    logs: np.ndarray,
-    active: np.ndarray,
-    admissible: np.ndarray,
-    served: np.ndarray,
-    started: np.ndarray,
-    judged: np.ndarray,
+    log_times: np.ndarray,
+    is_active: np.ndarray,
+    has_good_score: np.ndarray,
+    uses_servers: np.ndarray,
+    num_started_strategies: np.ndarray,
+    is_judged: np.ndarray,
     margin: float,
-    screen: np.ndarray | float,
-    nodes: np.ndarray,
-    doubtful: np.ndarray | bool = False,
+    min_dropped_log_ratio: np.ndarray | float,
+    node_set_indices: np.ndarray,
+    is_doubtful: np.ndarray | bool = False,
 ) -> Look:
     """Return the evaluation of some comparisons by their blocks so far.
 
@@ -166,40 +166,41 @@ def judge_comparisons(
     are widened (dependence.py).
 
     Args:
-        logs: Log step times, shape [..., comparisons, strategies, blocks]; NaN if a block lacks a strategy.
-        active: Mask of the strategies that are still in the comparison.
-        admissible: Mask of the strategies that may lead, because their scores are good enough.
-        served: Mask of the strategies with parameter servers.
-        started: Number of strategies with which each comparison began.
-        judged: Mask of the comparisons to evaluate.
+        log_times: Log step times, shape [..., comparisons, strategies, blocks]; NaN if a block lacks the
+            strategy.
+        is_active: Mask of the strategies that are still in the comparison.
+        has_good_score: Mask of the strategies that may lead, because their scores are good enough.
+        uses_servers: Mask of the strategies with parameter servers.
+        num_started_strategies: Number of strategies with which each comparison began.
+        is_judged: Mask of the comparisons to evaluate.
         margin: Share by which a rival may still be faster than the leader of a decided comparison.
-        screen: Log time ratio above which a single block shows that a strategy is slower.
-        nodes: Index of each block's set of nodes, shape [..., comparisons, blocks].
-        doubtful: Mask of the strategies with a block that contradicts their full run. Doubtful strategies are
-            never called slower.
+        min_dropped_log_ratio: Log time ratio above which a single block shows that a strategy is slower.
+        node_set_indices: Index of each block's set of nodes, shape [..., comparisons, blocks].
+        is_doubtful: Mask of the strategies with a block that contradicts their full run. Doubtful strategies
+            are never called slower.
     """
-    logs = mask_incomplete_blocks(logs, active)
-    blocks = np.isfinite(logs).any(-2).sum(-1)
-    logs, sets, reused = group_by_node_set(logs, nodes)
-    means = average_log_times(logs)
+    log_times = mask_incomplete_blocks(log_times, is_active)
+    blocks = np.isfinite(log_times).any(-2).sum(-1)
+    log_times, sets, reused = group_by_node_set(log_times, node_set_indices)
+    means = average_log_times(log_times)
     # The fastest strategy, even if its score is not good enough to lead.
-    ahead = find_fastest_index(means, active)
-    may_lead = active & admissible
+    ahead = find_fastest_index(means, is_active)
+    may_lead = is_active & has_good_score
     leader = np.where(may_lead.any(-1), find_fastest_index(means, may_lead), ahead)
-    rivals = active & (np.arange(logs.shape[-2]) != leader[..., None])
-    first = np.take_along_axis(logs, leader[..., None, None], axis=-2)
-    differences = moderated.compute_paired_differences(logs, first)
+    rivals = is_active & (np.arange(log_times.shape[-2]) != leader[..., None])
+    first = np.take_along_axis(log_times, leader[..., None, None], axis=-2)
+    differences = moderated.compute_paired_differences(log_times, first)
     mean = np.where(rivals, differences.mean, np.nan)
-    counted = rivals & judged[..., None]
+    counted = rivals & is_judged[..., None]
     differences = differences._replace(repeats=np.where(counted, differences.repeats, 0))
     variance, dof = _moderate_variances(
-        differences, served | select_by_index(served, leader)[..., None]
+        differences, uses_servers | select_by_index(uses_servers, leader)[..., None]
     )
-    ratio, unlike = dependence.compute_neumann_ratio(logs, active)
+    ratio, unlike = dependence.compute_neumann_ratio(log_times, is_active)
     wider = np.where(reused, dependence.compute_interval_widening(ratio, blocks), 1.0)[..., None]
     tails = (
         moderated.compute_alternatives_tail(rivals.sum(-1))[..., None],
-        compute_reported_tail(started)[..., None],
+        compute_reported_tail(num_started_strategies)[..., None],
     )
     half, reported = (
         wider * moderated.compute_half_widths(variance, dof, differences.repeats, tail)
@@ -210,16 +211,16 @@ def judge_comparisons(
         (blocks < MIN_BLOCKS_ON_FEW_NODES)
         | ((unlike > dependence.SUSPECT_SDS) & (blocks < LOOKS[-1]))
     )
-    screened = (blocks == 1)[..., None] & (mean > screen)
+    screened = (blocks == 1)[..., None] & (mean > min_dropped_log_ratio)
     least = np.where(waits, np.inf, np.where(reused, np.log1p(margin), 0.0))[..., None]
-    slower = rivals & ((bound > least) | screened) & ~np.asarray(doubtful)
+    slower = rivals & ((bound > least) | screened) & ~np.asarray(is_doubtful)
     at_most = np.maximum(0.0, -np.where(rivals & ~slower, bound, np.inf).min(-1))
     decided = (
         (blocks >= MIN_BLOCKS)
         & ~waits
         & (at_most <= np.log1p(margin) + 1e-12)
-        & select_by_index(admissible, leader)
-        & select_by_index(admissible, ahead)
+        & select_by_index(has_good_score, leader)
+        & select_by_index(has_good_score, ahead)
     )
     low, high = mean - reported, mean + reported
     return Look(
@@ -245,19 +246,22 @@ def _moderate_variances(
     return variance.reshape(shape), dof.reshape(shape)
 
 
-def compute_reported_tail(started: np.ndarray) -> np.ndarray:
+def compute_reported_tail(num_started_strategies: np.ndarray) -> np.ndarray:
     """Return the error probability on each side of a reported interval.
 
     All intervals of a comparison hold together with 95 % confidence, at all looks and for dropped strategies
     too. The correction is for every pair of strategies, because the same blocks choose the leader.
 
     Args:
-        started: Number of strategies with which each comparison began.
+        num_started_strategies: Number of strategies with which each comparison began.
     """
-    return moderated.ALPHA / (moderated.REPEATED_LOOKS * np.maximum(2, started * (started - 1)))
+    return moderated.ALPHA / (
+        moderated.REPEATED_LOOKS
+        * np.maximum(2, num_started_strategies * (num_started_strategies - 1))
+    )
 
 
-def mask_dropped_strategies(look: Look, decided: np.ndarray) -> np.ndarray:
+def mask_dropped_strategies(look: Look, has_ended: np.ndarray) -> np.ndarray:
     """Return the mask of the strategies that leave the comparison, because they are slower.
 
     A decided comparison keeps them, so that their intervals are reported. Before MIN_BLOCKS blocks the
@@ -265,13 +269,13 @@ def mask_dropped_strategies(look: Look, decided: np.ndarray) -> np.ndarray:
 
     Args:
         look: The interim analysis.
-        decided: Mask of the comparisons that have ended.
+        has_ended: Mask of the comparisons that have ended.
     """
     near = find_fastest_index(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0
     nearest = (look.blocks < MIN_BLOCKS) & alone
     stays = nearest[..., None] & (np.arange(look.mean.shape[-1]) == near[..., None])
-    return look.slower & ~stays & ~decided[..., None]
+    return look.slower & ~stays & ~has_ended[..., None]
 
 
 def get_blocks_at_next_look(blocks: int) -> int | None:
@@ -304,69 +308,78 @@ class SequentialAnalysis:
     """Sequential analysis of all comparisons of a study: each round adds blocks, and evaluates them."""
 
     def __init__(
-        self, served: np.ndarray, equal: np.ndarray, there: np.ndarray, margin: float
+        self,
+        uses_servers: np.ndarray,
+        equals_ddp: np.ndarray,
+        is_present: np.ndarray,
+        margin: float,
     ) -> None:
         """Start a sequential analysis without blocks.
 
         All arrays have shape [..., comparisons, strategies].
 
         Args:
-            served: Mask of the strategies with parameter servers.
-            equal: Mask of the strategies whose arithmetic equals DDP's.
-            there: Mask of the strategies that exist. A comparison with fewer strategies is padded by False.
+            uses_servers: Mask of the strategies with parameter servers.
+            equals_ddp: Mask of the strategies whose arithmetic equals DDP's.
+            is_present: Mask of the strategies that exist. A comparison with fewer strategies than others is
+                padded by False.
             margin: As in `judge_comparisons`.
         """
-        self.served, self.margin = served, margin
-        self.active = there.copy()
-        self.admissible = equal & there
-        self.started = there.sum(-1)
+        self.served, self.margin = uses_servers, margin
+        self.active = is_present.copy()
+        self.admissible = equals_ddp & is_present
+        self.started = is_present.sum(-1)
         self.open = self.started > 1
         #: Mask of the ended comparisons that a new score has opened again. They need no new block.
         self.again = np.zeros(self.open.shape, dtype=bool)
-        self.logs = np.empty((*there.shape, 0))
+        self.logs = np.empty((*is_present.shape, 0))
         self.nodes = np.empty((*self.open.shape, 0), dtype=int)
         #: Number of blocks so far, and index of the leader at the latest look; both [..., comparisons].
         self.blocks, self.leader = np.zeros((2, *self.open.shape), dtype=int)
         #: For a strategy dropped as slower, index of the leader at that time; else -1. The shape is
         #: [..., comparisons, strategies].
-        self.against = np.full(there.shape, -1)
+        self.against = np.full(is_present.shape, -1)
 
     def advance(
         self,
-        values: np.ndarray,
-        new: np.ndarray,
-        nodes: np.ndarray,
-        disagreement: np.ndarray | float = 0.0,
-        doubtful: np.ndarray | bool = False,
+        log_step_times: np.ndarray,
+        num_new_blocks: np.ndarray,
+        node_set_indices: np.ndarray,
+        disagreement_limit: np.ndarray | float = 0.0,
+        is_doubtful: np.ndarray | bool = False,
     ) -> InterimResult:
         """Add new blocks to the open comparisons, and evaluate these comparisons.
 
         Args:
-            values: Log step times of the new blocks, shape [..., comparisons, strategies, blocks]. Blocks
-                beyond a comparison's number of new blocks are NaN. A strategy with NaN in a new block leaves
-                the comparison.
-            new: Number of new blocks of each comparison.
-            nodes: Index of each new block's set of nodes, shape [..., comparisons, blocks]. The same nodes
-                have the same index in all calls.
-            disagreement: Log ratio above which two segments of a strategy in the first block disagree. A
-                strategy is not dropped after one block if its log time ratio is smaller.
-            doubtful: As in `judge_comparisons`.
+            log_step_times: Log step times of the new blocks, shape [..., comparisons, strategies, blocks].
+                Blocks beyond a comparison's number of new blocks are NaN. A strategy with NaN in a new block
+                leaves the comparison.
+            num_new_blocks: Number of new blocks of each comparison.
+            node_set_indices: Index of each new block's set of nodes, shape [..., comparisons, blocks]. The
+                same nodes have the same index in all calls.
+            disagreement_limit: Log ratio above which two segments of a strategy in the first block disagree.
+                A strategy is not dropped after one block if its log time ratio is smaller.
+            is_doubtful: As in `judge_comparisons`.
         """
         judged = self.open.copy()
-        count = np.isfinite(values).sum(-1)
-        failed = self.active & (count < new[..., None]) & judged[..., None]
-        self.blocks = self.blocks + new
+        count = np.isfinite(log_step_times).sum(-1)
+        failed = self.active & (count < num_new_blocks[..., None]) & judged[..., None]
+        self.blocks = self.blocks + num_new_blocks
         self._remove_strategies(failed)
         if not self.logs.shape[-1]:
             self.started = self.active.sum(-1)
-        self.logs = np.concatenate([self.logs, values], axis=-1)
+        self.logs = np.concatenate([self.logs, log_step_times], axis=-1)
         self.nodes = np.concatenate(
-            [self.nodes, np.broadcast_to(nodes, (*self.open.shape, values.shape[-1]))], axis=-1
+            [
+                self.nodes,
+                np.broadcast_to(node_set_indices, (*self.open.shape, log_step_times.shape[-1])),
+            ],
+            axis=-1,
         )
-        screen = np.maximum(np.log(moderated.SCREEN), disagreement)
+        screen = np.maximum(np.log(moderated.SCREEN), disagreement_limit)
         look = judge_comparisons(
             self.logs, self.active, self.admissible, self.served, self.started, judged, self.margin,
-            screen, self.nodes, doubtful,
+            screen, self.nodes, is_doubtful,
         )  # fmt: skip
         alone = self.active.sum(-1) <= 1
         ended = judged & (look.decided | (self.blocks >= LOOKS[-1]) | alone)
@@ -378,18 +391,18 @@ class SequentialAnalysis:
         self.again &= False
         return InterimResult(look, judged, left, failed, ended)
 
-    def _remove_strategies(self, strategies: np.ndarray) -> np.ndarray:
+    def _remove_strategies(self, is_removed: np.ndarray) -> np.ndarray:
         """Remove strategies from their comparisons, and return a mask of the strategies that return.
 
         A strategy returns if it was dropped as slower than a strategy that is now removed.
 
         Args:
-            strategies: Mask of the strategies to remove, shape [..., comparisons, strategies].
+            is_removed: Mask of the strategies to remove, shape [..., comparisons, strategies].
         """
         beaten = (self.against >= 0) & np.take_along_axis(
-            strategies, np.maximum(self.against, 0), -1
+            is_removed, np.maximum(self.against, 0), -1
         )
-        self.active = (self.active & ~strategies) | beaten
+        self.active = (self.active & ~is_removed) | beaten
         self.against = np.where(beaten, -1, self.against)
         return beaten
 
@@ -404,16 +417,19 @@ class SequentialAnalysis:
         known = np.isfinite(means) & self.active
         return ahead & known & ~self.admissible & self.open[..., None]
 
-    def apply_scores(self, good: np.ndarray, bad: np.ndarray) -> None:
+    def apply_scores(self, has_good_score: np.ndarray, has_bad_score: np.ndarray) -> None:
         """Let strategies with good scores lead, and remove those with bad scores.
 
         A comparison that has ended is opened again if its leader is removed, or if a strategy returns.
 
         Args:
-            good: Mask of the strategies whose scores are good enough, shape [..., comparisons, strategies].
-            bad: Mask of the strategies whose scores are not, of the same shape.
+            has_good_score: Mask of the strategies whose scores are good enough, shape [..., comparisons,
+                strategies].
+            has_bad_score: Mask of the strategies whose scores are not, of the same shape.
         """
-        self.admissible = (self.admissible | good) & ~bad
-        changed = self._remove_strategies(bad).any(-1) | select_by_index(bad, self.leader)
+        self.admissible = (self.admissible | has_good_score) & ~has_bad_score
+        changed = self._remove_strategies(has_bad_score).any(-1) | select_by_index(
+            has_bad_score, self.leader
+        )
         self.again = ~self.open & (self.blocks > 0) & changed & self.active.any(-1)
         self.open |= self.again

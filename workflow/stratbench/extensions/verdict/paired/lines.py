@@ -44,15 +44,20 @@ def iter_comparison_lines(comparison: dict[str, Any]) -> Iterator[str]:
             yield f"    {ratio['strategy']}: {text}"
 
 
-def describe_strategy_time(ratio: dict[str, Any]) -> str:
+def describe_strategy_time(strategy_entry: dict[str, Any]) -> str:
     """Describe a strategy's time relative to the leader's.
 
     The text is empty if the time is unknown.
     """
-    figures = ratio["text"] and f"{ratio['text']} times as long as {ratio['against']}"
-    if ratio["reason"]:
-        return "; ".join(filter(None, (f"{ratio['words']}: {ratio['reason']}", figures)))
-    return figures and f"{figures}: {ratio['words']}"
+    figures = (
+        strategy_entry["text"]
+        and f"{strategy_entry['text']} times as long as {strategy_entry['against']}"
+    )
+    if strategy_entry["reason"]:
+        return "; ".join(
+            filter(None, (f"{strategy_entry['words']}: {strategy_entry['reason']}", figures))
+        )
+    return figures and f"{figures}: {strategy_entry['words']}"
 
 
 def iter_cost_lines(verdict: dict[str, Any]) -> Iterator[str]:

@@ -68,25 +68,25 @@ def find_next_round(evidence: PairedEvidence) -> NextRound:
     return determine_next_round(Course(evidence))
 
 
-def determine_next_round(analysis: Course) -> NextRound:
+def determine_next_round(replay: Course) -> NextRound:
     """Return the next round, from a replay of all rounds so far."""
-    evidence = analysis.evidence
-    costs = Costs(analysis)
+    evidence = replay.evidence
+    costs = Costs(replay)
     spent_s = costs.spent_gpu_seconds
-    pending = (*analysis.missing_blocks, *analysis.missing_runs)
+    pending = (*replay.missing_blocks, *replay.missing_runs)
     expected_s = costs.expected_gpu_seconds if pending else 0.0
     known = expected_s is not None
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
     # A round of unknown cost exceeds the budget only if the rounds before it have already spent it.
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
-    paired = any(state.looks for state in analysis.states)
+    paired = any(state.looks for state in replay.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
-    if not pending and not all(is_decided(analysis, s) for s in analysis.states if s.last_look):
+    if not pending and not all(is_decided(replay, s) for s in replay.states if s.last_look):
         reason = f"the verdict has ended: it has the largest number of blocks, {judging.LOOKS[-1]}"
         if all(
             s.last_look is None
             or s.last_look.max_log_advantage <= compute_max_log_advantage(evidence)
-            for s in analysis.states
+            for s in replay.states
         ):
             reason = "the verdict has ended: full runs contradict its blocks"
     elif over:
@@ -97,26 +97,26 @@ def determine_next_round(analysis: Course) -> NextRound:
         reason = "open"
     done = not pending or bool(over)
     return NextRound(
-        number=analysis.round + (0 if done else 1),
+        number=replay.round + (0 if done else 1),
         blocks=()
         if done
-        else tuple(make_block_entry(analysis, s, n) for s, n in analysis.missing_blocks),
-        full_runs=() if done else tuple(analysis.missing_runs),
+        else tuple(make_block_entry(replay, s, n) for s, n in replay.missing_blocks),
+        full_runs=() if done else tuple(replay.missing_runs),
         is_last=done,
         reason=reason,
         spent_gpu_hours=spent_s / 3600,
         expected_gpu_hours=expected_s / 3600 if known else None,
-        max_following_rounds=0 if done else analysis.max_following_rounds,
+        max_following_rounds=0 if done else replay.max_following_rounds,
     )
 
 
-def is_decided(analysis: Course, state: ComparisonState) -> bool:
+def is_decided(replay: Course, state: ComparisonState) -> bool:
     """Return whether a comparison has ended with a leader close enough to the fastest strategy."""
-    last = analysis.get_corrected_look(state)
+    last = replay.get_corrected_look(state)
     return (
         last is not None
         and not state.is_open
-        and last.max_log_advantage <= compute_max_log_advantage(analysis.evidence)
+        and last.max_log_advantage <= compute_max_log_advantage(replay.evidence)
     )
 
 
@@ -125,15 +125,15 @@ def compute_max_log_advantage(evidence: PairedEvidence) -> float:
     return math.log1p(evidence.margin) + 1e-9
 
 
-def make_block_entry(analysis: Course, state: ComparisonState, number: int) -> dict[str, Any]:
+def make_block_entry(replay: Course, state: ComparisonState, block_number: int) -> dict[str, Any]:
     """Return the entry of one block in round.json.
 
     Args:
-        analysis: Replay of the rounds so far.
+        replay: Replay of the rounds so far.
         state: State of the comparison.
-        number: Number of the block.
+        block_number: Number of the block.
     """
-    evidence, key = analysis.evidence, state.comparison.comparison_key
+    evidence, key = replay.evidence, state.comparison.comparison_key
     first = evidence.blocks.get((key, 1))
     steps = first.steps if first else None
     return {
@@ -141,14 +141,16 @@ def make_block_entry(analysis: Course, state: ComparisonState, number: int) -> d
         "model": key.model,
         "dataset": state.comparison.dataset,
         "gpus": key.gpus,
-        "block": number,
-        "strategies": evidence.order_strategies(state.comparison, number, state.active_strategies),
+        "block": block_number,
+        "strategies": evidence.order_strategies(
+            state.comparison, block_number, state.active_strategies
+        ),
         "settings": {
             "steps": steps,
             "discard": None if steps is None else count_discarded_steps(steps),
-            "disagreement": analysis.estimate_disagreement_limit(
+            "disagreement": replay.estimate_disagreement_limit(
                 state.last_look.num_blocks if state.last_look else 0
             ),
         },
-        "seed": evidence.compute_block_seed(state.comparison, number),
+        "seed": evidence.compute_block_seed(state.comparison, block_number),
     }

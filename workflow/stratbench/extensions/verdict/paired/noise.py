@@ -40,7 +40,7 @@ class Noise:
     #: Degrees of freedom of `ratio`.
     dof: int
 
-    def count_blocks_for_margin(self, margin: float, rivals: int) -> int | None:
+    def count_blocks_for_margin(self, margin: float, num_rivals: int) -> int | None:
         """Return the number of blocks that a conclusion within `margin` needs.
 
         All strategies are assumed to be equally fast. The result is None if this takes more blocks than a
@@ -54,7 +54,7 @@ class Noise:
                 np.array(self.ratio**2),
                 dof,
                 np.array(n),
-                moderated.compute_alternatives_tail(rivals),
+                moderated.compute_alternatives_tail(num_rivals),
             )
             if half <= math.log1p(margin):
                 return n
@@ -126,7 +126,7 @@ def _sqrt_or_none(variance: float | None) -> float | None:
 
 
 def _add_mirror_differences(
-    block: PairedBlock, segment: _WeightedMean, trend: _WeightedMean
+    block: PairedBlock, segment_variance: _WeightedMean, trend_variance: _WeightedMean
 ) -> None:
     """Add a block's differences between the two segments of each strategy to the noise estimates.
 
@@ -134,8 +134,8 @@ def _add_mirror_differences(
 
     Args:
         block: The block.
-        segment: Estimate of the variance of a segment, to which a value is added.
-        trend: Estimate of the variance of the trend, to which a value is added.
+        segment_variance: Estimate of the variance of a segment, to which a value is added.
+        trend_variance: Estimate of the variance of the trend, to which a value is added.
     """
     rows = []
     for strategy in dict.fromkeys(s.strategy for s in block.segments):
@@ -148,13 +148,13 @@ def _add_mirror_differences(
     squares = float((apart**2).sum())
     slope = float((apart * difference).sum()) / squares
     variance = float(((difference - slope * apart) ** 2).sum()) / (len(rows) - 1) / 2
-    segment.add_value(variance, len(rows) - 1)
+    segment_variance.add_value(variance, len(rows) - 1)
     half = apart.max() / 2
-    trend.add_value((slope**2 - 2 * variance / squares) * half**2, 1)
+    trend_variance.add_value((slope**2 - 2 * variance / squares) * half**2, 1)
 
 
 def _add_block_differences(
-    blocks: list[PairedBlock], between: _WeightedMean, allocation: _WeightedMean
+    blocks: list[PairedBlock], strategy_variance: _WeightedMean, allocation_variance: _WeightedMean
 ) -> None:
     """Add a comparison's differences between blocks to the noise estimates.
 
@@ -162,8 +162,8 @@ def _add_block_differences(
 
     Args:
         blocks: Blocks of the comparison.
-        between: Estimate of the variance of a strategy between blocks, to which a value is added.
-        allocation: Estimate of the variance that all strategies share, to which a value is added.
+        strategy_variance: Estimate of the variance of a strategy between blocks, to which a value is added.
+        allocation_variance: Estimate of the variance that all strategies share, to which a value is added.
     """
     strategies = [
         strategy
@@ -180,5 +180,5 @@ def _add_block_differences(
     if k > 1:
         rest = x - of_block[:, None] - x.mean(0) + x.mean()
         residual = float((rest**2).sum()) / ((n - 1) * (k - 1))
-        between.add_value(residual, (n - 1) * (k - 1))
-        allocation.add_value(float(of_block.var(ddof=1)) - residual / k, n - 1)
+        strategy_variance.add_value(residual, (n - 1) * (k - 1))
+        allocation_variance.add_value(float(of_block.var(ddof=1)) - residual / k, n - 1)

@@ -60,22 +60,22 @@ class Course:
         while self.states and self._replay_round():
             pass
 
-    def estimate_disagreement_limit(self, blocks: int) -> float | None:
+    def estimate_disagreement_limit(self, num_blocks: int) -> float | None:
         """Return the log time ratio of two segments above which a strategy runs a third segment.
 
-        The limit is estimated from the first `blocks` blocks of each comparison. It is None if no strategy
-        completed two segments in these blocks.
+        The limit is estimated from the first `num_blocks` blocks of each comparison. It is None if no
+        strategy completed two segments in these blocks.
         """
-        if blocks not in self._limits:
+        if num_blocks not in self._limits:
             apart = [
                 abs(logs[0] - logs[1])
                 for block in self.evidence.blocks.values()
-                if block.block_number <= blocks
+                if block.block_number <= num_blocks
                 for strategy in {s.strategy for s in block.segments}
                 if (logs := block.list_log_step_times(strategy))
             ]
-            self._limits[blocks] = compute_disagreement_limit(apart) if apart else None
-        return self._limits[blocks]
+            self._limits[num_blocks] = compute_disagreement_limit(apart) if apart else None
+        return self._limits[num_blocks]
 
     def _make_strategy_mask(self, field_name: str) -> np.ndarray:
         """Return a field of the comparisons as a mask of shape [comparisons, strategies].
@@ -161,22 +161,22 @@ class Course:
         )
 
     def _collect_new_values(
-        self, blocks: np.ndarray, targets: list[int], max_blocks: int
+        self, block_counts: np.ndarray, target_counts: list[int], max_new_blocks: int
     ) -> np.ndarray:
         """Return the log step times of new blocks, shape [comparisons, strategies, max_blocks].
 
         Strategies that have left the comparison have NaN.
 
         Args:
-            blocks: Number of blocks so far of each comparison.
-            targets: Number of blocks of each comparison after this round.
-            max_blocks: Largest number of new blocks of a comparison.
+            block_counts: Number of blocks so far of each comparison.
+            target_counts: Number of blocks of each comparison after this round.
+            max_new_blocks: Largest number of new blocks of a comparison.
         """
-        values = np.full((len(self.states), self._strategies, max_blocks), np.nan)
+        values = np.full((len(self.states), self._strategies, max_new_blocks), np.nan)
         for i, state in enumerate(self.states):
-            for k in range(targets[i] - int(blocks[i])):
+            for k in range(target_counts[i] - int(block_counts[i])):
                 block = self.evidence.blocks[
-                    state.comparison.comparison_key, int(blocks[i]) + 1 + k
+                    state.comparison.comparison_key, int(block_counts[i]) + 1 + k
                 ]
                 for j, strategy in enumerate(state.comparison.strategies):
                     if self._analysis.active[i, j]:
@@ -184,47 +184,49 @@ class Course:
         return values
 
     def _number_node_sets(
-        self, blocks: np.ndarray, targets: list[int], max_blocks: int
+        self, block_counts: np.ndarray, target_counts: list[int], max_new_blocks: int
     ) -> np.ndarray:
         """Return the index of each new block's set of nodes, shape [comparisons, max_blocks].
 
         Args:
-            blocks: Number of blocks so far of each comparison.
-            targets: Number of blocks of each comparison after this round.
-            max_blocks: Largest number of new blocks of a comparison.
+            block_counts: Number of blocks so far of each comparison.
+            target_counts: Number of blocks of each comparison after this round.
+            max_new_blocks: Largest number of new blocks of a comparison.
         """
-        nodes = np.zeros((len(self.states), max_blocks), dtype=int)
+        nodes = np.zeros((len(self.states), max_new_blocks), dtype=int)
         for i, state in enumerate(self.states):
             seen: dict[tuple[str, ...], int] = {}
-            for number in range(1, targets[i] + 1):
+            for number in range(1, target_counts[i] + 1):
                 hosts = self.evidence.blocks[state.comparison.comparison_key, number].hosts
                 label = seen.setdefault(hosts, len(seen))
-                if number > blocks[i]:
-                    nodes[i, number - 1 - int(blocks[i])] = label
+                if number > block_counts[i]:
+                    nodes[i, number - 1 - int(block_counts[i])] = label
         return nodes
 
-    def _find_doubtful_strategies(self, targets: list[int]) -> np.ndarray:
+    def _find_doubtful_strategies(self, target_counts: list[int]) -> np.ndarray:
         """Return the mask of the strategies with a block that contradicts their own full run.
 
         The mask has shape [comparisons, strategies].
 
         Args:
-            targets: Number of blocks of each comparison after this round.
+            target_counts: Number of blocks of each comparison after this round.
         """
         suspect = np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
-            for block in self.evidence.list_blocks(state.comparison.comparison_key)[: targets[i]]:
+            for block in self.evidence.list_blocks(state.comparison.comparison_key)[
+                : target_counts[i]
+            ]:
                 for strategy, _ in checks.iter_contradicting_strategies(
                     self.evidence, state.comparison, block
                 ):
                     suspect[i, state.comparison.strategies.index(strategy)] = True
         return suspect
 
-    def _record_looks_and_drops(self, step: judging.InterimResult) -> None:
+    def _record_looks_and_drops(self, round_result: judging.InterimResult) -> None:
         """Append a round's evaluation and dropped strategies to the state of each comparison."""
-        look = step.look
+        look = round_result.look
         for i, state in enumerate(self.states):
-            if not step.judged[i]:
+            if not round_result.judged[i]:
                 continue
             strategies, blocks = state.comparison.strategies, int(self._analysis.blocks[i])
             parts = (look.mean[i], look.low[i], look.high[i], look.bound[i])
@@ -235,19 +237,19 @@ class Course:
             }
             leader = strategies[int(look.leader[i])]
             for j, strategy in enumerate(strategies):
-                if step.failed[i, j]:
+                if round_result.failed[i, j]:
                     status = self._find_failure_status(state, strategy, blocks)
                     state.drops.append(
                         DroppedStrategy(strategy, blocks, status, FAILURES.get(status, status))
                     )
-                elif step.dropped[i, j] and look.blocks[i] == 1:
+                elif round_result.dropped[i, j] and look.blocks[i] == 1:
                     reason = f"more than {moderated.SCREEN:g} times as slow in the first block"
                     state.drops.append(
                         DroppedStrategy(
                             strategy, blocks, "much slower", reason, ratios[strategy], leader
                         )
                     )
-                elif step.dropped[i, j]:
+                elif round_result.dropped[i, j]:
                     reason = f"slower than {leader}"
                     state.drops.append(
                         DroppedStrategy(
@@ -272,25 +274,27 @@ class Course:
             )
             self._copy_state(i)
 
-    def _copy_state(self, i: int) -> None:
-        """Copy the active strategies of comparison `i`, and whether it is open, to its state."""
-        state = self.states[i]
+    def _copy_state(self, comparison_index: int) -> None:
+        """Copy the active strategies of a comparison, and whether it is open, to its state."""
+        state = self.states[comparison_index]
         state.active_strategies = [
-            a for j, a in enumerate(state.comparison.strategies) if self._analysis.active[i, j]
+            a
+            for j, a in enumerate(state.comparison.strategies)
+            if self._analysis.active[comparison_index, j]
         ]
-        state.is_open = bool(self._analysis.open[i])
+        state.is_open = bool(self._analysis.open[comparison_index])
         # A dropped strategy is active again if the leader that it was slower than is excluded.
         state.drops = [drop for drop in state.drops if drop.strategy not in state.active_strategies]
 
-    def _find_failure_status(self, state: ComparisonState, strategy: str, blocks: int) -> str:
-        seen = self.evidence.list_blocks(state.comparison.comparison_key)[:blocks]
+    def _find_failure_status(self, state: ComparisonState, strategy: str, num_blocks: int) -> str:
+        seen = self.evidence.list_blocks(state.comparison.comparison_key)[:num_blocks]
         return next(
             filter(None, (block.find_failure_status(strategy) for block in seen)), "missing"
         )
 
     # ------------------------------------------------------------ full runs
 
-    def _request_full_runs(self, step: judging.InterimResult) -> None:
+    def _request_full_runs(self, round_result: judging.InterimResult) -> None:
         """Request full runs of strategies that would lead, but whose scores are unknown.
 
         After the first round, also request one full run per group of strategies with equal arithmetic.
@@ -302,7 +306,7 @@ class Course:
                     self.evidence.make_cell(state.comparison, state.comparison.strategies[strategy])
                 )
         if self.round == 1:
-            for state, strategy in self._iter_reference_strategies(step.look):
+            for state, strategy in self._iter_reference_strategies(round_result.look):
                 self.requested_runs.setdefault(self.evidence.make_cell(state.comparison, strategy))
 
     def _iter_reference_strategies(

@@ -28,20 +28,20 @@ MAX_CLAIMED_SHARE = 1.0
 CLAIMS = ("fastest", "within", "at most")
 
 
-def make_verdict(analysis: Course, next_round: NextRound, notes: list[str]) -> dict[str, Any]:
+def make_verdict(replay: Course, next_round: NextRound, notes: list[str]) -> dict[str, Any]:
     """Return the content of verdict.json.
 
     Args:
-        analysis: Replay of the rounds so far.
+        replay: Replay of the rounds so far.
         next_round: The next round.
         notes: Sentences on blocks, full runs and cells that are not used.
     """
-    costs = Costs(analysis)
+    costs = Costs(replay)
     # Sorted blocks make floating-point sums independent of the order of files.
-    blocks = [analysis.evidence.blocks[key] for key in sorted(analysis.evidence.blocks)]
-    noise, margin = estimate_noise(blocks), analysis.evidence.margin
-    rivals = max((len(s.comparison.strategies) - 1 for s in analysis.states), default=1)
-    comparisons = [make_comparison_entry(analysis, costs, state) for state in analysis.states]
+    blocks = [replay.evidence.blocks[key] for key in sorted(replay.evidence.blocks)]
+    noise, margin = estimate_noise(blocks), replay.evidence.margin
+    rivals = max((len(s.comparison.strategies) - 1 for s in replay.states), default=1)
+    comparisons = [make_comparison_entry(replay, costs, state) for state in replay.states]
     unusable = [f"{b['experiment']}, {b['model']} on {b['gpus']}: {b['unusable']}"
                 for b in comparisons if b["unusable"]]  # fmt: skip
     matrix = [
@@ -51,15 +51,15 @@ def make_verdict(analysis: Course, next_round: NextRound, notes: list[str]) -> d
     ]
     return add_digest({
         "schema_version": VERDICT_VERSION,
-        "study": analysis.evidence.study,
+        "study": replay.evidence.study,
         "margin": margin,
-        "rounds": analysis.round,
+        "rounds": replay.round,
         "done": next_round.is_last,
         "reason": next_round.reason,
         "hours": "worker-hours" if any(b.device == "cpu" for b in blocks) else "GPU-hours",
         "spent_gpu_hours": next_round.spent_gpu_hours,
         "expected_gpu_hours": next_round.expected_gpu_hours,
-        "budget_gpu_hours": analysis.evidence.budget_gpu_hours,
+        "budget_gpu_hours": replay.evidence.budget_gpu_hours,
         "matrix_gpu_hours": None if None in matrix else sum(matrix),
         "matrix_repeats": MATRIX_REPEATS,
         "next": {
@@ -73,26 +73,26 @@ def make_verdict(analysis: Course, next_round: NextRound, notes: list[str]) -> d
     })  # fmt: skip
 
 
-def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState) -> dict[str, Any]:
+def make_comparison_entry(replay: Course, costs: Costs, state: ComparisonState) -> dict[str, Any]:
     """Return the entry of a comparison in verdict.json.
 
     Args:
-        analysis: Replay of the rounds so far.
+        replay: Replay of the rounds so far.
         costs: GPU-seconds of the verdict.
         state: State of the comparison.
     """
-    last, comparison = analysis.get_corrected_look(state), state.comparison
+    last, comparison = replay.get_corrected_look(state), state.comparison
     # Blocks after the latest interim analysis do not count, because they were not evaluated yet.
-    blocks = analysis.evidence.list_blocks(comparison.comparison_key)[
+    blocks = replay.evidence.list_blocks(comparison.comparison_key)[
         : last.num_blocks if last else None
     ]
     unusable = next(checks.iter_unusable_reasons(blocks), None)
-    claim, text = make_conclusion(analysis, state, blocks)
+    claim, text = make_conclusion(replay, state, blocks)
     if unusable and claim != "only":
         claim, text = "none", f"Nothing is claimed: {unusable}."
     matrix_s = costs.estimate_matrix_gpu_seconds(state)
-    doubts = list(iter_doubts(analysis, state, blocks))
-    level, reason = assess_confidence(analysis, state, blocks, claim, doubts)
+    doubts = list(iter_doubts(replay, state, blocks))
+    level, reason = assess_confidence(replay, state, blocks, claim, doubts)
     return {
         "experiment": comparison.comparison_key.experiment,
         "model": comparison.comparison_key.model,
@@ -113,7 +113,7 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
         "node_sets": len({block.hosts for block in blocks}),
         "blocks": last.num_blocks if last else len(blocks),
         "unusable": unusable,
-        "checked": analysis.is_confirmed_by_full_runs(state),
+        "checked": replay.is_confirmed_by_full_runs(state),
         "steps": blocks[0].steps if blocks else None,
         "open": is_comparison_open(state),
         "claim": claim,
@@ -132,8 +132,7 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
         },
         "full_steps": comparison.full_steps,
         "scores": {
-            strategy: classify_score(analysis, state, strategy)
-            for strategy in comparison.strategies
+            strategy: classify_score(replay, state, strategy) for strategy in comparison.strategies
         },
         "block_gpu_hours": costs.sum_block_gpu_seconds(state) / 3600,
         "full_run_gpu_hours": costs.sum_full_run_gpu_seconds(state) / 3600,
@@ -142,16 +141,16 @@ def make_comparison_entry(analysis: Course, costs: Costs, state: ComparisonState
 
 
 def iter_doubts(
-    analysis: Course, state: ComparisonState, blocks: Sequence[PairedBlock]
+    replay: Course, state: ComparisonState, blocks: Sequence[PairedBlock]
 ) -> Iterator[str]:
     """Yield a sentence on each reason to doubt a comparison's blocks.
 
     Args:
-        analysis: Replay of the rounds so far.
+        replay: Replay of the rounds so far.
         state: State of the comparison.
         blocks: Blocks of the comparison.
     """
-    for strategy, logs in analysis.compute_full_run_deviations(state).items():
+    for strategy, logs in replay.compute_full_run_deviations(state).items():
         logs_apart = sorted(log for log in logs if abs(log) > MAX_LOG_DEVIATION)
         if logs_apart:
             ends = " to ".join(
@@ -161,7 +160,7 @@ def iter_doubts(
                 f"the time of {format_count(len(logs_apart), 'full run')} of {strategy} differs by {ends} "
                 "from the number of steps times the step time in the blocks"
             )
-    if (correction := analysis.correct_conclusion(state)) and (
+    if (correction := replay.correct_conclusion(state)) and (
         before := convert_log_to_share(state.last_look.max_log_advantage)
     ) < MAX_CLAIMED_SHARE:
         yield (
@@ -170,7 +169,7 @@ def iter_doubts(
         )
     for block in blocks:
         for strategy, factor in checks.iter_contradicting_strategies(
-            analysis.evidence, state.comparison, block
+            replay.evidence, state.comparison, block
         ):
             times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
             yield (
@@ -183,23 +182,23 @@ def iter_doubts(
         yield f"successive blocks are more similar than chance explains{wider}"
 
 
-def describe_noise(noise: Noise, margin: float, rivals: int) -> str:
+def describe_noise(noise: Noise, margin: float, num_rivals: int) -> str:
     """Return a clause on the noise between blocks, and on the number of blocks that a conclusion takes.
 
     Args:
         noise: Noise of the blocks.
         margin: Share within which strategies shall be compared.
-        rivals: Number of strategies other than the leader.
+        num_rivals: Number of strategies other than the leader.
     """
     if noise.ratio is None:
         return "the noise is unknown: to estimate it takes two blocks of one model and worker count"
-    needed = noise.count_blocks_for_margin(margin, rivals)
+    needed = noise.count_blocks_for_margin(margin, num_rivals)
     takes = "takes more blocks than a verdict runs"
     if needed is not None:
         takes = f"takes about {format_count(needed, 'block')}"
     return (
         f"the time ratio of two strategies has a standard deviation of {noise.ratio:.1%} between blocks; a "
-        f"conclusion within {100 * margin:.3g} % among {rivals + 1} equally fast strategies {takes}"
+        f"conclusion within {100 * margin:.3g} % among {num_rivals + 1} equally fast strategies {takes}"
     )
 
 
@@ -212,18 +211,18 @@ def is_comparison_open(state: ComparisonState) -> bool:
 
 
 def make_conclusion(
-    analysis: Course, state: ComparisonState, blocks: list[PairedBlock]
+    replay: Course, state: ComparisonState, blocks: list[PairedBlock]
 ) -> tuple[str, str]:
     """Return the kind of a comparison's conclusion, and the conclusion as a sentence.
 
     The kind is one of CLAIMS, `only` (one strategy is left) or `none` (nothing is claimed).
 
     Args:
-        analysis: Replay of the rounds so far.
+        replay: Replay of the rounds so far.
         state: State of the comparison.
         blocks: Blocks of the comparison.
     """
-    last, margin = analysis.get_corrected_look(state), analysis.evidence.margin
+    last, margin = replay.get_corrected_look(state), replay.evidence.margin
     if len(state.comparison.strategies) == 1:
         return (
             "only",
@@ -232,7 +231,7 @@ def make_conclusion(
     if last is None:
         return "none", "Nothing is known yet: no block has been evaluated."
     where, sure = describe_nodes(blocks), f"(95 %{describe_node_count(blocks)})"
-    if not analysis.is_confirmed_by_full_runs(state):
+    if not replay.is_confirmed_by_full_runs(state):
         # The claim is restricted to the time of steps, because no full run confirms that of whole trainings.
         where = f" by its steps{where}"
     if not state.active_strategies:
@@ -257,7 +256,7 @@ def make_conclusion(
     if last.is_leader_fastest:
         return "fastest", f"{last.leader} is the fastest of {state.num_compared}{where} {sure}."
     shown = convert_log_to_share(last.max_log_advantage)
-    if is_decided(analysis, state):
+    if is_decided(replay, state):
         return (
             "within",
             f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} {sure}.",
@@ -348,31 +347,35 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
     }
 
 
-def describe_comparison_with_leader(ratio: dict[str, Any]) -> str:
+def describe_comparison_with_leader(strategy_entry: dict[str, Any]) -> str:
     """Return a strategy's state relative to the leader in words, such as `not told apart`.
 
     Args:
-        ratio: Entry of the strategy in verdict.json.
+        strategy_entry: Entry of the strategy in verdict.json.
     """
-    if ratio["reason"]:
-        return f"dropped after {format_count(ratio['blocks'], 'block')}"
+    if strategy_entry["reason"]:
+        return f"dropped after {format_count(strategy_entry['blocks'], 'block')}"
     words = {"open": "not told apart", "equal": f"equal within {100 * judging.EQUAL:.3g} %"}
-    return words.get(ratio["state"], ratio["state"])
+    return words.get(strategy_entry["state"], strategy_entry["state"])
 
 
-def format_ratio_with_bound(ratio: dict[str, Any]) -> str:
+def format_ratio_with_bound(strategy_entry: dict[str, Any]) -> str:
     """Format a time ratio with its lower bound, such as `1.105 (at least 1.072)`."""
-    if ratio["ratio"] is None:
+    if strategy_entry["ratio"] is None:
         return ""
-    if ratio["at_least"] is None:
-        return f"{ratio['ratio']:.3f}"
-    least = "below 0.1" if ratio["at_least"] < 0.1 else f"at least {ratio['at_least']:.3f}"
-    return f"{ratio['ratio']:.3f} ({least})"
+    if strategy_entry["at_least"] is None:
+        return f"{strategy_entry['ratio']:.3f}"
+    least = (
+        "below 0.1"
+        if strategy_entry["at_least"] < 0.1
+        else f"at least {strategy_entry['at_least']:.3f}"
+    )
+    return f"{strategy_entry['ratio']:.3f} ({least})"
 
 
-def convert_log_to_ratio(log: float) -> float | None:
-    """Return the ratio with the logarithm `log`, or None if it is infinite or too large to print."""
-    return math.exp(log) if math.isfinite(log) and abs(log) < 50 else None
+def convert_log_to_ratio(log_ratio: float) -> float | None:
+    """Return a ratio from its logarithm, or None if the ratio is infinite or too large to print."""
+    return math.exp(log_ratio) if math.isfinite(log_ratio) and abs(log_ratio) < 50 else None
 
 
 def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
@@ -394,28 +397,28 @@ def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
     }
 
 
-def convert_log_to_excess(log: float) -> float | None:
-    """Return the share by which the ratio with the logarithm `log` exceeds 1, or None if it is infinite."""
-    ratio = convert_log_to_ratio(log)
+def convert_log_to_excess(log_ratio: float) -> float | None:
+    """Return the share by which a ratio exceeds 1, from its logarithm, or None if it is infinite."""
+    ratio = convert_log_to_ratio(log_ratio)
     return None if ratio is None else ratio - 1
 
 
-def convert_log_to_share(log: float) -> float:
-    """Return the share by which the ratio with the logarithm `log` exceeds 1, which may be infinite."""
-    share = convert_log_to_excess(log)
+def convert_log_to_share(log_ratio: float) -> float:
+    """Return the share by which a ratio exceeds 1, from its logarithm. The share may be infinite."""
+    share = convert_log_to_excess(log_ratio)
     return math.inf if share is None else share
 
 
 # ---------------------------------------------------------------- how sure
 
 
-def classify_score(analysis: Course, state: ComparisonState, strategy: str) -> str:
+def classify_score(replay: Course, state: ComparisonState, strategy: str) -> str:
     """Return the class of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`.
 
     `equal` means that the arithmetic of the strategy equals DDP's.
 
     Args:
-        analysis: Replay of the rounds so far.
+        replay: Replay of the rounds so far.
         state: State of the comparison.
         strategy: Name of the strategy.
     """
@@ -423,13 +426,13 @@ def classify_score(analysis: Course, state: ComparisonState, strategy: str) -> s
         return "no score"
     if state.comparison.equals_ddp[state.comparison.strategies.index(strategy)]:
         return "equal"
-    if not analysis.scores.list_full_runs(state.comparison, strategy):
+    if not replay.scores.list_full_runs(state.comparison, strategy):
         return "not measured"
-    return "worse" if analysis.scores.find_exclusion_reason(state.comparison, strategy) else "good"
+    return "worse" if replay.scores.find_exclusion_reason(state.comparison, strategy) else "good"
 
 
 def assess_confidence(
-    analysis: Course,
+    replay: Course,
     state: ComparisonState,
     blocks: list[PairedBlock],
     claim: str,
@@ -440,13 +443,13 @@ def assess_confidence(
     The rules are those in docs/verdict.md.
 
     Args:
-        analysis: Replay of the rounds so far.
+        replay: Replay of the rounds so far.
         state: State of the comparison.
         blocks: Blocks of the comparison.
         claim: Kind of the conclusion.
         doubts: Reasons to doubt the blocks, as sentences.
     """
-    last = analysis.get_corrected_look(state)
+    last = replay.get_corrected_look(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
     reasons, sure = [], True
@@ -467,12 +470,12 @@ def assess_confidence(
         reasons.append(
             f"The conclusion holds for {pluralize(choose_noun_for_workers(['cpu']))}, and not for GPUs."
         )
-    if open_score := find_score_doubt(analysis, state):
+    if open_score := find_score_doubt(replay, state):
         sure = False
         reasons.append(open_score)
-    if not analysis.is_confirmed_by_full_runs(state):
+    if not replay.is_confirmed_by_full_runs(state):
         sure = False
-        if last.leader not in analysis.compute_full_run_deviations(state):
+        if last.leader not in replay.compute_full_run_deviations(state):
             reasons.append("No full run of the leader has confirmed its step time yet.")
         else:
             reasons.append(
@@ -492,14 +495,14 @@ def assess_confidence(
     return level, " ".join([over, *reasons])
 
 
-def find_score_doubt(analysis: Course, state: ComparisonState) -> str | None:
+def find_score_doubt(replay: Course, state: ComparisonState) -> str | None:
     """Return a sentence on why the leader's score may not be good enough, or None if it is good enough."""
     leader = state.last_look.leader
     if not state.comparison.has_score:
         return (
             "No score was measured, because the setting `steps` is set: equal scores are assumed."
         )
-    scores = analysis.scores
+    scores = replay.scores
     if state.comparison.equals_ddp[state.comparison.strategies.index(leader)]:
         if any(run.status == "ok" for run in scores.list_reference_runs(state.comparison)):
             return None
