@@ -61,26 +61,28 @@ def build_candidates(
     return candidates
 
 
-def build_measured_candidate(groups: Repeats, group: Group, constraints: Constraints) -> Candidate:
+def build_measured_candidate(
+    all_repeats: Repeats, group: Group, constraints: Constraints
+) -> Candidate:
     """Return the candidate for a strategy and number of workers, from its measured repeats.
 
     Args:
-        groups: All repeats.
+        all_repeats: All repeats.
         group: The candidate's group.
         constraints: Constraints of the decision.
     """
-    frame = groups.all[group]
-    ok = groups.ok.get(group, frame[:0])
-    times = pd.Series(groups.values(group, "train_time_s"), dtype=float)
+    frame = all_repeats.all[group]
+    ok = all_repeats.ok.get(group, frame[:0])
+    times = pd.Series(all_repeats.values(group, "train_time_s"), dtype=float)
 
     def most(column: str) -> float | None:
-        return max(groups.values(group, column).values(), default=None)
+        return max(all_repeats.values(group, column).values(), default=None)
 
     def middle(column: str, factor: float = 1.0) -> float | None:
-        values = list(groups.values(group, column).values())
+        values = list(all_repeats.values(group, column).values())
         return factor * float(np.median(values)) if values else None
 
-    cards = groups.values(group, "device_memory_bytes").values()
+    cards = all_repeats.values(group, "device_memory_bytes").values()
     score = read_score(frame)
     error = most("score_error")
     on_cpu = bool((ok["device_kind"] == "cpu").any())
@@ -91,7 +93,8 @@ def build_measured_candidate(groups: Repeats, group: Group, constraints: Constra
         times=times,
         time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
         score=score,
-        scores=score.display_factor * pd.Series(groups.values(group, "score_final"), dtype=float),
+        scores=score.display_factor
+        * pd.Series(all_repeats.values(group, "score_final"), dtype=float),
         score_error=None if error is None else score.display_factor * error,
         skips_evaluation=bool(frame["steps"].notna().any()),
         test_samples=most("test_samples"),
@@ -103,7 +106,7 @@ def build_measured_candidate(groups: Repeats, group: Group, constraints: Constra
         model_states_bytes=most("model_states_bytes"),
         gpu_memory_bytes=None if on_cpu else min(cards, default=None),
         is_on_cpu=on_cpu,
-        has_servers=groups.has_servers([group]),
+        has_servers=all_repeats.has_servers([group]),
         score_depends_on_workers=not is_ever_false(ok["batchnorm"])
         or is_ever_false(ok["loss_adds_up"]),
         global_batch=most("global_batch"),

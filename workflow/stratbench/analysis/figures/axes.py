@@ -52,46 +52,50 @@ def apply_layout(axes: Axes) -> Figure:
     return figure
 
 
-def compute_limits(values: Iterable[float], margin: float, log: bool) -> tuple[float, float]:
+def compute_limits(
+    values: Iterable[float], margin_fraction: float, is_log_axis: bool
+) -> tuple[float, float]:
     """Return the lower and upper end of an axis that shows all values.
 
     Args:
         values: Values to show; infinite ones are ignored.
-        margin: Extra room as a fraction of the axis.
-        log: Whether the axis is logarithmic; linear axes begin at 0.
+        margin_fraction: Extra room as a fraction of the axis.
+        is_log_axis: Whether the axis is logarithmic; linear axes begin at 0.
     """
-    known = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
-    if not log:
-        return 0.0, (max([*known, 0.0]) or 1.0) * (1 + margin)
+    known = [v for v in values if math.isfinite(v) and (v > 0 or not is_log_axis)]
+    if not is_log_axis:
+        return 0.0, (max([*known, 0.0]) or 1.0) * (1 + margin_fraction)
     low, high = min(known, default=1.0), max(known, default=10.0)
     if high / low < 1.2:  # a difference of a few percent must not fill the axis
         low, high = low / 1.1, high * 1.1
-    room = (high / low) ** margin
+    room = (high / low) ** margin_fraction
     return low / room, high * room
 
 
-def add_clipped_interval_ends(values: list[float], ends: Iterable[float]) -> list[float]:
+def add_clipped_interval_ends(values: list[float], interval_ends: Iterable[float]) -> list[float]:
     """Return the values together with the ends of their intervals. Ends far from all values are clipped."""
     if not values:
         return values
     low, high = min(values), max(values)
     low, high = low - 0.5 * abs(low), high + 0.5 * abs(high)
-    return [*values, *(min(max(end, low), high) for end in ends)]
+    return [*values, *(min(max(end, low), high) for end in interval_ends)]
 
 
-def compute_axis_fraction(value: float, limits: tuple[float, float], log: bool) -> float:
+def compute_axis_fraction(
+    value: float, axis_limits: tuple[float, float], is_log_axis: bool
+) -> float:
     """Return a value's position on an axis as a fraction from 0 to 1."""
-    low, high, at = (math.log(v) if log else v for v in (*limits, value))
+    low, high, at = (math.log(v) if is_log_axis else v for v in (*axis_limits, value))
     return (at - low) / (high - low)
 
 
 def compute_round_ticks(
-    limits: tuple[float, float], log: bool, integers_only: bool = False
+    axis_limits: tuple[float, float], is_log_axis: bool, integers_only: bool = False
 ) -> list[float]:
     """Return about four round values between the ends of an axis, as ticks."""
-    low, high = limits
+    low, high = axis_limits
     ticks: list[float] = []
-    for digits in FIRST_DIGITS if log else ():
+    for digits in FIRST_DIGITS if is_log_axis else ():
         values = LogLocator(subs=digits, numticks=9).tick_values(low, high)
         ticks = [float(t) for t in values if low <= t <= high]
         if len(ticks) > 2:
@@ -107,8 +111,8 @@ def compute_round_ticks(
 
 def set_ticks(
     axis: Axis,
-    limits: tuple[float, float],
-    log: bool,
+    axis_limits: tuple[float, float],
+    is_log_axis: bool,
     *,
     tick_values: Sequence[float] = (),
     unit: str = "",
@@ -121,22 +125,22 @@ def set_ticks(
 
     Args:
         axis: The x or y axis.
-        limits: Ends of the axis.
-        log: Whether the axis is logarithmic.
+        axis_limits: Ends of the axis.
+        is_log_axis: Whether the axis is logarithmic.
         tick_values: Values of the ticks; round values if empty.
         unit: Unit, which is written at the last tick.
         integers_only: Whether ticks are at integers only.
         format_value: Formats the value of a tick; `format_tick` if None.
     """
     name = "x" if axis is axis.axes.xaxis else "y"
-    axis.axes.set(**{f"{name}scale": "log" if log else "linear", f"{name}lim": limits})
-    ticks = list(tick_values) or compute_round_ticks(limits, log, integers_only)
+    axis.axes.set(**{f"{name}scale": "log" if is_log_axis else "linear", f"{name}lim": axis_limits})
+    ticks = list(tick_values) or compute_round_ticks(axis_limits, is_log_axis, integers_only)
     texts = [(format_value or format_tick)(tick) for tick in ticks]
     texts[-1] += f" {unit}" if unit else ""
     taken_from = 2.0
     for i in reversed(range(len(ticks) if name == "x" else 0)):
         place, half = (
-            compute_axis_fraction(ticks[i], limits, log),
+            compute_axis_fraction(ticks[i], axis_limits, is_log_axis),
             TICK_SHARE + LETTER_SHARE * len(texts[i]) / 2,
         )
         if place + half > taken_from:

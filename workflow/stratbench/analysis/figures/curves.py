@@ -202,9 +202,9 @@ def draw_ideal(axes: Axes, chart: CurveChart) -> None:
         draw_text(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 
 
-def parse_dash_pattern(lengths: str) -> Any:
+def parse_dash_pattern(svg_dash_pattern: str) -> Any:
     """Return matplotlib's line style for a dash pattern in SVG's notation, such as `6 3`."""
-    return (0, [float(part) * PX for part in lengths.split()]) if lengths else "-"
+    return (0, [float(part) * PX for part in svg_dash_pattern.split()]) if svg_dash_pattern else "-"
 
 
 def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:

@@ -85,10 +85,10 @@ FILLS = {
 DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
 
 
-def create_mark(family: str, index: int) -> Mark:
+def create_mark(family: str, number_in_family: int) -> Mark:
     """Return the mark of a family's strategy with a number. An unknown family becomes `other`."""
     known = family if family in FAMILIES else "other"
-    return Mark(known, index)
+    return Mark(known, number_in_family)
 
 
 @cache

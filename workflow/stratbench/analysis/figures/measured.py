@@ -95,19 +95,25 @@ def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
     return measure.unit, 1.0
 
 
-def find_chosen_value(data: FigureData, rows: pd.DataFrame) -> float | None:
+def find_chosen_value(data: FigureData, summary_rows: pd.DataFrame) -> float | None:
     """Return the chosen candidate's value in summary.csv, or None if it is unknown."""
     if data.choice is None:
         return None
-    found = rows[(rows["strategy"] == data.choice[0]) & (rows["gpus"] == data.choice[1])]["value"]
+    found = summary_rows[
+        (summary_rows["strategy"] == data.choice[0]) & (summary_rows["gpus"] == data.choice[1])
+    ]["value"]
     return float(found.iloc[0]) if len(found) and found.notna().all() else None
 
 
 def iter_points(
-    data: FigureData, strategy: str, rows: pd.DataFrame, unit_factor: float, several_counts: bool
+    data: FigureData,
+    strategy: str,
+    summary_rows: pd.DataFrame,
+    unit_factor: float,
+    several_counts: bool,
 ) -> Iterator[Point]:
     """Yield a point for each number of workers on which a strategy has a value, in ascending order."""
-    known = rows[rows["value"].notna()].sort_values("gpus")
+    known = summary_rows[summary_rows["value"].notna()].sort_values("gpus")
     for gpus, *values in known[["gpus", "value", "low", "high"]].to_numpy(dtype=float):
         value, low, high = (None if v != v else float(v) * unit_factor for v in values)
         chosen = data.choice == (strategy, gpus)
@@ -135,10 +141,12 @@ def shorten_outcome(value_text: str) -> str:
     return value_text[5:-1] if value_text.startswith("n/a (") else value_text.partition(" (")[0]
 
 
-def describe_missing_values(rows: pd.DataFrame, several_counts: bool) -> str:
+def describe_missing_values(summary_rows: pd.DataFrame, several_counts: bool) -> str:
     """Return the outcomes of a strategy's cells without a value: `OOM on 2, 4` workers."""
     outcomes: dict[str, list[str]] = {}
-    lost = rows[rows["value"].isna() | (rows["ok"] < rows["cells"])].sort_values("gpus")
+    lost = summary_rows[
+        summary_rows["value"].isna() | (summary_rows["ok"] < summary_rows["cells"])
+    ].sort_values("gpus")
     for row in lost.to_dict("records") if len(lost) else ():
         if row["value"] != row["value"]:
             outcome = shorten_outcome(row["text"])
@@ -152,9 +160,9 @@ def describe_missing_values(rows: pd.DataFrame, several_counts: bool) -> str:
     return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in outcomes.items())
 
 
-def iter_missing_value_notes(rows: pd.DataFrame) -> Iterator[str]:
+def iter_missing_value_notes(summary_rows: pd.DataFrame) -> Iterator[str]:
     """Yield a note for each strategy with cells that have no value: `ddp: OOM`."""
-    for name, found in rows.groupby("strategy", sort=False):
+    for name, found in summary_rows.groupby("strategy", sort=False):
         if words := describe_missing_values(found, False):
             yield f"{name}: {words}"
 
@@ -164,16 +172,16 @@ def format_row_value(
     measure: Measure,
     strategy_rows: pd.DataFrame,
     unit: str,
-    factor: float,
-    reference: float | None,
+    unit_factor: float,
+    reference_value: float | None,
 ) -> str:
-    """Return a strategy's best value as text, in its unit or as a multiple of `reference`.
+    """Return a strategy's best value as text, in its unit or as a multiple of `reference_value`.
 
-    The chosen strategy has its unit, and every other strategy is a multiple of `reference`. Without a
+    The chosen strategy has its unit, and every other strategy is a multiple of `reference_value`. Without a
     reference, the value is that on the number of workers that the figure shows.
     """
     known = strategy_rows[strategy_rows["value"].notna()]
-    if reference is None:
+    if reference_value is None:
         on_shown = known[known["gpus"] == data.shown_worker_count]
         best = on_shown if measure.name != "training_time" else known
     else:
@@ -183,9 +191,9 @@ def format_row_value(
         return ""
     row = best.loc[best["value"].idxmin() if measure.better != "higher" else best["value"].idxmax()]
     mark = DOUBT if row["flags"] else ""
-    if reference is None or data.is_chosen(str(row["strategy"])):
-        return f"{format_number(row['value'] * factor, None)} {unit}{mark}".replace(" %", "%")
-    return f"{row['value'] / reference:.2f}×{mark}"
+    if reference_value is None or data.is_chosen(str(row["strategy"])):
+        return f"{format_number(row['value'] * unit_factor, None)} {unit}{mark}".replace(" %", "%")
+    return f"{row['value'] / reference_value:.2f}×{mark}"
 
 
 def compute_row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]:
@@ -195,7 +203,10 @@ def compute_row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]
 
 
 def find_gpu_memory(
-    data: FigureData, measure: Measure, points_by_strategy: dict[str, list[Point]], factor: float
+    data: FigureData,
+    measure: Measure,
+    points_by_strategy: dict[str, list[Point]],
+    unit_factor: float,
 ) -> float | None:
     """Return the GPU's memory in the unit of the axis, if a line is to show it. Else None.
 
@@ -204,13 +215,13 @@ def find_gpu_memory(
     cards = data.cells["device_memory_bytes"].dropna()
     if measure.name != "memory" or data.is_on_cpu or cards.empty:
         return None
-    card = float(cards.min()) * measure.display_factor * factor
+    card = float(cards.min()) * measure.display_factor * unit_factor
     highest = max((p.value for points in points_by_strategy.values() for p in points), default=0.0)
     return card if card <= FARTHEST_CARD * highest else None
 
 
 def iter_rows_caption(
-    data: FigureData, measure: Measure, rows: pd.DataFrame, chart: RowChart
+    data: FigureData, measure: Measure, summary_rows: pd.DataFrame, chart: RowChart
 ) -> Iterator[str]:
     """Yield the sentences of the caption of a figure with a row per strategy."""
     noun = pluralize(choose_noun_for_workers(data.cells["device_kind"]))
@@ -223,13 +234,13 @@ def iter_rows_caption(
             if data.is_on_cpu
             else "Peak of the worker that used most."
         )
-    if rows["gpus"].nunique() > 1:
+    if summary_rows["gpus"].nunique() > 1:
         yield f"The number in a marker is the number of {noun}."
-    elif len(rows):
-        yield f"On {data.workers(int(rows['gpus'].iloc[0]))}."
+    elif len(summary_rows):
+        yield f"On {data.workers(int(summary_rows['gpus'].iloc[0]))}."
     if measure.name == "training_time":
         yield "Logarithmic."
-        if (rows["cells"] > 1).any():
+        if (summary_rows["cells"] > 1).any():
             yield "Markers are medians of the repeats; the answer compares geometric means."
     if chart.equality_band and data.choice:
         percentage, choice = (
@@ -243,18 +254,18 @@ def iter_rows_caption(
     if measure.name == "memory" and not data.is_on_cpu and len(cards):
         yield f"The GPU has {cards.min() / GIB:.0f} GiB of memory."
     if has_visible_row_intervals(chart):
-        yield from describe_spread(rows, "Lines")
-    yield from data.iter_mark_notes(rows.loc[rows["value"].notna(), "flags"])
+        yield from describe_spread(summary_rows, "Lines")
+    yield from data.iter_mark_notes(summary_rows.loc[summary_rows["value"].notna(), "flags"])
 
 
-def describe_spread(rows: pd.DataFrame, lines_or_bars: str) -> Iterator[str]:
+def describe_spread(summary_rows: pd.DataFrame, lines_or_bars: str) -> Iterator[str]:
     """Yield what drawn intervals mean, as in `Bars: 95 % intervals`."""
     kinds = {
         "interval": "95 % intervals",
         "range": "from the lowest to the highest repeat",
         "quartiles": "from the first to the third quartile of the repeats",
     }
-    for kind in dict.fromkeys(rows.loc[rows["low"].notna(), "spread"]):
+    for kind in dict.fromkeys(summary_rows.loc[summary_rows["low"].notna(), "spread"]):
         yield f"{lines_or_bars}: {kinds.get(kind, kind)}."
 
 
@@ -321,12 +332,12 @@ def iter_scaling_caption(measure: Measure, drawn: pd.DataFrame, chart: CurveChar
         yield from describe_spread(drawn, "Bars")
 
 
-def draw_score_figure(data: FigureData, measure: Measure, count: int) -> CaptionedFigure:
+def draw_score_figure(data: FigureData, measure: Measure, num_workers: int) -> CaptionedFigure:
     """Draw the score of each strategy after each epoch, on one number of workers."""
     score = data.score
-    epochs = data.epochs[data.epochs["gpus"] == count]
+    epochs = data.epochs[data.epochs["gpus"] == num_workers]
     rows = data.select_summary_rows(measure.name)
-    rows = rows[rows["gpus"] == count]
+    rows = rows[rows["gpus"] == num_workers]
     flags = dict(zip(rows["strategy"], rows["flags"], strict=True))
     curves, repeats = [], 0
     for name, found in epochs.groupby("strategy", sort=False):
@@ -353,25 +364,25 @@ def draw_score_figure(data: FigureData, measure: Measure, count: int) -> Caption
         )
     sentences += data.iter_mark_notes(flags.values())
     return draw_score_curves(
-        data, curves, count, sentences, x_label="epoch", has_whole_x_ticks=True
+        data, curves, num_workers, sentences, x_label="epoch", has_whole_x_ticks=True
     )
 
 
 def draw_score_curves(
     data: FigureData,
     curves: Sequence[Curve],
-    count: int,
-    sentences: Sequence[str],
-    **axis: Any,
+    num_workers: int,
+    caption_sentences: Sequence[str],
+    **x_axis_fields: Any,
 ) -> CaptionedFigure:
     """Draw a line chart of scores, with a horizontal line at the lowest possible loss.
 
     Args:
         data: Data of the figure.
         curves: Lines of the strategies.
-        count: Number of workers.
-        sentences: Sentences of the caption.
-        axis: Fields of CurveChart for the horizontal axis.
+        num_workers: Number of workers.
+        caption_sentences: Sentences of the caption.
+        x_axis_fields: Fields of CurveChart for the horizontal axis.
     """
     least, rows = data.score.best_possible_score, data.select_summary_rows("score")
     chart = CurveChart(
@@ -379,7 +390,7 @@ def draw_score_curves(
         data.marks,
         y_starts_at_zero=False,
         labelled_level=None if least is None else (least, f"least possible: {least:.3g}"),
-        notes=list(iter_missing_value_notes(rows[rows["gpus"] == count])),
-        **axis,
+        notes=list(iter_missing_value_notes(rows[rows["gpus"] == num_workers])),
+        **x_axis_fields,
     )
-    return CaptionedFigure(draw_curves(chart), " ".join(sentences))
+    return CaptionedFigure(draw_curves(chart), " ".join(caption_sentences))

@@ -59,16 +59,16 @@ OTHERS: dict[str, Callable[[FigureData], CaptionedFigure]] = {
 }
 
 
-def draw_figure(name: str, data: FigureData, count: int | None = None) -> CaptionedFigure:
+def draw_figure(name: str, data: FigureData, num_workers: int | None = None) -> CaptionedFigure:
     """Draw the figure that has the given name in PLOTS, for one experiment and model.
 
     Args:
         name: Name in PLOTS.
         data: Data of the figure.
-        count: Number of workers, for figures per number of workers.
+        num_workers: Number of workers, for figures per number of workers.
     """
-    if count is not None:
-        return draw_score_figure(data, data.measures[name], count)
+    if num_workers is not None:
+        return draw_score_figure(data, data.measures[name], num_workers)
     if name in OTHERS:
         return OTHERS[name](data)
     return CHARTS[PLOTS[name].chart_kind](data, data.measures[name])
@@ -152,24 +152,26 @@ def load_tables_in_process(*tables: Path | None) -> None:
         _loaded.extend(read_figure_data(*tables))
 
 
-def write_figure(data_index: int, name: str, count: int | None, out_dir: Path) -> dict[str, Any]:
+def write_figure(
+    data_index: int, name: str, num_workers: int | None, out_dir: Path
+) -> dict[str, Any]:
     """Draw and save a figure, and return its entry for figures.json.
 
     Args:
         data_index: Index of the experiment and model in the loaded data.
         name: Name of the figure in PLOTS.
-        count: Number of workers, for figures per number of workers.
+        num_workers: Number of workers, for figures per number of workers.
         out_dir: Folder of the figures.
     """
     data, plot = _loaded[data_index], PLOTS[name]
-    file = name if count is None else f"{name}_on_{count}"
+    file = name if num_workers is None else f"{name}_on_{num_workers}"
     stem = out_dir / data.experiment / data.model / file
     with plt.rc_context(RC):
-        drawn = draw_figure(name, data, count)
+        drawn = draw_figure(name, data, num_workers)
         save_figure(drawn.figure, stem)
     title = plot.format_title(data.score)
-    if count is not None:
-        title += f", {data.workers(count)}"
+    if num_workers is not None:
+        title += f", {data.workers(num_workers)}"
     strategies = ", ".join(data.strategies)
     return {
         "experiment": data.experiment,
@@ -178,7 +180,8 @@ def write_figure(data_index: int, name: str, count: int | None, out_dir: Path) -
         "title": title,
         "caption": drawn.caption,
         "alt": f"{plot.chart_kind} of the strategies {strategies} for {data.model}: {title}.",
-        "primary": plot.is_unfolded and (count is None or count == data.shown_worker_count),
+        "primary": plot.is_unfolded
+        and (num_workers is None or num_workers == data.shown_worker_count),
     }
 
 

@@ -148,13 +148,13 @@ def read_timeline(path: Path) -> Timeline | None:
         return None
 
 
-def parse_timeline(lines: Iterable[str]) -> Timeline | None:
+def parse_timeline(csv_lines: Iterable[str]) -> Timeline | None:
     """Return the timeline in the lines of a CSV file, or None if a column is missing.
 
     Raises:
         ValueError: A field is not a finite number.
     """
-    rows = csv.reader(lines)
+    rows = csv.reader(csv_lines)
     names = {name: i for i, name in enumerate(next(rows, ()))}
     if not names.keys() >= {*PLACE, *MOMENT, *chain(*COLUMNS.values())}:
         return None
@@ -175,15 +175,15 @@ def parse_timeline(lines: Iterable[str]) -> Timeline | None:
     )
 
 
-def parse_finite(text: str) -> float | None:
+def parse_finite(field_text: str) -> float | None:
     """Return a CSV field as a finite number, or None for an empty field.
 
     Raises:
         ValueError: The text is not a finite number.
     """
-    if not text:
+    if not field_text:
         return None
-    value = float(text)
+    value = float(field_text)
     if not math.isfinite(value):
-        raise ValueError(f"the value {text} of a timeline is not a finite number")
+        raise ValueError(f"the value {field_text} of a timeline is not a finite number")
     return value

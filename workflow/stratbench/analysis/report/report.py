@@ -374,9 +374,9 @@ def build_page_values(
     }
 
 
-def render_report(values: dict[str, Any]) -> str:
+def render_report(template_values: dict[str, Any]) -> str:
     """Return the report as HTML, from the values that its template shows."""
-    return pages.render_page("report.html.j2", TEMPLATES, values=values)
+    return pages.render_page("report.html.j2", TEMPLATES, values=template_values)
 
 
 def read_input(

@@ -53,35 +53,35 @@ def format_outcome_kinds(outcome_text: str) -> str:
     return ", ".join(dict.fromkeys(kinds))
 
 
-def build_absolute_row(groups: Repeats, group: Group, measure: Measure) -> Row:
+def build_absolute_row(all_repeats: Repeats, group: Group, measure: Measure) -> Row:
     """Return a group's summary row: the metric's median and spread, or why there is none.
 
     Args:
-        groups: All repeats.
+        all_repeats: All repeats.
         group: The group.
         measure: The metric.
     """
-    values = list(groups.values(group, measure.column).values())
+    values = list(all_repeats.values(group, measure.column).values())
     if not values:
         return {
-            "text": describe_outcomes_without_value(groups, group)
-            or f"n/a ({describe_unknown(groups, group, measure)})"
+            "text": describe_outcomes_without_value(all_repeats, group)
+            or f"n/a ({describe_unknown(all_repeats, group, measure)})"
         }
     scale = measure.display_factor / (group.gpus if measure.is_per_worker else 1)
     median, low, high, spread = compute_median_and_spread([value * scale for value in values])
-    row = {"value": median} | count_missing_repeats(groups, group, measure, len(values))
+    row = {"value": median} | count_missing_repeats(all_repeats, group, measure, len(values))
     return row | ({"low": low, "high": high, "spread": spread} if len(values) > 1 else {})
 
 
-def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
+def describe_unknown(all_repeats: Repeats, group: Group, measure: Measure) -> str:
     """Return in a few words why cells that are `ok` have no value of a metric.
 
     Args:
-        groups: All repeats.
+        all_repeats: All repeats.
         group: The group.
         measure: The metric.
     """
-    rows = groups.all[group]
+    rows = all_repeats.all[group]
     if measure.name == "time_to_target" and rows["target_score"].notna().any():
         return "target not reached"
     steps = rows["steps"].dropna()
@@ -91,40 +91,40 @@ def describe_unknown(groups: Repeats, group: Group, measure: Measure) -> str:
 
 
 def count_missing_repeats(
-    groups: Repeats, group: Group, measure: Measure, known: int, reason: str = ""
+    all_repeats: Repeats, group: Group, measure: Measure, num_known: int, reason: str = ""
 ) -> Row:
     """Return the fields `ok` and `outcome` of a summary row if some repeats lack a value.
 
     `ok` is the number of repeats with a value, and `outcome` says why the others have none.
 
     Args:
-        groups: All repeats.
+        all_repeats: All repeats.
         group: The group.
         measure: The metric.
-        known: Number of repeats with a value.
+        num_known: Number of repeats with a value.
         reason: Reason for the others.
     """
-    ok = len(groups.ok[group])
-    if known == ok:
+    ok = len(all_repeats.ok[group])
+    if num_known == ok:
         return {}
-    reason = reason or describe_unknown(groups, group, measure)
+    reason = reason or describe_unknown(all_repeats, group, measure)
     others = [
-        describe_outcome(groups.all[group]),
-        f"{ok - known} × {reason}" if ok - known > 1 else reason,
+        describe_outcome(all_repeats.all[group]),
+        f"{ok - num_known} × {reason}" if ok - num_known > 1 else reason,
     ]
-    return {"ok": known, "outcome": ", ".join(filter(None, others))}
+    return {"ok": num_known, "outcome": ", ".join(filter(None, others))}
 
 
-def describe_outcomes_without_value(groups: Repeats, group: Group) -> str:
+def describe_outcomes_without_value(all_repeats: Repeats, group: Group) -> str:
     """Return how those cells of a group ended that are not `ok`. Empty if all cells are `ok`."""
-    return format_outcome_kinds(describe_outcome(groups.all[group]))
+    return format_outcome_kinds(describe_outcome(all_repeats.all[group]))
 
 
-def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | str:
+def find_baseline(all_repeats: Repeats, group: Group, measure: Measure) -> Group | str:
     """Return the group by whose value a ratio is divided, or a text on why there is none.
 
     Args:
-        groups: All repeats.
+        all_repeats: All repeats.
         group: The group.
         measure: The metric.
     """
@@ -134,41 +134,39 @@ def find_baseline(groups: Repeats, group: Group, measure: Measure) -> Group | st
         case str() as against:
             where, count = against, 1 if against == ALONE else group.gpus
     baseline = group.with_strategy(against).with_gpus(count)
-    if baseline not in groups.all:
+    if baseline not in all_repeats.all:
         return f"n/a (no {where})"
-    if not groups.values(baseline, measure.column):
-        return (
-            f"n/a ({where}: {describe_outcomes_without_value(groups, baseline) or 'not recorded'})"
-        )
+    if not all_repeats.values(baseline, measure.column):
+        return f"n/a ({where}: {describe_outcomes_without_value(all_repeats, baseline) or 'not recorded'})"
     return baseline
 
 
-def build_ratio_row(groups: Repeats, group: Group, measure: Measure) -> Row:
+def build_ratio_row(all_repeats: Repeats, group: Group, measure: Measure) -> Row:
     """Return the summary row of a ratio before the division, or why there is none.
 
     `pair` has the values to divide, and `text` a reason.
 
     Args:
-        groups: All repeats.
+        all_repeats: All repeats.
         group: The group.
         measure: The metric.
     """
-    if not groups.values(group, measure.column):
-        return {"text": describe_outcomes_without_value(groups, group) or "n/a (not recorded)"}
-    baseline = find_baseline(groups, group, measure)
+    if not all_repeats.values(group, measure.column):
+        return {"text": describe_outcomes_without_value(all_repeats, group) or "n/a (not recorded)"}
+    baseline = find_baseline(all_repeats, group, measure)
     if isinstance(baseline, str):
         return {"text": baseline}
-    pair = groups.read_common_values((group, baseline), measure.column)
+    pair = all_repeats.read_common_values((group, baseline), measure.column)
     if not pair.size:
         return {"text": "n/a (no repeat in common with the baseline)"}
     if measure.is_per_worker:
         pair[0] /= group.gpus
     if measure.is_inverted:
         pair = pair[::-1]
-    paired = count_missing_repeats(groups, group, measure, pair.shape[1], "without a baseline")
+    paired = count_missing_repeats(all_repeats, group, measure, pair.shape[1], "without a baseline")
     if baseline == group:  # a group's ratio to itself is exactly 1 and needs no interval
         return {"value": compute_mean_ratio(*pair)} | paired
-    return {"pair": pair, "served": groups.has_servers((group, baseline))} | paired
+    return {"pair": pair, "served": all_repeats.has_servers((group, baseline))} | paired
 
 
 def fill_ratios(rows: list[Row]) -> None:

@@ -106,19 +106,19 @@ def format_table_heading(cells: pd.DataFrame, measure: Measure) -> str:
     return f"{measure.heading}, experiment {experiment} on {dataset}."
 
 
-def describe_numbers(cells: pd.DataFrame, measure: Measure, workers: str) -> str:
+def describe_numbers(cells: pd.DataFrame, measure: Measure, workers_sentence: str) -> str:
     """Return sentences on the numbers of a table: definition, intervals and workers.
 
     Args:
         cells: Rows of cells.csv.
         measure: The metric.
-        workers: Sentence on workers.
+        workers_sentence: Sentence on workers.
     """
     parts = (
         measure.definition,
         describe_brackets(cells, measure),
         describe_lowest_score(cells, measure),
-        workers,
+        workers_sentence,
     )
     return " ".join(part for part in parts if part)
 
