@@ -113,7 +113,7 @@ def make_decisions(
         (rows, build_candidates(rows, listed, constraints, evidence))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
-    # All models are decided even if one is requested, since their variances are pooled.
+    # Decisions on all models are made together, even if one is requested, since variances are pooled.
     made = decide_with_pooled_variance(studied, constraints, evidence)
     return [d for d in made if constraints.model in (None, d.model)]
 
@@ -300,7 +300,7 @@ def format_title(decision: Decision) -> str:
 
 
 def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
-    """Return (name, short answer) pairs. A name is the model, with its experiment if ambiguous."""
+    """Return each short answer with a name: the model, with its experiment if this is ambiguous."""
     models = [d.model for d in decisions]
     return [
         (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short_answer)

@@ -26,7 +26,7 @@ MISSED = 0.2
 
 
 class Standings(NamedTuple):
-    """Comparisons of all candidates with the chosen one, as arrays of shape [..., candidates].
+    """How all candidates compare with the chosen one, as arrays of shape [..., candidates].
 
     Ratios are logarithms. `low` and `high` are infinite if there is no interval.
     """
@@ -62,7 +62,7 @@ def find_choice_index(
 def compute_differences_from_choice(
     log_values: np.ndarray, chosen_index: np.ndarray
 ) -> moderated.Differences:
-    """Return the paired differences of all candidates from the chosen candidate, in logarithms.
+    """Return the differences of all candidates from the chosen one, paired by repeat, in logarithms.
 
     The chosen candidate's difference from itself has no degrees of freedom.
     """

@@ -146,7 +146,7 @@ def build_short_answer(
     unanswered_sentences: Sequence[str],
     slowdown_texts: Sequence[str] = (),
 ) -> ShortAnswer:
-    """Return the short answer for one model, for the report or a terminal.
+    """Return the answer for one model in short texts, for the report or a terminal.
 
     Args:
         candidates: Candidates.
@@ -234,7 +234,7 @@ def append_token_rate(candidate: Candidate, value: str, note_below: str) -> tupl
 
 
 def compute_time_interval(values_s: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % t interval of the values' geometric mean.
+    """Return the 95 % t interval of the geometric mean of times in s.
 
     The range of the values replaces it if there are fewer than INTERVAL_FROM.
     """

@@ -66,7 +66,7 @@ def compute_limits(
     if not is_log_axis:
         return 0.0, (max([*known, 0.0]) or 1.0) * (1 + margin_fraction)
     low, high = min(known, default=1.0), max(known, default=10.0)
-    if high / low < 1.2:  # a difference of a few percent must not fill the axis
+    if high / low < 1.2:  # without more room, a difference of a few percent would fill the axis
         low, high = low / 1.1, high * 1.1
     room = (high / low) ** margin_fraction
     return low / room, high * room

@@ -134,7 +134,7 @@ def find_timed_and_scored(data: FigureData) -> set[Any]:
 def read_figure_data(
     cells: Path, epochs: Path, summary: Path, answers: Path | None, study_dir: Path | None
 ) -> list[FigureData]:
-    """Read the figure data of each experiment and model from files."""
+    """Return the figure data of each experiment and model, read from a study's files."""
     decided = json.loads(answers.read_text(encoding="utf-8")) if answers else None
     return build_figure_data(
         read_cells(cells), read_epochs(epochs), read_summary(summary), decided, study_dir

@@ -191,9 +191,9 @@ _ALL_COLUMNS: tuple[Column, ...] = (
     Column("synthetic_data", "flag", "", "data.synthetic"),
     Column("test_samples", "number", "samples", "data.test_samples"),
     Column("peak_memory_bytes", "number", "bytes", derived.get_peak_memory_bytes,
-           "Peak memory of the worker that used most. On a GPU it is the peak that the framework "
-           "allocated, including model states. On a CPU it is the peak resident set size minus that "
-           "before training, when weights and momentum are already allocated."),
+           "Peak memory of the worker that used most. On a GPU it is the peak that PyTorch allocated, "
+           "including model states. On a CPU it is the growth of the resident set size since the start "
+           "of training, when weights and momentum are already allocated."),
     Column("requested_peak_bytes", "number", "bytes", "memory.requested_peak_bytes",
            "Peak of the bytes requested from the GPU's allocator, which allocates whole blocks, by the "
            "worker with the largest peak memory. It includes the workspaces of cuBLAS."),

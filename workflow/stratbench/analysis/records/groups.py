@@ -31,7 +31,7 @@ class Group(NamedTuple):
 
     @property
     def comparison_key(self) -> tuple[str, str]:
-        """The experiment and the model, within which strategies and worker counts are compared."""
+        """Experiment and model of the group. Groups are only compared if both are equal."""
         return self.experiment, self.model
 
 
