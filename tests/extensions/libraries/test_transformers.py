@@ -422,7 +422,7 @@ def test_a_vocabulary_and_a_length_may_be_larger_than_the_datas_and_not_smaller(
     longer = models.build_for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
     assert longer.network.config.n_positions == 2000
     for key, reason in {
-        "vocab_size": "vocab_size = 5: the data set has 8 tokens; remove the key, or set at least 8",
+        "vocab_size": "vocab_size = 5: the data set has 8 different tokens; remove the key, or set",
         "max_position_embeddings": "n_positions = 5: the data set's samples have 12 tokens",
     }.items():
         with pytest.raises(ModelError, match=rf"\(transformers:GPT2LMHeadModel\): {reason}"):
