@@ -45,15 +45,15 @@ class Scripted(keeper.Backend):
     passing: list[Kind] = field(default_factory=list)
     tried: list[int] = field(default_factory=list)
 
-    def submit_worker_job(self, number: int, slot: int) -> str:
-        self.tried.append(number)
+    def submit_worker_job(self, worker_number: int, slot: int) -> str:
+        self.tried.append(worker_number)
         if self.passing:
             raise SubmissionRefused("not now", self.passing.pop(0))
         if self.full:
             raise SubmissionRefused("QOSMaxSubmitJobPerUserLimit")
-        self.slots[str(number)] = slot
-        self.jobs[str(number)] = JobStatus("queued")  # the last: tests wait for it
-        return str(number)
+        self.slots[str(worker_number)] = slot
+        self.jobs[str(worker_number)] = JobStatus("queued")  # the last: tests wait for it
+        return str(worker_number)
 
     def poll_worker_jobs(self, ids: Iterable[str]) -> Mapping[str, JobStatus] | None:
         jobs, silent = dict(self.jobs), self.silent  # the test changes them meanwhile
@@ -403,7 +403,7 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
             checkpoints.read_checkpoint_into(tmp_path, 40, read)
         assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
     path.write_bytes(whole)
-    with pytest.raises(checkpoints.DamagedCheckpoint, match="other tensors"):
+    with pytest.raises(checkpoints.DamagedCheckpoint, match="tensors of other shapes"):
         checkpoints.read_checkpoint_into(tmp_path, 40, state[:2])
 
 

@@ -280,24 +280,24 @@ class Coordinator:
     # ------------------------------------------------------------ messages of members
 
     def _handle_message(self, member: GroupMember, message: dict[str, Any]) -> None:
-        now = time.time()
+        now_unix_s = time.time()
         match message["what"]:
             case "ready":
                 member.state, member.connection.silence_s = "ready", SILENCE_S
-                self.history.dates_by_member[member.number]["ready"] = now
+                self.history.dates_by_member[member.number]["ready"] = now_unix_s
             case "begun":
-                self._record_member_start(member, message["pause_s"], now)
+                self._record_member_start(member, message["pause_s"], now_unix_s)
             case "trained":
-                self._add_epoch_reports(message, now)
+                self._add_epoch_reports(message, now_unix_s)
             case "stopped":
-                self._record_member_stop(member, message, now)
+                self._record_member_stop(member, message, now_unix_s)
             case "epoch":
                 self._store_epoch(message["entry"])
             case "through":
                 member.state = "finished"
                 self._finished = True
-                self._add_epoch_reports(message, now)
-                self._end_generation(message["step"], now)
+                self._add_epoch_reports(message, now_unix_s)
+                self._end_generation(message["step"], now_unix_s)
             case "left":
                 self.history.left_members.append(member.number)
                 member.state = "finished"
@@ -322,11 +322,13 @@ class Coordinator:
         self.failure = reason
         self.done.set()
 
-    def _record_member_start(self, member: GroupMember, pause_s: float | None, now: float) -> None:
+    def _record_member_start(
+        self, member: GroupMember, pause_s: float | None, now_unix_s: float
+    ) -> None:
         generation = self.history.generations[-1]
-        self.history.dates_by_member[member.number].setdefault("first_step", now)
+        self.history.dates_by_member[member.number].setdefault("first_step", now_unix_s)
         if generation.began_unix_s is None:
-            generation.began_unix_s = generation.reported_unix_s = now
+            generation.began_unix_s = generation.reported_unix_s = now_unix_s
         if pause_s is not None:
             longer_s = max(0.0, float(pause_s) - (generation.pause_s or 0.0))
             generation.pause_s = (generation.pause_s or 0.0) + longer_s
@@ -337,12 +339,14 @@ class Coordinator:
             self._last_pause_s = generation.pause_s
             self._next_change = time.monotonic() + STEPS_PER_PAUSE * self._last_pause_s
 
-    def _record_member_stop(self, member: GroupMember, message: dict[str, Any], now: float) -> None:
+    def _record_member_stop(
+        self, member: GroupMember, message: dict[str, Any], now_unix_s: float
+    ) -> None:
         member.steps_taken = int(message["holds"])
-        self._add_epoch_reports(message, now)
+        self._add_epoch_reports(message, now_unix_s)
         if message["failed"]:
             self._break_generation(f"a collective failed at worker {member.number}")
-        self._end_generation(message["step"], now)
+        self._end_generation(message["step"], now_unix_s)
         if message["leaving"]:
             self.history.left_members.append(member.number)
             self._cause = f"worker {member.number} left"
@@ -352,14 +356,14 @@ class Coordinator:
         else:
             member.state = "stopped"
 
-    def _add_epoch_reports(self, message: dict[str, Any], now: float) -> None:
+    def _add_epoch_reports(self, message: dict[str, Any], now_unix_s: float) -> None:
         generation = self.history.generations[-1]
-        generation.reported_unix_s = now
+        generation.reported_unix_s = now_unix_s
         self.history.add_steps(generation, message["epochs"])
 
-    def _end_generation(self, step: int, now: float) -> None:
+    def _end_generation(self, step: int, now_unix_s: float) -> None:
         generation = self.history.generations[-1]
-        generation.ended_unix_s = now
+        generation.ended_unix_s = now_unix_s
         # A member that failed before it got the generation's state reports fewer steps than were taken.
         generation.to_step = max(step, generation.last_step)
 

@@ -102,17 +102,17 @@ class WorkerMembership:
 
 def join_as_member(
     folder: RunFolder,
-    number: int,
+    worker_number: int,
     break_up_group: Callable[[], None],
     leave_requested: threading.Event,
 ) -> WorkerMembership:
-    """Join the training of a cell as worker `number`. Wait while all places are taken.
+    """Join the training of a cell as worker `worker_number`. Wait while all places are taken.
 
     Raises Over if the worker is not admitted.
 
     Args:
         folder: Run folder of the cell.
-        number: Number of the worker.
+        worker_number: Number of the worker.
         break_up_group: Breaks up the process group of this worker.
         leave_requested: Set when this worker must leave.
     """
@@ -124,7 +124,7 @@ def join_as_member(
             )
             connection.deadline = time.monotonic() + 15.0
             welcome = join_handshake(
-                connection, load_secret(folder.secret_path), {"number": number}
+                connection, load_secret(folder.secret_path), {"number": worker_number}
             )
             connection.deadline = None
             return WorkerMembership(connection, int(welcome["place"]), break_up_group)
@@ -135,6 +135,10 @@ def join_as_member(
             deadline = time.monotonic() + NOBODY_S
         except (OSError, ValueError, Closed, Silent, ProtocolError) as error:
             if time.monotonic() > deadline:
-                raise Over(f"worker {number} was not admitted to the training: {error}") from None
+                raise Over(
+                    f"worker {worker_number} was not admitted to the training: {error}"
+                ) from None
             time.sleep(0.5)
-    raise Over(f"worker {number} got a signal to leave before it was admitted to the training")
+    raise Over(
+        f"worker {worker_number} got a signal to leave before it was admitted to the training"
+    )

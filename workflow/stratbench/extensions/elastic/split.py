@@ -99,7 +99,7 @@ class ElasticSynchronous:
         group: ElasticGroup,
         membership: WorkerMembership,
         leave_requested: threading.Event,
-        number: int,
+        worker_number: int,
     ) -> None:
         """Prepare the training of one elastic worker.
 
@@ -111,7 +111,7 @@ class ElasticSynchronous:
             group: Process group, which is formed again for each generation.
             membership: Connection to the coordinator.
             leave_requested: Set when this worker must leave.
-            number: Number of the worker.
+            worker_number: Number of the worker.
         """
         self.strategy, self.data, self.worker = strategy, data, worker
         self._phases, self._group = phases, group
@@ -127,7 +127,7 @@ class ElasticSynchronous:
         self._step = self._samples = self._epochs_done = 0
         #: Results of epochs that the coordinator may not have got yet.
         self._entries: list[dict[str, Any]] = []
-        self._rank, self._world, self._generation, self._number = 0, 1, 0, number
+        self._rank, self._world, self._generation, self._number = 0, 1, 0, worker_number
         self._running = False
         #: Whether this worker voted to leave in the last vote.
         self._leaves = False

@@ -44,12 +44,12 @@ from stratbench.train.job import Job
 from stratbench.train.locks import create_scratch_folder
 
 
-def main(job_file: str, number: int, local_rank: int = 0) -> None:
+def main(job_file: str, worker_number: int, local_rank: int = 0) -> None:
     """Run the process of an elastic worker.
 
     Args:
         job_file: File of the job.
-        number: Number of the worker.
+        worker_number: Number of the worker.
         local_rank: Index of the worker's GPU among the visible ones.
     """
     began_unix_s = time.time()
@@ -60,7 +60,7 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
     folder = job.folder
     if RunFiles(folder).end_marker_path.exists():
         worker.exit_immediately(0)
-    worker.redirect_output(folder.get_log_path(format_worker_name(number)))
+    worker.redirect_output(folder.get_log_path(format_worker_name(worker_number)))
     origin_s = time.monotonic() - (began_unix_s - job.origin_unix_s)
     with (
         create_scratch_folder()
@@ -68,7 +68,7 @@ def main(job_file: str, number: int, local_rank: int = 0) -> None:
         else nullcontext(folder.node_local_dir) as local
     ):
         job = replace(job, origin_s=origin_s, folder=replace(folder, node_local_dir=local))
-        code = _train_and_write(job, number, local_rank, leave_requested)
+        code = _train_and_write(job, worker_number, local_rank, leave_requested)
     worker.exit_immediately(code)
 
 
@@ -96,40 +96,40 @@ def set_event_on_signals(
 
 
 def _train_and_write(
-    job: Job, number: int, local_rank: int, leave_requested: threading.Event
+    job: Job, worker_number: int, local_rank: int, leave_requested: threading.Event
 ) -> int:
-    """Train as worker `number`, write the worker's results, and return the exit code."""
+    """Train as worker `worker_number`, write the worker's results, and return the exit code."""
     train = train_with_servers if has_servers(job.settings) else train_synchronous
     try:
-        result, code = train(job, number, local_rank, leave_requested), 0
+        result, code = train(job, worker_number, local_rank, leave_requested), 0
     except (Over, RunOverError, Left, ServerLost) as over:
         print(over, flush=True)
         return 0
     except Exception as error:
         traceback.print_exc()
         result, code = worker.describe_worker_error(error)
-    job.folder.write_worker_result(number, result)
+    job.folder.write_worker_result(worker_number, result)
     return code
 
 
 def train_synchronous(
-    job: Job, number: int, local_rank: int, leave_requested: threading.Event
+    job: Job, worker_number: int, local_rank: int, leave_requested: threading.Event
 ) -> dict[str, Any]:
     """Train as a worker of an elastic synchronous cell, and return its results.
 
     Args:
         job: Job of the cell.
-        number: Number of the worker.
+        worker_number: Number of the worker.
         local_rank: Index of the worker's GPU among the visible ones.
         leave_requested: Set when this worker must leave.
 
     Raises:
         Over: If the worker is not admitted.
     """
-    s, start = job.settings, worker.start_worker(job, number, local_rank)
+    s, start = job.settings, worker.start_worker(job, worker_number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     group = ElasticGroup(job.folder.path, device)
-    membership = join_as_member(job.folder, number, group.break_up, leave_requested)
+    membership = join_as_member(job.folder, worker_number, group.break_up, leave_requested)
     with phases("rendezvous"):
         group.form_single_member()
     with phases("data"):
@@ -143,9 +143,9 @@ def train_synchronous(
     with phases("warmup"):
         loop.warm_up(strategy, data, ready.worker)
     split = ElasticSynchronous(
-        strategy, data, ready.worker, phases, group, membership, leave_requested, number
+        strategy, data, ready.worker, phases, group, membership, leave_requested, worker_number
     )
-    measured = worker.build_worker_result(split.run(start.memory), start, number)
+    measured = worker.build_worker_result(split.run(start.memory), start, worker_number)
     # The bytes sent per step are unknown, because they change with the number of present workers.
     measured |= {"communication": None, "generations": split.generations}
     measured["checkpoints"] = split.checkpoint_times_s
@@ -156,13 +156,13 @@ def train_synchronous(
 
 
 def train_with_servers(
-    job: Job, number: int, local_rank: int, leave_requested: threading.Event
+    job: Job, worker_number: int, local_rank: int, leave_requested: threading.Event
 ) -> dict[str, Any]:
     """Train as a worker of an elastic cell with parameter servers, and return its results.
 
     Args:
         job: Job of the cell.
-        number: Number of the worker.
+        worker_number: Number of the worker.
         local_rank: Index of the worker's GPU among the visible ones.
         leave_requested: Set when this worker must leave.
 
@@ -171,7 +171,7 @@ def train_with_servers(
         Left: If this worker must leave before it has joined.
         ServerLost: If no server answers.
     """
-    s, start = job.settings, worker.start_worker(job, number, local_rank)
+    s, start = job.settings, worker.start_worker(job, worker_number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     with phases("data"):
         data = worker.load_data(job, device)
@@ -179,15 +179,15 @@ def train_with_servers(
         # Each new worker has a larger number. For the setting `slowdown.workers` its number is taken modulo
         # `gpus`.
         ready = worker.set_up_model(
-            s, strategy, data, device, number % s.gpus,
-            rank=number, world_size=s.gpus, local_world_size=1, folder=job.folder,
+            s, strategy, data, device, worker_number % s.gpus,
+            rank=worker_number, world_size=s.gpus, local_world_size=1, folder=job.folder,
             heartbeat=start.heartbeat, mesh=Mesh(1),
             make_server_channel=partial(make_returning_channel, job.folder, leave_requested),
         )  # fmt: skip
     result = served_loop.train_on_tickets(
         strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
     )
-    measured = worker.build_worker_result(result, start, number)
+    measured = worker.build_worker_result(result, start, worker_number)
     worker.add_model_descriptions(measured, ready, strategy, data)
     if not strategy.channel.left:
         measured |= worker.count_sample_flops(s, ready.built)

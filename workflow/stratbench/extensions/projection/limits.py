@@ -20,7 +20,7 @@ MAX_UNMEASURED_SERVED = 16
 
 
 def projection_refusal_reason(
-    points: Sequence[MeasuredStep],
+    measured_steps: Sequence[MeasuredStep],
     workers: int,
     nodes: int | None,
     measured_levels: Collection[str] = (),
@@ -31,7 +31,7 @@ def projection_refusal_reason(
     """Return why no step time is projected to a number of workers, if so.
 
     Args:
-        points: Measured step times.
+        measured_steps: Measured step times.
         workers: Number of workers of the projection.
         nodes: Number of nodes of the projection, if known.
         measured_levels: Where links were measured: "within" and "between" nodes.
@@ -40,13 +40,13 @@ def projection_refusal_reason(
         uses_links: Whether the projection replays steps on measured links.
         has_servers: Whether the strategy has parameter servers.
     """
-    largest = max(p.workers for p in points)
+    largest = max(p.workers for p in measured_steps)
     if workers > MAX_COUNT_RATIO * largest:
         return (
             f"{workers} workers are more than {MAX_COUNT_RATIO} times the largest measured count, {largest}: "
             f"measure {-(-workers // MAX_COUNT_RATIO)} or more"
         )
-    on_one = all(p.nodes == 1 for p in points)
+    on_one = all(p.nodes == 1 for p in measured_steps)
     if on_one and nodes is not None and nodes > 1:
         needs = f"{workers} workers need {nodes} nodes"
         if "between" not in measured_levels:
@@ -82,17 +82,21 @@ def projection_refusal_reason(
 
 
 def two_count_fit_refusal_reason(
-    points: Sequence[MeasuredStep], scaling: Scaling, workers: int
+    measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
     """Return why a fit of a + b/N to two counts is unreliable, if so.
 
     Args:
-        points: Measured step times.
+        measured_steps: Measured step times.
         scaling: Weak or strong scaling.
         workers: Number of workers of the projection.
     """
-    largest = max(p.workers for p in points)
-    if scaling == "strong" and len(points) < 3 and workers > MAX_COUNT_RATIO_OF_TWO * largest:
+    largest = max(p.workers for p in measured_steps)
+    if (
+        scaling == "strong"
+        and len(measured_steps) < 3
+        and workers > MAX_COUNT_RATIO_OF_TWO * largest
+    ):
         return (
             f"a + b/N through two counts of strong scaling is unreliable beyond "
             f"{MAX_COUNT_RATIO_OF_TWO * largest} workers: measure a third count, or links"

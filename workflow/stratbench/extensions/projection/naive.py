@@ -43,38 +43,40 @@ def scale_step_time_perfectly(measured: MeasuredStep, scaling: Scaling, workers:
 
 
 def project_perfect_scaling(
-    points: Sequence[MeasuredStep], scaling: Scaling, workers: int
+    measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> float:
     """Return the seconds of a step by perfect scaling from the largest measured worker count.
 
     Args:
-        points: Measured step times.
+        measured_steps: Measured step times.
         scaling: Weak or strong scaling.
         workers: Number of workers.
     """
-    return scale_step_time_perfectly(points[-1], scaling, workers)
+    return scale_step_time_perfectly(measured_steps[-1], scaling, workers)
 
 
-def project_constant_loss(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
+def project_constant_loss(
+    measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
+) -> float:
     """Return the seconds of a step by an equal loss of efficiency per doubling.
 
     The loss is that between the two largest measured counts.
 
     Args:
-        points: Measured step times.
+        measured_steps: Measured step times.
         scaling: Weak or strong scaling.
         workers: Number of workers.
     """
-    if len(points) < 2:
-        return project_perfect_scaling(points, scaling, workers)
-    before, last = points[-2:]
+    if len(measured_steps) < 2:
+        return project_perfect_scaling(measured_steps, scaling, workers)
+    before, last = measured_steps[-2:]
     lost = last.step_s / scale_step_time_perfectly(before, scaling, last.workers)
     doublings = math.log2(workers / last.workers) / math.log2(last.workers / before.workers)
-    return project_perfect_scaling(points, scaling, workers) * lost**doublings
+    return project_perfect_scaling(measured_steps, scaling, workers) * lost**doublings
 
 
 def project_by_a_plus_b_over_n(
-    points: Sequence[MeasuredStep], scaling: Scaling, workers: int
+    measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> float:
     """Return the seconds of a step on N workers by fitting a + b/N.
 
@@ -83,18 +85,18 @@ def project_by_a_plus_b_over_n(
     result may be negative.
 
     Args:
-        points: Measured step times.
+        measured_steps: Measured step times.
         scaling: Weak or strong scaling.
         workers: Number of workers.
     """
-    if len(points) < 2:
-        return project_perfect_scaling(points, scaling, workers)
+    if len(measured_steps) < 2:
+        return project_perfect_scaling(measured_steps, scaling, workers)
     import numpy as np  # imported here, because the import takes 0.1 s and few commands need it
 
-    times = np.array([p.step_s for p in points])
-    inverse = np.array([1 / p.workers for p in points])
-    design = np.stack([np.ones(len(points)), inverse], axis=1) / times[:, None]
-    a, b = np.linalg.lstsq(design, np.ones(len(points)), rcond=None)[0]
+    times = np.array([p.step_s for p in measured_steps])
+    inverse = np.array([1 / p.workers for p in measured_steps])
+    design = np.stack([np.ones(len(measured_steps)), inverse], axis=1) / times[:, None]
+    a, b = np.linalg.lstsq(design, np.ones(len(measured_steps)), rcond=None)[0]
     return float(a + b / workers)
 
 
@@ -114,7 +116,7 @@ def compute_log_error(projected_s: float, measured_s: float) -> float:
 
 
 def compute_forward_errors(
-    rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
+    rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling
 ) -> dict[int, float]:
     """Return the log error of each measured count that is projected from smaller counts.
 
@@ -122,14 +124,14 @@ def compute_forward_errors(
 
     Args:
         rule: The rule.
-        points: Measured step times.
+        measured_steps: Measured step times.
         scaling: Weak or strong scaling.
     """
     return {
-        points[k].workers: compute_log_error(
-            rule(points[:k], scaling, points[k].workers), points[k].step_s
+        measured_steps[k].workers: compute_log_error(
+            rule(measured_steps[:k], scaling, measured_steps[k].workers), measured_steps[k].step_s
         )
-        for k in range(2, len(points))
+        for k in range(2, len(measured_steps))
     }
 
 
@@ -154,22 +156,22 @@ class Skill:
         return self.error_reduction is None or self.error_reduction >= 0
 
 
-def measure_skill(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> Skill:
+def measure_skill(rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling) -> Skill:
     """Return the skill of a rule relative to the best naive rule.
 
     Args:
         rule: The rule.
-        points: Measured step times.
+        measured_steps: Measured step times.
         scaling: Weak or strong scaling.
     """
-    if len(points) < 3:
+    if len(measured_steps) < 3:
         return Skill(None, "a + b/N", {})
     errors = {
-        name: _average_absolute_errors(compute_forward_errors(r, points, scaling))
+        name: _average_absolute_errors(compute_forward_errors(r, measured_steps, scaling))
         for name, r in RULES.items()
     }
     best = min(errors, key=errors.__getitem__)
-    own = _average_absolute_errors(compute_forward_errors(rule, points, scaling))
+    own = _average_absolute_errors(compute_forward_errors(rule, measured_steps, scaling))
     if errors[best] == 0:
         return Skill(0.0 if own == 0 else -math.inf, best, errors)
     return Skill(1 - own / errors[best], best, errors)

@@ -71,7 +71,7 @@ class Projection:
 
 
 def project_step_times(
-    points: Sequence[MeasuredStep],
+    measured_steps: Sequence[MeasuredStep],
     scaling: Scaling,
     targets: Sequence[tuple[int, int | None]],
     replay_step: StepReplay | None = None,
@@ -91,7 +91,7 @@ def project_step_times(
     the naive rule's time.
 
     Args:
-        points: Measured step times on at least two worker counts.
+        measured_steps: Measured step times on at least two worker counts.
         scaling: Strong if all measured counts have the same global batch, weak if the same batch per worker.
         targets: Number of workers, and of nodes (None if unknown), of each wanted projection.
         replay_step: Replay of the step on measured links; None without links.
@@ -108,14 +108,14 @@ def project_step_times(
     Returns:
         A projection for each target, in their order.
     """
-    points = sorted(points, key=lambda p: p.workers)
+    measured_steps = sorted(measured_steps, key=lambda p: p.workers)
     name, rule = BY_COUNTS, naive.project_by_a_plus_b_over_n
-    skill = naive.measure_skill(rule, points, scaling)
+    skill = naive.measure_skill(rule, measured_steps, scaling)
     if replay_step is not None:
         by_replay = make_link_rule(replay_step, host_issue_s=host_issue_s)
-        replay_skill = naive.measure_skill(by_replay, points, scaling)
-        is_good = replay_skill.matches_naive or len(points) < MIN_TO_GIVE_WAY
-        if is_good and _has_informative_interval(by_replay, points, scaling):
+        replay_skill = naive.measure_skill(by_replay, measured_steps, scaling)
+        is_good = replay_skill.matches_naive or len(measured_steps) < MIN_TO_GIVE_WAY
+        if is_good and _has_informative_interval(by_replay, measured_steps, scaling):
             name, rule, skill = BY_LINKS, by_replay, replay_skill
     by_links = name == BY_LINKS
     more = (
@@ -125,16 +125,16 @@ def project_step_times(
     )
     projections = []
     for workers, nodes in targets:
-        naive_s = {key: f(points, scaling, workers) for key, f in naive.RULES.items()}
+        naive_s = {key: f(measured_steps, scaling, workers) for key, f in naive.RULES.items()}
         reason = find_untrainable_reason(workers) or projection_refusal_reason(
-            points, workers, nodes, measured_levels, make_queue, by_links, has_servers
+            measured_steps, workers, nodes, measured_levels, make_queue, by_links, has_servers
         )
         if not (reason or by_links):
-            reason = _count_fit_refusal_reason(points, scaling, workers)
+            reason = _count_fit_refusal_reason(measured_steps, scaling, workers)
         interval, limit_s = None, 0.0
         if not reason:
-            apart = _compute_log_ratio(more, rule, points, scaling, workers)
-            interval = _compute_interval(rule, points, scaling, workers, apart)
+            apart = _compute_log_ratio(more, rule, measured_steps, scaling, workers)
+            interval = _compute_interval(rule, measured_steps, scaling, workers, apart)
             limit_s = host_issue_s if by_links and interval.middle_s <= host_issue_s else 0.0
             interval = _widen_for_repeats(interval, repeat_half_width_ln)
             if not skill.matches_naive:
@@ -145,23 +145,25 @@ def project_step_times(
     return projections
 
 
-def _has_informative_interval(rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling) -> bool:
+def _has_informative_interval(
+    rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling
+) -> bool:
     """Return whether the interval for twice the measured workers is narrow enough."""
-    return 2 * _compute_half_width_ln(rule, points, scaling, 1.0) <= math.log(MAX_SPREAD)
+    return 2 * _compute_half_width_ln(rule, measured_steps, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
 def _count_fit_refusal_reason(
-    points: Sequence[MeasuredStep], scaling: Scaling, workers: int
+    measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
     """Return why a fit of a + b/N cannot project to `workers`, or None."""
-    if reason := two_count_fit_refusal_reason(points, scaling, workers):
+    if reason := two_count_fit_refusal_reason(measured_steps, scaling, workers):
         return reason
-    if not _has_informative_interval(naive.project_by_a_plus_b_over_n, points, scaling):
+    if not _has_informative_interval(naive.project_by_a_plus_b_over_n, measured_steps, scaling):
         return (
             "a + b/N fits the measured counts so badly that the interval for twice as many workers spans "
             f"more than a factor of {MAX_SPREAD:g}: measure links, or steps on more counts"
         )
-    if naive.project_by_a_plus_b_over_n(points, scaling, workers) <= 0:
+    if naive.project_by_a_plus_b_over_n(measured_steps, scaling, workers) <= 0:
         return f"a + b/N is below zero at {workers} workers: measure links, or steps on more counts"
     return None
 
@@ -188,13 +190,13 @@ def _widen_to_contain(interval: Interval, step_s: float) -> Interval:
 def _compute_log_ratio(
     rule: Rule,
     other_rule: Rule,
-    points: Sequence[MeasuredStep],
+    measured_steps: Sequence[MeasuredStep],
     scaling: Scaling,
     workers: int,
 ) -> float:
     """Return ln of the ratio of two rules' step times on a worker count."""
     return naive.compute_log_error(
-        rule(points, scaling, workers), other_rule(points, scaling, workers)
+        rule(measured_steps, scaling, workers), other_rule(measured_steps, scaling, workers)
     )
 
 
@@ -215,8 +217,10 @@ def make_link_rule(
         host_issue_s: Seconds in which the host issues a step.
     """
 
-    def project_step_time(points: Sequence[MeasuredStep], scaling: Scaling, workers: int) -> float:
-        compute_s = fit_computation_s(replay_step, points, scaling, host_issue_s)(workers)
+    def project_step_time(
+        measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
+    ) -> float:
+        compute_s = fit_computation_s(replay_step, measured_steps, scaling, host_issue_s)(workers)
         return max(host_issue_s, (replay_projected_step or replay_step)(workers, compute_s))
 
     return project_step_time
@@ -224,7 +228,7 @@ def make_link_rule(
 
 def fit_computation_s(
     replay_step: StepReplay,
-    points: Sequence[MeasuredStep],
+    measured_steps: Sequence[MeasuredStep],
     scaling: Scaling,
     host_issue_s: float = 0.0,
 ) -> Callable[[int], float]:
@@ -235,11 +239,11 @@ def fit_computation_s(
 
     Args:
         replay_step: Replays a step for a computation time.
-        points: Measured step times.
+        measured_steps: Measured step times.
         scaling: Weak or strong scaling.
         host_issue_s: Seconds in which the host issues a step.
     """
-    full = [p for p in points if p.step_s > NEAR_HOST * host_issue_s] or points
+    full = [p for p in measured_steps if p.step_s > NEAR_HOST * host_issue_s] or measured_steps
     computing = [
         MeasuredStep(p.workers, solve_computation_s(replay_step, p.workers, p.step_s), p.nodes)
         for p in full
@@ -280,18 +284,18 @@ class LeftOutError(NamedTuple):
 
 
 def compute_left_out_errors(
-    rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling
+    rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling
 ) -> list[LeftOutError]:
     """Return the error of each measured count, when it is projected from the other counts.
 
     Args:
         rule: The rule.
-        points: Measured step times.
+        measured_steps: Measured step times.
         scaling: Weak or strong scaling.
     """
     errors = []
-    for i, point in enumerate(points):
-        others = [*points[:i], *points[i + 1 :]]
+    for i, point in enumerate(measured_steps):
+        others = [*measured_steps[:i], *measured_steps[i + 1 :]]
         if not others:
             continue
         distance = min(abs(math.log2(point.workers / p.workers)) for p in others)
@@ -302,22 +306,26 @@ def compute_left_out_errors(
 
 
 def _compute_interval(
-    rule: Rule, points: Sequence[MeasuredStep], scaling: Scaling, workers: int, extra_sd_ln: float
+    rule: Rule,
+    measured_steps: Sequence[MeasuredStep],
+    scaling: Scaling,
+    workers: int,
+    extra_sd_ln: float,
 ) -> Interval:
     """Return the step time that a rule projects, with its 80 % interval.
 
     The interval follows from the rule's errors on measured counts that are projected from the others.
     """
-    middle_s = rule(points, scaling, workers)
-    doublings = max(1.0, math.log2(workers / points[-1].workers))
-    half_width_ln = _compute_half_width_ln(rule, points, scaling, doublings, extra_sd_ln)
+    middle_s = rule(measured_steps, scaling, workers)
+    doublings = max(1.0, math.log2(workers / measured_steps[-1].workers))
+    half_width_ln = _compute_half_width_ln(rule, measured_steps, scaling, doublings, extra_sd_ln)
     low_s, high_s = middle_s * math.exp(-half_width_ln), middle_s * math.exp(half_width_ln)
     return Interval(low_s, middle_s, high_s)
 
 
 def _compute_half_width_ln(
     rule: Rule,
-    points: Sequence[MeasuredStep],
+    measured_steps: Sequence[MeasuredStep],
     scaling: Scaling,
     doublings: float,
     extra_sd_ln: float = 0.0,
@@ -329,7 +337,7 @@ def _compute_half_width_ln(
     """
     from scipy.special import stdtrit
 
-    errors = compute_left_out_errors(rule, points, scaling)
+    errors = compute_left_out_errors(rule, measured_steps, scaling)
     if not errors:
         return math.inf
     mean_square = sum(e * e / max(d, 1.0) for e, d in errors) / len(errors)
@@ -337,9 +345,11 @@ def _compute_half_width_ln(
     return float(stdtrit(len(errors), 0.9)) * sd
 
 
-def describe_projection_basis(projection: Projection, points: Sequence[MeasuredStep]) -> str:
+def describe_projection_basis(
+    projection: Projection, measured_steps: Sequence[MeasuredStep]
+) -> str:
     """Return a text on a projection's basis: the measured worker counts and the rule."""
-    *some, last = [str(p.workers) for p in points]
+    *some, last = [str(p.workers) for p in measured_steps]
     counts = f"{', '.join(some)} and {last}" if some else last
     text = f"steps measured on {counts} workers, by {_describe_rule(projection)}"
     if projection.skill.error_reduction is None:

@@ -21,13 +21,13 @@ def compute_requested_time_s(duration_s: float, request_factor: float) -> float:
     return max(1, math.ceil(duration_s * request_factor / 60)) * 60.0
 
 
-def make_poisson_arrivals(jobs: int, load: float, capacity: int, seed: int) -> list[Arrival]:
+def make_poisson_arrivals(num_jobs: int, load: float, capacity: int, seed: int) -> list[Arrival]:
     """Make synthetic jobs that on average use a share `load` of the cluster's GPUs.
 
     They arrive as a Poisson process, and have lognormal durations. No job is larger than the cluster.
 
     Args:
-        jobs: Number of jobs.
+        num_jobs: Number of jobs.
         load: Mean share of the GPUs that the jobs use.
         capacity: Number of GPUs of the cluster.
         seed: Seed of the random numbers.
@@ -35,14 +35,14 @@ def make_poisson_arrivals(jobs: int, load: float, capacity: int, seed: int) -> l
     rng = random.Random(seed)
     usable = {width: share for width, share in WIDTHS.items() if width <= capacity}
     bodies = []
-    for _ in range(jobs):
+    for _ in range(num_jobs):
         gpus = rng.choices(list(usable), list(usable.values()))[0]
         duration_s = rng.lognormvariate(math.log(MEDIAN_S), SIGMA)
         duration_s = min(MAX_S, max(MIN_S, duration_s))
         bodies.append(
             (gpus, duration_s, compute_requested_time_s(duration_s, rng.choice(REQUEST_FACTORS)))
         )
-    gaps = [rng.expovariate(1.0) for _ in range(jobs)]
+    gaps = [rng.expovariate(1.0) for _ in range(num_jobs)]
     scale = sum(gpus * s for gpus, s, _ in bodies) / (load * capacity) / sum(gaps)
     arrivals, now_s = [], 0.0
     for gap, body in zip(gaps, bodies, strict=True):

@@ -235,8 +235,8 @@ def compute_jackknife_interval(
 
 def simulate_modes(
     queue: TrainingQueue,
-    work: QueuedTraining,
-    worths: Sequence[float] = WORTHS,
+    queued_training: QueuedTraining,
+    sample_efficiencies: Sequence[float] = WORTHS,
     modes: Sequence[str] | None = None,
     on_submission_time: Callable[[], None] = lambda: None,
 ) -> ModeTimes:
@@ -244,12 +244,12 @@ def simulate_modes(
 
     Args:
         queue: The queue.
-        work: The training.
-        worths: Sample efficiencies of asynchronous workers.
+        queued_training: The training.
+        sample_efficiencies: Sample efficiencies of asynchronous workers.
         modes: Names of the modes to simulate, or None for all.
         on_submission_time: Called after each simulated submission time.
     """
-    made = work.list_makers(worths)
+    made = queued_training.list_makers(sample_efficiencies)
     made = {name: made[name] for name in modes or made}
     hours: dict[str, list[list[float]]] = {name: [] for name in made}
     busy = []

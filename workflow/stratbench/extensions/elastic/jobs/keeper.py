@@ -85,8 +85,8 @@ class WorkerJobEntry:
 class Backend(Protocol):
     """A scheduler that runs worker jobs: SLURM, or processes of this machine."""
 
-    def submit_worker_job(self, number: int, slot: int) -> str:
-        """Submit the job of worker `number`, and return the job's id.
+    def submit_worker_job(self, worker_number: int, slot: int) -> str:
+        """Submit the job of worker `worker_number`, and return the job's id.
 
         After a temporary rejection, call this method again with the same number. If the earlier call did
         create a job, the id of that job is returned.

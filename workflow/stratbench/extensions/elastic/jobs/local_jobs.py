@@ -32,9 +32,9 @@ class LocalJobs(Backend):
         # By job id: the job's process, and its start time in seconds since 1970.
         self._running: dict[str, tuple[Process, float]] = {}
 
-    def submit_worker_job(self, number: int, slot: int) -> str:
-        name = format_worker_name(number)
-        process = Process(self._server, name, WORKER, str(self._job), number, slot)
+    def submit_worker_job(self, worker_number: int, slot: int) -> str:
+        name = format_worker_name(worker_number)
+        process = Process(self._server, name, WORKER, str(self._job), worker_number, slot)
         try:
             process.start()
         except OSError as error:

@@ -46,30 +46,34 @@ class SlurmJobs(Backend):
         #: Workers whose job may exist, because sbatch did not answer.
         self._is_unacknowledged: set[int] = set()
 
-    def submit_worker_job(self, number: int, slot: int) -> str:
-        if number in self._is_unacknowledged and (taken := self._find_accepted_job(number)):
+    def submit_worker_job(self, worker_number: int, slot: int) -> str:
+        if worker_number in self._is_unacknowledged and (
+            taken := self._find_accepted_job(worker_number)
+        ):
             return taken
-        output = str(self._folder.get_log_path(format_worker_name(number))).replace("%", "%%")
+        output = str(self._folder.get_log_path(format_worker_name(worker_number))).replace(
+            "%", "%%"
+        )
         command = [
             "sbatch",
             "--parsable",
             "--no-requeue",
             "--job-name=stratbench-worker",
-            f"--comment={self._make_comment(number)}",
+            f"--comment={self._make_comment(worker_number)}",
             f"--output={output}",
             "--open-mode=append",
             f"--signal=USR1@{WARNING_S}",
             *self._worker_job.sbatch_arguments,
         ]
-        done = run_slurm_command(command, self.make_script(number))
+        done = run_slurm_command(command, self.make_script(worker_number))
         if done is None:
-            self._is_unacknowledged.add(number)
+            self._is_unacknowledged.add(worker_number)
             raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
         if done.returncode != 0:
             reason = submission.join_error_lines(done.stderr)
             kind = submission.classify_refusal(reason)
             if kind == "silence":
-                self._is_unacknowledged.add(number)
+                self._is_unacknowledged.add(worker_number)
             remedy = "" if kind else f"; {_REMEDY}"
             raise SubmissionRefused(f"sbatch: {reason} (on {socket.gethostname()}){remedy}", kind)
         lines = [line.strip() for line in done.stdout.splitlines()]
