@@ -1,8 +1,8 @@
-"""Manages the attempts of a cell with checkpoints: the step from which one resumes, and the lost time.
+"""Manages the attempts of a cell with checkpoints.
 
-An attempt is one start of a cell. Each worker writes its checkpoints to a folder next to the cell's run
-folder. The next attempt empties the run folder. Before that, the dates of its files show when the killed
-attempt ended. This module does not import torch.
+An attempt is one start of a cell. It resumes from the checkpoints of the attempt before. Each worker writes
+its checkpoints to a folder next to the cell's run folder. The next attempt empties the run folder. Before
+that, the dates of its files show when the killed attempt ended. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def get_checkpoint_folder(run: RunFolder, rank: int) -> Path:
 
 
 def find_common_step(run: RunFolder, num_workers: int) -> int | None:
-    """Return the step of the newest checkpoint that all workers have, or None if there is none."""
+    """Return the step of the newest checkpoint that all workers have, if any."""
     each = [list_checkpoint_steps(get_checkpoint_folder(run, rank)) for rank in range(num_workers)]
     return max(set.intersection(*each), default=None)
 
@@ -99,7 +99,7 @@ def begin_attempt(job: Job, previous_end_unix_s: float | None) -> Job:
 
 
 def make_job_identity(job: Job) -> dict[str, Any]:
-    """Return the values that must be equal in an attempt and in the attempt that it resumes."""
+    """Return the values that must be equal in all attempts of a cell."""
     identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 

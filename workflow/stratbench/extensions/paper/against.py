@@ -1,4 +1,4 @@
-"""Compares a study with the paper: each published value with ours, and each claim with our results.
+"""Compares a study with the paper's values and claims.
 
 The hardware differs, so ratios of times are compared instead of times: ratios between strategies, and between
 numbers of GPUs. The result is against_cells.csv and against_claims.csv.

@@ -1,4 +1,4 @@
-"""Judges whether the claims in the paper's text hold in our records, and in the paper's own tables."""
+"""Judges whether the paper's claims hold in our records and in the paper's own tables."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def judge_figures(values: Sequence[ClaimFigure], lowest: float, highest: float) 
 
 
 def describe_figures(values: Sequence[ClaimFigure]) -> str:
-    """Return the lowest and the highest value of a claim as text, with the cells that they are from."""
+    """Return the lowest and the highest value of a claim as text, with their cells."""
     if not values:
         return ""
     least, most = (pick(values, key=lambda v: v.value) for pick in (min, max))
@@ -80,7 +80,7 @@ def describe_figures(values: Sequence[ClaimFigure]) -> str:
 
 
 def describe_single_repeats(values: Sequence[ClaimFigure]) -> str:
-    """Return a remark on the values that come from a single repeat, or an empty text without such values."""
+    """Return a remark if values come from a single repeat, else an empty text."""
     single = sum(value.low is None and value.range_kind != "exact" for value in values)
     which = "" if len(values) == 1 else "all " if single == len(values) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
@@ -107,7 +107,7 @@ def concerns_model(claim: dict[str, Any], value: ClaimFigure) -> bool:
 
 @cache
 def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
-    """Return the cells of the paper's tables twice: all of them, and those whose values are credible.
+    """Return the cells of the paper's tables: all cells, and those with credible values.
 
     A time that is printed for two cells is not credible. The audit finds such times.
 

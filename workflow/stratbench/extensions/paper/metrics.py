@@ -22,7 +22,7 @@ VGG16_SIZE_METRICS = {
 
 @dataclass(frozen=True)
 class ClaimFigure:
-    """A value of a claim's metric, with the cells that it is from and its interval or range."""
+    """A value of a claim's metric, with its cells and its interval or range."""
 
     #: Name of the cells, such as `vgg16 on 4`.
     label: str
@@ -63,7 +63,7 @@ def make_ratio_figure(
     cells_label: str,
     convert_ratio: Callable[[float], float] = float,
 ) -> ClaimFigure | None:
-    """Return the mean ratio of the values of two groups (one / other), over the repeats of both.
+    """Return the mean ratio of the values of two groups, over their common repeats.
 
     A group is all repeats of a cell. The ratio is a bound if one of the groups reached its time limit. The
     result is None if a group has no values.
@@ -136,7 +136,7 @@ def make_ratio_metric(
     concerns: str = "time",
     scale: Callable[[float, int], float] = lambda ratio, gpus: ratio,
 ) -> ClaimMetric:
-    """Return a metric that yields the ratio of a pair of groups, for each group with such a pair.
+    """Return a metric that yields the ratios of pairs of groups.
 
     Args:
         select_pair: Returns the numerator and the denominator for a group, or None.
@@ -162,9 +162,9 @@ def make_ratio_metric(
 
 
 def make_pair_selector(numerator_strategy: str, denominator_strategy: str) -> PairSelector:
-    """Return a function from a group of one strategy to this group, and the same group of another strategy.
+    """Return a function that pairs a group of one strategy with the same group of another strategy.
 
-    The function returns None for a group of any other strategy.
+    The function returns both groups, or None for a group of any other strategy.
 
     Args:
         numerator_strategy: Strategy of the first group.
@@ -178,10 +178,10 @@ def make_pair_selector(numerator_strategy: str, denominator_strategy: str) -> Pa
 
 
 def make_points_metric(strategy: str, reference_strategy: str) -> ClaimMetric:
-    """Return a metric: the accuracy of a strategy minus that of a reference strategy, in percentage points.
+    """Return a metric: the accuracy of a strategy minus that of a reference strategy.
 
-    A difference is between cells of the same model and number of GPUs. Its range is from the lowest to the
-    highest difference of the repeats.
+    A difference is in percentage points, and between cells of the same model and number of GPUs. Its range
+    is from the lowest to the highest difference of the repeats.
     """
 
     def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:

@@ -28,7 +28,7 @@ from stratbench.cell.files import write_atomic
 
 @dataclass(frozen=True)
 class NumberedTable:
-    """One of the paper's tables 3 to 7: its strategies, whose variants are included, and its measures."""
+    """One of the paper's tables 3 to 7: its strategies (with their variants) and its measures."""
 
     name: str
     title: str
@@ -109,8 +109,9 @@ def make_numbered_table(
 
 
 def format_as_in_paper(summary_row: object) -> str:
-    """Return the value of a row of summary.csv as text, with a dagger if the audit doubts it.
+    """Return the value of a row of summary.csv as text, as the paper prints it.
 
+    A value that the audit doubts gets a dagger.
     A time limit has the form of the paper (`>3000`).
     """
     is_limit = summary_row.text.startswith(">")
@@ -119,7 +120,7 @@ def format_as_in_paper(summary_row: object) -> str:
 
 
 def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Return table 8 with a row per strategy and measure: results on the most workers of an experiment.
+    """Return table 8 with a row per strategy and measure, on the most workers of each experiment.
 
     The column `text` has the range of values over the models. `models` is their number, and `records` are the
     paths of their cells. `outcomes` are those of cells that did not finish, and `flags` those of the audit.
@@ -159,7 +160,7 @@ def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_range(values: list[float], measure: Measure) -> str:
-    """Return the range of a measure's values as text with the unit, such as `1.2 to 1.5 x`.
+    """Return the range of a measure's values as text, such as `1.2 to 1.5 x`.
 
     If both ends have the same text, the range is one number.
     """
@@ -204,7 +205,7 @@ def iter_paper_tables(
 
 
 def write_numbered_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
-    """Write the paper's tables 3 to 8 with our values, and the cells that table 8 is from.
+    """Write the paper's tables 3 to 8 with our values, and the sources of table 8.
 
     Args:
         cells: Rows of cells.csv.

@@ -21,7 +21,7 @@ PARAMETERS = {
 
 
 def read_published_tables() -> pd.DataFrame:
-    """Return a row per value in the paper's tables, with its version, table, strategy, model and measure.
+    """Return a row per value in the paper's tables, with its version, table and cell.
 
     If the paper prints only that a time is above a limit, the value is NaN and `limit_s` has the limit.
     """
@@ -42,7 +42,7 @@ def read_explanations() -> pd.DataFrame:
 
 
 def read_accuracy_floors() -> dict[str, float]:
-    """Return the accuracy that the simplest models reach on each data set, as a share by data set."""
+    """Return the accuracy that the simplest models reach, as a share by data set."""
     known = pd.read_csv(REFERENCE / "floors.csv")
     return dict(zip(known["dataset"], known["accuracy_percent"] / 100, strict=True))
 

@@ -42,9 +42,9 @@ def make_paper_section(folder: Path) -> dict[str, Any]:
 
 
 def iter_published_tables(compared_cells: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield each table of the paper of which we have measured a cell, with the rows of these cells.
+    """Yield each table of the paper that has cells which we have measured, too.
 
-    Each item also has the number of all cells of the table, and an explanation of differences.
+    An item has the rows of these cells, the number of all cells, and an explanation of differences.
 
     Args:
         compared_cells: Rows of against_cells.csv.

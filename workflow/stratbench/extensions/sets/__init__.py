@@ -1,4 +1,4 @@
-"""The extension `sets`: writes a study's results to one file, and compares and exports such result sets."""
+"""The extension `sets`: bundles, compares and exports the results of studies (result sets)."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def _check_ends(path: Path) -> None:
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Raise SetError if a member of the zip file has a name, kind or size that no bundle has."""
+    """Raise SetError if a file in the zip file has an invalid name, kind or size."""
     seen: set[str] = set()
     if len(members) > MAX_MEMBERS:
         raise SetError(f"{path} has too many files; a bundle has at most {MAX_MEMBERS:,}")
@@ -285,7 +285,7 @@ def _extract_member(
     entry: Mapping[str, Any],
     folder: Path,
 ) -> None:
-    """Write a member of a bundle to a file, after a check of its size and hash.
+    """Check the size and hash of a member of a bundle, and write it to a file.
 
     Args:
         path: Path of the bundle, for messages.
@@ -320,6 +320,6 @@ def _read_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
 
 
 def quote_untrusted(value: object) -> str:
-    """Return an untrusted value as a text that is safe in a message: quoted, in ASCII, and short."""
+    """Return an untrusted value as text for a message: quoted, in ASCII, and short."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

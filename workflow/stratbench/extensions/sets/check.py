@@ -1,4 +1,4 @@
-"""Describes a result set: its origin, cells and audit findings, and which cells are comparable with it."""
+"""Describes a result set: its origin, cells, audit findings and trained work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def describe_set(result_set: ResultSet) -> Iterator[str]:
 
 
 def describe_workers(cells: pd.DataFrame) -> str:
-    """Return a text on the workers of cells: their devices, their number and their version of PyTorch."""
+    """Return a text on the workers of cells: devices, numbers and version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
     counts = sorted(map(int, cells["gpus"].unique()))
     noun = choose_noun_for_workers(known["device_kind"])
@@ -56,7 +56,7 @@ def describe_workers(cells: pd.DataFrame) -> str:
 
 
 def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
-    """Yield a line with the number of audit findings per severity, and a line per rule with findings."""
+    """Yield a line on the numbers of audit findings, and a line per rule with findings."""
     tally = [format_tally(int((findings["severity"] == s).sum()), s) for s in SEVERITIES]
     yield f"audit: {', '.join(tally)}"
     shown = findings[findings["severity"] != "note"]

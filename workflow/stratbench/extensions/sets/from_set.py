@@ -184,7 +184,7 @@ def get_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str
 
 
 def check_no_foreign_code(source: str, config: Mapping[str, Any]) -> None:
-    """Raise CommandError if a plan of the bundle would run code or read data that its author chose."""
+    """Raise CommandError if a plan would use code or data of the bundle's author."""
     # A value of a wrong type is ignored here: the validation of the config rejects it afterwards.
     models, datasets, studies = (
         value if isinstance(value := config.get(key), dict) else {}

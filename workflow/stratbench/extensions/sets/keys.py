@@ -1,4 +1,4 @@
-"""Keys of config.yaml on result sets: which sets to compare, and how to export and bundle a study."""
+"""Keys of config.yaml to compare, export and bundle result sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXAMPLE = "--config 'sets={old: old.stratbench.zip, new: results/demo}'"
 
 @dataclass(frozen=True, kw_only=True)
 class Sets(Keys):
-    """Top-level keys of config.yaml on result sets: which sets to compare, and in which formats to export."""
+    """Top-level keys of config.yaml: result sets to compare, and formats to export."""
 
     # fmt: off
     sets: dict[str, str] = setting({}, propertyNames={"$ref": "#/$defs/name"},
@@ -40,7 +40,7 @@ class Sets(Keys):
     def iter_contradictions(
         cls, block: Mapping[str, Any], config: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield a message on each set that cannot be compared, and on prices that do not match the sets."""
+        """Yield a message on each invalid set, and on prices that do not match the sets."""
 
         def make_wrong_value_message(*arguments: Any) -> str:
             return format_wrong_value_message(*arguments).removeprefix("config: ")

@@ -81,7 +81,7 @@ def _remove_secrets(
 
 
 def _has_user_keys(parent_keys: tuple[str, ...]) -> bool:
-    """Return whether the keys of a dict in a config or plan are names that users chose, as for `models`.
+    """Return whether users chose the keys of a dict in a config, as in `models`.
 
     Args:
         parent_keys: Keys above the dict.
@@ -92,7 +92,7 @@ def _has_user_keys(parent_keys: tuple[str, ...]) -> bool:
 
 
 class Replacements:
-    """Replacements of hosts, GPUs and users in the texts of a bundle; a name has the same one everywhere."""
+    """Replaces the names of hosts, GPUs and users in a bundle, each by the same word everywhere."""
 
     def __init__(self, hosts: Iterable[str], gpus: Iterable[str], users: Iterable[str]) -> None:
         short = sorted(
@@ -111,7 +111,7 @@ class Replacements:
         self._user = re.compile(rf"(?<=/)(?:{people})(?=/|$)") if people else None
 
     def replace_names(self, text: str) -> str:
-        """Return a text in which the names of hosts and users, and the ids of GPUs, are replaced."""
+        """Return a text in which hosts, users and GPUs are replaced."""
         if self._own_home:
             text = self._own_home.sub("~", text)
         text = _HOME.sub("~", text)
@@ -151,14 +151,14 @@ class Replacements:
         return _map_texts(value, self._replace_unless_word)
 
     def _replace_unless_word(self, text: str) -> str:
-        """Return a text in which names are replaced, or the text itself if it is a single word.
+        """Return a text in which names are replaced, unless it is a single word.
 
         A single word such as `ok` may also be the name of a host.
         """
         return self._replace_gpus(text) if _WORD.fullmatch(text) else self.replace_names(text)
 
     def replace_names_in_record(self, record: Record) -> Record:
-        """Return a record in which all names are replaced, except in the fields that identify the cell.
+        """Return a record in which all names are replaced, except in the cell's coordinates.
 
         Raises:
             ValueError: A host has the name of a kind of device, such as `cuda`.
@@ -189,7 +189,7 @@ class Replacements:
 
 
 def collect_replacements(records: Iterable[Record], timeline_hosts: Iterable[str]) -> Replacements:
-    """Return a replacement for each host, GPU and user in some records, and for this machine and its user.
+    """Return replacements for all hosts, GPUs and users in records, and for this machine.
 
     Args:
         records: The records.
@@ -213,7 +213,7 @@ def collect_replacements(records: Iterable[Record], timeline_hosts: Iterable[str
 
 
 def expand_node_list(node_list: str) -> Iterator[str]:
-    """Yield the name of each host in a node list of SLURM, such as `gpu[01-03,7],login` with five hosts."""
+    """Yield the hosts in a node list of SLURM, such as the five in `gpu[01-03,7],login`."""
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
         if not (match := re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)):
             yield part

@@ -146,7 +146,7 @@ def _read_folder(
     manifest: dict[str, Any] | None,
     expected: Expectations | None,
 ) -> ResultSet:
-    """Read a result set from the folder of a study's results, or from that of an extracted bundle.
+    """Read a result set from the folder of a study or of an extracted bundle.
 
     Args:
         folder: The folder.
@@ -290,7 +290,7 @@ def _read_json_object(path: Path, make_error: SetErrorMaker) -> dict[str, Any] |
 
 
 def _check_timeline(path: Path, make_error: SetErrorMaker) -> None:
-    """Raise an error if a file is no timeline, which is a CSV file with the column `kind`."""
+    """Raise an error if a file is no timeline, a CSV file with the column `kind`."""
     try:
         text = read_regular_file(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:

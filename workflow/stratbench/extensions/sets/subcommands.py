@@ -54,7 +54,7 @@ def add_set_argument(
     allowed_sets: str,
     folder_suffix: str | None = None,
 ) -> None:
-    """Add the argument SET to a command and, if the command writes a folder, the option --out.
+    """Add the argument SET to a command, and the option --out if it writes a folder.
 
     Args:
         command: The command's parser.
@@ -93,8 +93,8 @@ def add_compare(add: SubcommandAdder) -> None:
         "--fail-above",
         type=float,
         metavar="SHARE",
-        help="exit with code 1 if a strategy is slower than in the first set by more than this share (0.05 "
-        "is 5 %%) and by more than noise, or if it has no usable times",
+        help="exit with code 1 if a strategy is slower than in the first set by more than this share and by "
+        "more than noise, or has no usable times; 0.05 is 5 %%",
     )
 
 
@@ -105,7 +105,7 @@ def run_on_set(
     args: argparse.Namespace,
     others: list[str],
 ) -> int:
-    """Run a command for the result set that the user named, or else for the study in this folder.
+    """Run a command for a named result set, or else for the study in this folder.
 
     Args:
         run_for_set: Runs the command for a set.

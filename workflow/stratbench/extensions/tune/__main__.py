@@ -1,4 +1,4 @@
-"""Filters the combinations of an experiment, and writes a study of those that are to be measured.
+"""Filters the combinations of an experiment, and writes a study that measures the rest.
 
 `snakemake tune` calls this as python -m stratbench.extensions.tune --config JSON.
 """

@@ -1,4 +1,4 @@
-"""Computes the answer of `tune` from the verdict of the study that measures the remaining combinations."""
+"""Computes the answer of `tune` from the verdict of the study that it runs."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _average_common_blocks(pairs: Sequence[np.ndarray]) -> np.ndarray:
 def _find_single_difference(
     chosen: Combination, default: Combination, baseline: str
 ) -> tuple[str, str] | None:
-    """Return the only choice in which two combinations differ, and the strategy that it is compared with.
+    """Return the only choice in which two combinations differ, and its alternative.
 
     Args:
         chosen: Combination with the choice.
@@ -304,7 +304,7 @@ def describe_effect(effect: Effect) -> str:
 
 
 def describe_effect_evidence(effect: Effect) -> str:
-    """Return a text with the numbers of pairs and of blocks from which an effect was estimated."""
+    """Return the numbers of pairs and blocks behind an effect as text."""
     sure = "" if effect.ratio.low is not None else "one block gives no interval; "
     return f" ({sure}{format_count(effect.num_pairs, 'pair')}, {format_count(effect.num_blocks, 'block')})"
 

@@ -1,4 +1,4 @@
-"""Measures how wrong the plan's time ratios of two configurations can be, by kind of their difference.
+"""Measures how wrong the planned time ratio of two configurations can be.
 
 A public sweep is a published measurement of one model on some GPUs, in several configurations. The sweeps are
 in workflow/reference/public_sweeps.csv. Each row names its source, and has the time that the plan predicts.
@@ -18,9 +18,9 @@ from stratbench.cell.installation import REFERENCE
 from stratbench.cell.text.words import format_count
 
 PUBLIC_SWEEPS = REFERENCE / "public_sweeps.csv"
-#: Kinds of differences between two configurations. A configuration has an amount of each kind, in this order:
-#: samples per micro-batch, share of the forward pass that is computed again, ZeRO stage (0 to 3), degree of
-#: tensor parallelism, pipeline stages, and 0 or 1 for torch.compile and for offload to host memory.
+#: Kinds of differences between two configurations. Each has an amount, in this order: samples per
+#: micro-batch, share of the forward pass that is computed again, ZeRO stage (0 to 3), degree of tensor
+#: parallelism, number of pipeline stages. The amount of the last two is 1 if they are used, else 0.
 KINDS = ("micro-batch", "checkpointing", "sharding", "tensor", "pipeline", "compile", "offload")
 #: Approximate share of the forward pass that selective activation checkpointing computes again.
 SELECTIVE_SHARE = 0.4
@@ -55,7 +55,7 @@ Margins = Mapping[tuple[str, bool], Margin]
 
 
 class Beaten(NamedTuple):
-    """Reason to drop a configuration: its planned time is too long relative to that of a faster one."""
+    """Reason to drop a configuration: its planned time is too long relative to another."""
 
     #: Name of the faster configuration.
     faster: str
@@ -169,7 +169,7 @@ def fit_public_margins() -> dict[tuple[str, bool], Margin]:
 
 
 def describe_margins(margins: Margins) -> Iterator[str]:
-    """Yield a line per kind of difference, with its margins and the numbers of sweeps and sources."""
+    """Yield a line per kind of difference, with its margins and their evidence."""
     for kind in KINDS:
         lines = [
             f"factor {m.ratio:.2f} if the slower one has the {words} value "

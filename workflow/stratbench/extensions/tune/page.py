@@ -1,4 +1,4 @@
-"""Renders the page of `tune`: the answer, a plot of time over memory, and the effect of each choice."""
+"""Renders the page of `tune`: the answer, a plot, and the effect of each choice."""
 
 from __future__ import annotations
 

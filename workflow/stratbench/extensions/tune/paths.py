@@ -1,4 +1,4 @@
-"""Defines the path of the config that `tune` writes, with the study of the combinations to measure."""
+"""Defines the path of the config that `tune` writes."""
 
 #: Path of the config that `tune` writes, relative to results/<study>.
 TUNING_CONFIG_PATH = ("tune", "config.yaml")

@@ -1,4 +1,4 @@
-"""Drops combinations by three filters: unsupported ones, those that do not fit in memory, and too slow ones.
+"""Filters combinations: drops those that are unsupported, do not fit in memory or are too slow.
 
 A combination that ran out of memory in a block does not fit, even if the plan predicts that it does. It then
 drops no slower combinations. The budget is applied last.
@@ -189,7 +189,7 @@ def postpone_combinations_beyond_budget(
 
 
 def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, str]]:
-    """Return the combinations that ran out of memory in a block, as name and hash of the settings.
+    """Return the name and the hash of settings of combinations that ran out of memory.
 
     Args:
         results: The folder of results.
@@ -249,7 +249,7 @@ def _format_options_of_unknown_kind(combination: Combination) -> str:
 
 
 def measure_difference_amounts(subject: Subject) -> dict[str, float]:
-    """Return the amount that a cell has of each kind of difference, such as its number of pipeline stages."""
+    """Return a cell's amount of each kind of difference, such as its pipeline stages."""
     settings, mesh, options = subject.settings, subject.mesh, subject.settings.options
     traits = get_traits(settings.strategy, options, subject.cell.gpus)
     parts = settings.gradient_accumulation_steps * subject.strategy.num_batch_parts * mesh.tensor
@@ -265,7 +265,7 @@ def measure_difference_amounts(subject: Subject) -> dict[str, float]:
 
 
 def _find_zero_stage(subject: Subject, traits: Traits) -> int:
-    """Return the ZeRO stage (0 to 3) with the same sharding of states as the cell's strategy."""
+    """Return the ZeRO stage (0 to 3) that shards the same states as a cell's strategy."""
     options = subject.settings.options
     # Strategies that also divide the network among workers have an option for their data parallelism.
     if subject.mesh.workers_per_replica > 1:
@@ -321,7 +321,7 @@ def make_tuning_study_name(study: str) -> str:
 def _unsupported_reason(
     config: Mapping[str, Any], experiment: str, gpus: int, model: str, combination: Combination
 ) -> str:
-    """Return the reason why the config refuses a combination, or an empty text if it is supported."""
+    """Return the reason why a combination is not supported, or an empty text."""
     try:
         load_config(add_tuning_study(config, experiment, gpus, model, [combination]))
     except ConfigError as error:

@@ -114,7 +114,7 @@ def _has_ddp_updates(strategy_name: str, gpus: int) -> bool:
 
 
 def _iter_options(strategy_name: str, gpus: int) -> Iterator[dict[str, Any]]:
-    """Yield the options to try as dicts: no changed option, then each other value of one option."""
+    """Yield the options to try: the defaults, then each other value of one option."""
     yield {}
     for option in fields(get_strategy_class(strategy_name).Options):
         for value in option.metadata.get("tried", ()):

@@ -1,4 +1,4 @@
-"""Adds `stratbench tune`, which filters the configurations of a model by a plan, and measures the rest."""
+"""Adds the command `stratbench tune`, which finds the fastest configuration of a model."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 class BlockRun:
-    """A running block: its plan, and what its segments have determined so far, such as their length."""
+    """A running block: its plan, and the values that its segments have determined so far."""
 
     def __init__(
         self, args: argparse.Namespace, plan: BlockPlan, settings: Mapping[str, Settings]
@@ -179,7 +179,7 @@ class BlockRun:
                     os.environ[FOLDER_VARIABLE] = before
 
     def _choose_segment_length(self, segment: Segment) -> None:
-        """Choose the number of steps per segment from the burn-in segment, unless the plan has set it."""
+        """Choose the number of steps per segment from the burn-in segment, if the plan has none."""
         if self._steps is None:
             noise = block_rules.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
             self._steps = block_rules.choose_segment_steps(
@@ -260,7 +260,7 @@ class BlockRun:
         )
 
     def _record_hosts_and_gpus(self, job: Job) -> list[str]:
-        """Add the hosts and GPUs of a segment to those of the block, and return its sorted host names."""
+        """Add the hosts and GPUs of a segment to the block's, and return its hosts."""
         workers = job.folder.read_worker_results(job.world_size).values()
         provenances = [w["provenance"] for w in workers if "provenance" in w]
         hosts = sorted({p["host"]["name"] for p in provenances})
@@ -325,7 +325,7 @@ def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
 
 
 def get_disagreement_limit(plan: BlockPlan, log_differences: Iterable[float]) -> float:
-    """Return the log time ratio of two segments above which a strategy runs a third one in this block.
+    """Return the log time ratio of two segments above which a strategy runs a third.
 
     Args:
         plan: Plan of the block, which may have set the limit.

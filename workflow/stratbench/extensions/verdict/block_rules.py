@@ -23,8 +23,8 @@ MIN_DISAGREEMENT, DISAGREEMENT = 0.03, 5.9
 #: Largest allowed |log(measured / predicted time)| of a full run. Its predicted time is its number of steps
 #: times the step time in the blocks.
 MAX_LOG_DEVIATION = 0.03
-#: Assumed noise of step times before any measurement, by kind of device: relative standard deviation of a
-#: step, correlation of successive steps, and relative standard deviation between two starts of a process.
+#: Assumed noise of step times by kind of device. The three numbers are the relative standard deviation of a
+#: step, the correlation of successive steps, and the relative standard deviation between starts of a process.
 STEP_NOISE = {"cuda": (0.05, 0.3, 0.008), "cpu": (0.3, 0.3, 0.05)}
 #: Assumed seconds to start a segment's processes from a fork server, by kind of device.
 SEGMENT_START_S = {"cuda": 6.0, "cpu": 0.7}
@@ -36,8 +36,9 @@ SEGMENTS_PER_STRATEGY, STRATEGIES_PER_FULL_CELL = 7.5, 9
 def choose_segment_steps(
     start_s: float, step_s: float, step_cv: float, correlation: float, process_sd: float
 ) -> int:
-    """Return the number of timed steps per segment that gives the smallest error per second of run time.
+    """Return the number of timed steps per segment that measures most per second.
 
+    With this number, the error of the mean step time is smallest for a given run time.
     A segment is long if a start takes long, and short if starts differ more than steps do. The formula is
     sqrt(start_s / step_s * step_cv^2 (1 + r) / (1 - r) / process_sd^2), by Kalibera and Jones (2013). The
     result is between MIN_STEPS and MAX_STEPS.

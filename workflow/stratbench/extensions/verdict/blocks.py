@@ -26,8 +26,9 @@ BLOCK_FILE = "block.json"
 SCHEMA_VERSION = 1
 #: Version of verdict.json.
 VERDICT_VERSION = 4
-#: Passes of a block, in order: a burn-in segment that does not count, a segment of each strategy, another one
-#: of each strategy in reverse order, and third segments of strategies whose two segments disagree.
+#: Passes of a block, in order. The burn-in is one segment that does not count. In `first` and `mirror` each
+#: strategy runs a segment, in `mirror` in reverse order. In `third`, strategies run again whose two segments
+#: disagree.
 PASSES = BURN_IN, FIRST, MIRROR, THIRD = "burn-in", "first", "mirror", "third"
 #: Settings in which a segment may differ from the full run: length, seed and profiler.
 _SETTINGS_THAT_DIFFER = ("steps", "epochs", "seed", "profile")
@@ -126,13 +127,13 @@ def make_segment_settings(settings: Settings, plan: BlockPlan, segment_steps: in
 
 
 def remove_length_and_seed(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a cell without those that may differ between a segment and a full run."""
+    """Return the settings of a cell that are equal in segments and full runs."""
     values = settings.as_dict() if isinstance(settings, Settings) else settings
     return {key: value for key, value in values.items() if key not in _SETTINGS_THAT_DIFFER}
 
 
 def hash_trained_settings(settings: Settings | Mapping[str, Any]) -> str:
-    """Return a short hash of a cell's settings, which is equal for a segment and a full run."""
+    """Return a short hash of the settings that are equal in segments and full runs."""
     text = json.dumps(remove_length_and_seed(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -227,7 +228,7 @@ class PairedBlock:
         return [math.log(s.mean_step_s) for s in segments]
 
     def compute_log_step_time(self, strategy: str) -> float:
-        """Return the logarithm of a strategy's seconds per step in this block, or NaN if a segment failed."""
+        """Return the logarithm of a strategy's step time in this block, or NaN after a failure."""
         logs = self.list_log_step_times(strategy)
         return compute_block_value(logs) if logs else math.nan
 

@@ -1,4 +1,4 @@
-"""Rule of the audit: full runs and the blocks of a verdict must give the same step time."""
+"""Audit rule: full runs and a verdict's blocks must give the same step time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, has
 
 @rule("full-run-against-steps", "warning", "time")
 def find_full_runs_unlike_blocks(evidence: AuditData) -> Iterator[Case]:
-    """The time of a full run should be its number of steps times the step time in the verdict's blocks. A
-    difference of more than 3 % has one of these causes: the device slows down over minutes, the input is too
-    slow, other jobs use the node, or the segments are too short.
+    """The time of a full run should be its number of steps times the step time in a verdict's blocks. It
+    differs by more than 3 %. Possible causes: the device slows down over minutes, the input is too slow,
+    other jobs use the node, or the segments are too short.
     """
     by_place: dict[ComparisonKey, list[PairedBlock]] = {}
     for block in () if evidence.study_dir is None else read_blocks(evidence.study_dir):

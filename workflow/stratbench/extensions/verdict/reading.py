@@ -1,4 +1,4 @@
-"""Adds the times of a verdict's blocks to the evidence of decisions, and a section to the report."""
+"""Adds the verdict to the evidence of decisions, and a section on it to the report."""
 
 from __future__ import annotations
 

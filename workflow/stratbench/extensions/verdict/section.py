@@ -87,7 +87,7 @@ def format_nearest_interval(comparison: Mapping[str, Any]) -> str:
 
 
 def make_rival_row(strategy_entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the row of a rival: its state, its time ratio, and the reason if it was dropped."""
+    """Return the row of a rival: its state, its time ratio, and any reason for its exclusion."""
     return {
         "strategy": strategy_entry["strategy"],
         "state": strategy_entry["words"],
@@ -140,7 +140,7 @@ def iter_noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 def draw_interval_figures(
     verdict: Mapping[str, Any], marks: Mapping[str, Mark]
 ) -> Iterator[dict[str, Any]]:
-    """Draw a figure per comparison: the time ratio of each strategy to the leader, and its lower bound."""
+    """Draw a figure per comparison, with the time ratio of each strategy to the leader."""
     for comparison in verdict["comparisons"]:
         known = [r for r in comparison["ratios"] if r["ratio"] is not None]
         if len(known) < 2 or comparison["leader"] is None:

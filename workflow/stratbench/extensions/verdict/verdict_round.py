@@ -1,4 +1,4 @@
-"""Tells the Snakemake rules what one round of a verdict runs: its blocks, full runs and resources.
+"""Tells the Snakemake rules which blocks and full runs one round of a verdict runs.
 
 At its start, the workflow runs a command that prints the next round as JSON. The jobs of the round read this
 JSON from a file.
@@ -107,7 +107,7 @@ class Round:
         return [cell for cell in cells if cell.path not in self._jobs.skip_reasons]
 
     def list_files(self) -> list[str]:
-        """Return the paths of all files that the round writes: block.json files, and records of full runs."""
+        """Return the paths of the round's files: block.json files, and records of full runs."""
         results = self._jobs.results
         made = [plan.get_result_folder(results) / BLOCK_FILE for plan in self.blocks.values()]
         return [str(p) for p in (*made, *(cell.record_path(results) for cell in self.full_runs))]
@@ -133,7 +133,7 @@ class Round:
         return {name: json.loads(s.as_json()) for name, s in settings.items()}
 
     def get_settings_in_common(self, plan: BlockPlan) -> dict[str, dict[str, Any]]:
-        """Return the settings of each strategy that are equal in segments and in full runs, by strategy."""
+        """Return the settings that are equal in segments and full runs, by strategy."""
         return {
             name: remove_length_and_seed(self._jobs.resolve_settings(plan.make_segment_cell(name)))
             for name in plan.order
@@ -181,7 +181,7 @@ class Round:
         if all(following[key] == self.content[key] for key in ("comparisons", "full_runs")):
             raise ConfigError(
                 "all files of this round of the verdict exist, but the next round would be the same again; "
-                "run `snakemake verdict`, which prints the files that it does not use, and the reasons"
+                "run `snakemake verdict` to see which files are not used, and why"
             )
         return True
 

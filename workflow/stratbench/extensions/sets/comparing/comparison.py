@@ -166,7 +166,7 @@ class ComparedCell:
 
 @dataclass(frozen=True)
 class StrategyMean:
-    """Geometric mean of a strategy's time ratios: first over the cells of each model, then over models."""
+    """Geometric mean of a strategy's time ratios, over the cells of a model, then over models."""
 
     strategy: str
     #: Number of workers of the cells; None if the mean is over all numbers.
@@ -186,7 +186,7 @@ class StrategyMean:
 
 @dataclass(frozen=True)
 class RankChange:
-    """Two strategies of which one is faster in the first set, and the other one in the other set."""
+    """Two strategies whose order by training time differs between two sets."""
 
     experiment: str
     model: str
@@ -201,7 +201,7 @@ class RankChange:
 
     @property
     def is_beyond_noise(self) -> bool:
-        """Whether the intervals of both ratios exclude 1, so that the change of order is no chance."""
+        """Whether the change of order is no chance: the intervals of both ratios exclude 1."""
         return self.ratio_in_first.excludes(1) and self.ratio_in_other.excludes(1)
 
 
@@ -346,7 +346,7 @@ def shorten_field_path(field_path: str) -> str:
 
 
 def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
-    """Yield the mean time ratio of each strategy: over all worker counts, then for each worker count."""
+    """Yield the mean time ratio of each strategy, over all worker counts and for each."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
         by_strategy[cell.group.strategy].append(cell)

@@ -1,4 +1,4 @@
-"""Writes an interactive page with the cells of several result sets, and the set as a column."""
+"""Writes an interactive page with the cells of several result sets."""
 
 from __future__ import annotations
 

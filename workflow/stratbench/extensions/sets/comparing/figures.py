@@ -1,4 +1,4 @@
-"""Draws the ratio of each cell's training time in a set to that in the first set."""
+"""Draws the time ratios of a comparison: a set's training time divided by the first set's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stratbench.extensions.sets.comparing.comparison import ComparedCell, Compar
 def draw_ratio_figures(
     comparison: Comparison, out_dir: Path, margin: float
 ) -> list[dict[str, Any]]:
-    """Draw a figure of time ratios per experiment and model, and return what the page shows of each.
+    """Draw a figure of time ratios per experiment and model, and return them for the page.
 
     Args:
         comparison: Comparison of two sets.

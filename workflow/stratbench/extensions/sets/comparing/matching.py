@@ -1,4 +1,4 @@
-"""Matches each cell of a result set with the same cell of another set, and finds their differences."""
+"""Matches the cells of two result sets, and finds the differences of each matched cell."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value of the paper's tables as text, as it is in records: `10`, not `10.0`."""
+    """Return a value of the paper's tables as text, as in records: `10`, not `10.0`."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -230,7 +230,7 @@ def select_blocking_differences(
 
 
 def select_unstated_differences(differences: list[Difference]) -> list[Difference]:
-    """Return the differences of a cell in fields on the trained work that only one set has."""
+    """Return a cell's differences in fields on the trained work that one set lacks."""
     return [
         d
         for d in differences

@@ -55,7 +55,7 @@ def iter_set_rows(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
 
 
 def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values for the section of the page that compares a set with the first one.
+    """Return the values of the page's section that compares a set with the first.
 
     Args:
         comparison: Comparison of the two sets.
@@ -92,7 +92,7 @@ def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]])
 
 
 def iter_difference_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the page's table of differences: one per kind, the most serious kind first."""
+    """Yield the rows of the page's table of differences, the most serious kind first."""
     for effect, listed in comparison.differences_by_effect.items():
         for kind in dict.fromkeys(d.kind for d in listed):
             rows = [d for d in listed if d.kind == kind]
@@ -105,13 +105,13 @@ def iter_difference_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 
 def find_common_unit(cells: Sequence[ComparedCell]) -> str:
-    """Return the unit in which the scores of all cells change, or an empty text if units differ."""
+    """Return the unit of the cells' score changes, or an empty text if units differ."""
     units = {c.score.format_difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 
 
 def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield a sentence on each large change of a cell's peak memory or score between the sets."""
+    """Yield a sentence on each large change of a cell's peak memory or score."""
     for cell in comparison.cells_with_ratio:
         if cell.memory_ratio is not None and abs(cell.memory_ratio - 1) > MEMORY_CHANGE:
             before, after = map(

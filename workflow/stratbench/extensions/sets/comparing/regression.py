@@ -1,4 +1,6 @@
-"""Finds strategies and cells that are slower than in the first set, by more than noise and an allowed share.
+"""Finds strategies and cells that are slower than in the first set.
+
+A slow-down counts if it is larger than noise and than an allowed share.
 
 A cell that has times in the first set, but no usable times in the other set, counts as a failure. Otherwise
 its slow-down would not be noticed.
@@ -26,7 +28,7 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class WatchedCells:
-    """Outcome of the search for slow-downs: of one cell, or of several cells of a strategy together."""
+    """Outcome of the search for slow-downs, for one cell or for several cells of a strategy."""
 
     set_name: str
     #: Strategy or cells as text.
@@ -139,7 +141,7 @@ def iter_strategies_without_times(comparison: Comparison) -> Iterator[WatchedCel
 
 
 def is_no_longer_finished(cell: ComparedCell) -> bool:
-    """Return whether a cell finished in the first set, but in no repeat of the other set.
+    """Return whether a cell finished in the first set, but not in the other set.
 
     The result is False for cells that train something else in the other set.
     """
@@ -151,7 +153,7 @@ def is_no_longer_finished(cell: ComparedCell) -> bool:
 
 
 def finishes_less_often(cell: ComparedCell) -> bool:
-    """Return whether all repeats of a cell finished in the first set, but only some in the other."""
+    """Return whether fewer repeats of a cell finished than in the first set, but at least one."""
     worse = cell.other_measurements.failure_text and not cell.first_measurements.failure_text
     return bool(
         worse

@@ -37,7 +37,7 @@ def format_ratio(estimate: IntervalEstimate) -> str:
 
 
 def format_score_change(cell: ComparedCell) -> str:
-    """Return the change of a cell's score as text, or an empty text if the change is unknown."""
+    """Return the change of a cell's score as text, which is empty if unknown."""
     change = cell.score_change
     return "" if change is None else change.format_text(f"{{:+.{cell.score.decimals}f}}".format)
 
@@ -146,7 +146,7 @@ def make_difference_table(comparison: Comparison) -> pd.DataFrame:
 
 
 def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
-    """Write all tables of a comparison to a folder with the name of the other set, in `out_dir`."""
+    """Write all tables of a comparison to the folder <out_dir>/<name of the other set>."""
     folder = out_dir / comparison.other_set.name
     first, other = comparison.first_set.name, comparison.other_set.name
     write_safe_csv(pd.DataFrame(list(iter_cell_rows(comparison))), folder / "cells.csv")
@@ -187,7 +187,7 @@ def write_table(table: pd.DataFrame, title: str, path_stem: Path) -> None:
 
 
 def write_safe_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as a CSV file in which no text is a formula for a spreadsheet.
+    """Write a CSV file in which no text is a formula for a spreadsheet.
 
     A text that looks like a formula gets a ' at its begin.
     """

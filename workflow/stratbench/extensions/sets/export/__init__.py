@@ -1,4 +1,4 @@
-"""Exports a result set in formats of other tools, each to a folder of its own, without a server."""
+"""Exports a result set in the formats of other tools, without a server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def export_set(result_set: ResultSet, formats: Sequence[str], out: Path) -> list
 
 @contextmanager
 def _replace_folder(folder: Path) -> Iterator[Path]:
-    """Context with a new, empty folder, which replaces `folder` at the end unless an exception is raised."""
+    """Context with a new folder, which replaces `folder` at the end if no exception is raised."""
     unfinished, old = (folder.with_name(f".{folder.name}.{what}") for what in ("unfinished", "old"))
     for left in (unfinished, old):
         shutil.rmtree(left, ignore_errors=True)

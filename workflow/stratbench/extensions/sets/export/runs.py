@@ -25,7 +25,7 @@ TAGS = (
 
 @dataclass(frozen=True)
 class ExportedEpoch:
-    """An epoch of a run: its number from 1, the training time at its end in seconds, and its metrics."""
+    """An epoch of a run: its number, the training time at its end, and its metrics."""
 
     number: int
     end_s: float
@@ -55,7 +55,7 @@ class ExportedRun:
 
 
 def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
-    """Yield a run for each record of a set, in the order of its cells, and print the progress."""
+    """Yield a run for each record of a set, and print the progress."""
     records = {Cell(**record["cell"]): record for record in result_set.records}
     epochs = dict(list(result_set.epochs.groupby(list(COORDINATES), sort=False)))
     measured = [
@@ -117,7 +117,7 @@ def _flatten_settings(
 
 
 def _parse_time_unix_s(record: dict[str, Any], time_field: str) -> float:
-    """Return a time in a record's provenance as seconds since 1970, or 0 if it is missing.
+    """Return a time in a record's provenance in seconds since 1970, or 0 without it.
 
     Args:
         record: The record.

@@ -33,7 +33,7 @@ def iter_events(run: ExportedRun) -> Iterator[Event]:
 
 
 def write_export(result_set: ResultSet, folder: Path) -> None:
-    """Write a TensorBoard log file per cell, whose name does not contain the name of this host."""
+    """Write a TensorBoard log file per cell. Its name does not contain that of this host."""
     for run in iter_runs(result_set):
         path = folder / run.cell.path / f"events.out.tfevents.{int(run.started_s):010d}.stratbench"
         path.parent.mkdir(parents=True)

@@ -42,7 +42,7 @@ def write_export(result_set: ResultSet, folder: Path) -> None:
 
 
 def write_run(run: ExportedRun, folder: Path) -> None:
-    """Write one offline run: its epochs as history, and the metrics of the whole cell as summary."""
+    """Write one offline run, with its epochs as history and the cell's metrics as summary."""
     # The id depends on the record alone, so that a second upload of a record replaces the first.
     identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_s}".encode())
     offline = wandb.init(

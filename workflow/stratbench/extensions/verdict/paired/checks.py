@@ -107,7 +107,7 @@ def correct_by_full_runs(
 
 
 def zero_small_deviation(deviation: float) -> float:
-    """Return the log deviation of a full run from its blocks, or 0 if it is at most MAX_LOG_DEVIATION."""
+    """Return the log deviation of a full run, or 0 if it is at most MAX_LOG_DEVIATION."""
     return deviation if abs(deviation) > MAX_LOG_DEVIATION else 0.0
 
 
@@ -178,7 +178,7 @@ def iter_contradicting_strategies(
 
 
 def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
-    """Yield the reasons why the blocks of a comparison allow no conclusion, such as a copied block."""
+    """Yield the reasons why a comparison's blocks allow no conclusion, such as a copy."""
     for one, other in combinations(blocks, 2):
         if is_copy(one, other):
             yield (
@@ -198,7 +198,7 @@ def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
 
 
 def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
-    """Return whether one of two blocks is a copy of the other, because their time ratios are equal."""
+    """Return whether two blocks are copies: their time ratios are equal."""
     segments = [
         {
             (s.strategy, s.pass_name): math.log(s.mean_step_s)

@@ -1,4 +1,4 @@
-"""The evidence that a verdict is based on: comparisons, complete blocks and full runs of a study."""
+"""Reads the evidence of a verdict: comparisons, complete blocks and full runs of a study."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FullRun:
 
     @property
     def score_sign(self) -> int:
-        """Factor by which a score is multiplied so that a higher value is better: 1 or -1."""
+        """Factor (1 or -1) that converts a score so that a higher value is better."""
         return 1 if self.better_direction == "higher" else -1
 
     @property
@@ -246,7 +246,7 @@ def iter_comparisons(
 def add_full_steps(
     study: Study, comparison: PairedComparison, train_samples: int | None
 ) -> PairedComparison:
-    """Return the comparison with the number of steps of its full runs, if this number is known.
+    """Return the comparison with the number of steps of its full runs, if known.
 
     Args:
         study: The study.
@@ -300,7 +300,7 @@ def _iter_usable_blocks(
 def _iter_full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
-    """Yield each full run with the config's settings: its cell, the run, and its number of training samples.
+    """Yield each full run with the config's settings, with its cell and training samples.
 
     Args:
         study: The study.

@@ -63,7 +63,7 @@ class Look(NamedTuple):
 
     @property
     def equal(self) -> np.ndarray:
-        """Mask of the rivals whose time differs from the leader's by at most EQUAL, with 95 % confidence."""
+        """Mask of the rivals whose whole interval is within the share EQUAL of the leader's time."""
         near = np.log1p(EQUAL)
         return self.rivals & (self.low >= -near) & (self.high <= near)
 
@@ -117,7 +117,7 @@ def average_log_times(log_times: np.ndarray) -> np.ndarray:
 def group_by_node_set(
     log_times: np.ndarray, node_set_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the mean log times per set of nodes if there are enough sets, else those per block.
+    """Average the log times of blocks on the same nodes, if there are enough sets of nodes.
 
     Time ratios of strategies differ by several percent between nodes. So blocks on the same nodes are no
     independent repeats for a conclusion about other nodes. With fewer than MIN_SETS sets of nodes, the

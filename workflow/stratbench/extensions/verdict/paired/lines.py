@@ -1,4 +1,4 @@
-"""Formats a verdict for the terminal: decided and open comparisons, cost so far, and the next round."""
+"""Formats a verdict for the terminal: comparisons, cost so far, and the next round."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class NextRound:
-    """The blocks and full runs of the next round, or the reason why the verdict is done.
+    """Blocks and full runs of the next round, or the reason why there is none.
 
     A verdict that is done has neither blocks nor full runs.
     """
@@ -121,7 +121,7 @@ def is_decided(replay: Course, state: ComparisonState) -> bool:
 
 
 def compute_max_log_advantage(evidence: PairedEvidence) -> float:
-    """Return log(1 + margin): the largest log ratio by which a rival may be faster than a decided leader."""
+    """Return log(1 + margin), by which a rival may be faster than a decided leader."""
     return math.log1p(evidence.margin) + 1e-9
 
 

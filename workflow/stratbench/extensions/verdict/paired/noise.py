@@ -1,4 +1,6 @@
-"""Estimates the noise of blocks by the method of moments, and how many blocks a conclusion needs.
+"""Estimates the noise of blocks, and the number of blocks that a conclusion needs.
+
+The estimates are by the method of moments.
 
 The log step time of a segment is modelled as a sum: strategy, allocation, strategy in this allocation, trend
 over the block, start of the process, and variation within the segment.

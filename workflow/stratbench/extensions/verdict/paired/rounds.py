@@ -336,7 +336,7 @@ class Course:
                 yield state, comparison.strategies[fastest]
 
     def _apply_scores(self) -> None:
-        """Remove strategies whose scores in full runs are too low, and let those with good scores lead."""
+        """Remove strategies with bad scores in full runs, and let those with good scores lead."""
         good, bad = np.zeros_like(self._analysis.active), np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
             for j, strategy in enumerate(state.comparison.strategies):

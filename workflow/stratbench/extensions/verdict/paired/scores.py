@@ -1,4 +1,4 @@
-"""Decides which strategies have good enough scores in full runs to lead, and how certain this is."""
+"""Decides which strategies have good enough scores in full runs to lead a verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stratbench.statistics.moderated import ALPHA
 
 @dataclass(frozen=True)
 class ScoreLoss:
-    """Amount by which a strategy's score is worse than the reference, in the unit of the report."""
+    """Loss of a strategy's score relative to the reference, in the unit of the report."""
 
     score_loss: float
     #: Upper 95 % bound of the loss; infinite if no strategy of the model was trained with two seeds.
@@ -123,7 +123,7 @@ class FullRunScores:
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def find_exclusion_reason(self, comparison: PairedComparison, strategy: str) -> str | None:
-        """Return the reason why a failed full run or a bad score excludes a strategy, or None."""
+        """Return the reason why a strategy's full runs exclude it, or None."""
         for run in self.list_full_runs(comparison, strategy):
             if run.status != "ok":
                 return f"its full run failed: {run.reason or run.status}"

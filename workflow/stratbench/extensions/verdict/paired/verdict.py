@@ -183,7 +183,7 @@ def iter_doubts(
 
 
 def describe_noise(noise: Noise, margin: float, num_rivals: int) -> str:
-    """Return a clause on the noise between blocks, and on the number of blocks that a conclusion takes.
+    """Return a text on the noise between blocks, and on the blocks that a conclusion takes.
 
     Args:
         noise: Noise of the blocks.
@@ -293,7 +293,7 @@ def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
 
 
 def count_node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
-    """Return a number of sets as text: `2 nodes`, or `2 sets of nodes` if a set has several nodes.
+    """Return the number of sets of nodes as text, such as `2 nodes` or `2 sets of nodes`.
 
     Args:
         count: Number of sets of nodes.
@@ -374,7 +374,7 @@ def format_ratio_with_bound(strategy_entry: dict[str, Any]) -> str:
 
 
 def convert_log_to_ratio(log_ratio: float) -> float | None:
-    """Return a ratio from its logarithm, or None if the ratio is infinite or too large to print."""
+    """Return a ratio from its logarithm, or None if it is too large to print."""
     return math.exp(log_ratio) if math.isfinite(log_ratio) and abs(log_ratio) < 50 else None
 
 
@@ -398,7 +398,7 @@ def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
 
 
 def convert_log_to_excess(log_ratio: float) -> float | None:
-    """Return the share by which a ratio exceeds 1, from its logarithm, or None if it is infinite."""
+    """Return the share by which a ratio exceeds 1 from its logarithm, or None if infinite."""
     ratio = convert_log_to_ratio(log_ratio)
     return None if ratio is None else ratio - 1
 
@@ -496,7 +496,7 @@ def assess_confidence(
 
 
 def find_score_doubt(replay: Course, state: ComparisonState) -> str | None:
-    """Return a sentence on why the leader's score may not be good enough, or None if it is good enough."""
+    """Return the reason why the leader's score may not be good enough, or None."""
     leader = state.last_look.leader
     if not state.comparison.has_score:
         return (
