@@ -151,7 +151,7 @@ def compute_epoch_times_s(s: Settings, report: CommandReport) -> list[float]:
 
 
 def get_time_origin_s(job: Job) -> float:
-    """Return the time on node 0's clock at which the times of the cell are 0.
+    """Return the time on node 0's clock from which the cell's times count.
 
     The report's times are on this clock.
     """
@@ -256,7 +256,7 @@ def read_last_log_lines(job: Job) -> list[str]:
 
 
 def find_hang_reason(job: Job) -> str | None:
-    """Return why a command that reached its time limit counts as hung.
+    """Return the reason for which a command at its time limit counts as hung.
 
     The result is None without a time limit, or if the command was only slow: being slow is a valid result.
     Only reported steps count as progress.

@@ -65,7 +65,7 @@ def select_compared_rows(row: Row, candidates: Sequence[Row]) -> list[Row]:
 
 
 def iter_work_differences(row: Row, compared_rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a text for each difference between the training of a command's cell and of compared cells."""
+    """Yield a text for each difference between a command's training and that of compared cells."""
     if row["command_workers"] != row["gpus"]:
         yield f"it reports {row['command_workers']} processes, but the cell has {row['gpus']}"
     if not compared_rows:
@@ -83,7 +83,7 @@ def iter_work_differences(row: Row, compared_rows: Sequence[Row]) -> Iterator[st
 
 
 def iter_score_difference(row: Row, compared_rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a text if a command's score differs too much from the scores of the compared cells.
+    """Yield a text if a command's score differs too much from compared cells' scores.
 
     A difference is too large if it exceeds the score's tolerance plus the sampling error.
     """

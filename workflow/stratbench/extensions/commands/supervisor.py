@@ -3,8 +3,8 @@
 python -m stratbench.extensions.commands.supervisor --logs DIR ... -- PROGRAM ARGUMENT...
 
 All processes of the command remain descendants of this one, even in a session of their own. They are killed
-when the command has ended, and when the standard input of this process ends, because its agent has closed it
-or was killed. Finally the supervisor writes how the command ended, and the kernel's counts of all its
+when the command has ended. They are also killed when the node's agent closes the standard input of this
+process or is killed. Finally the supervisor writes how the command ended, and the kernel's counts of all its
 processes.
 """
 

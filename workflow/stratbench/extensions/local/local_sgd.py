@@ -14,10 +14,10 @@ class LocalSGD(Local):
     """Trains workers separately, and averages their weights after every `period` steps.
 
     BatchNorm's statistics are averaged as well. An average also follows the last step. Each worker keeps its
-    own momentum or AdamW moments (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin
-    et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020; PyTorch's PostLocalSGDOptimizer). Before
-    step `start`, gradients are averaged as by DDP, but after backward: this is the post-local SGD of the
-    second paper.
+    own momentum or AdamW moments (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019).
+
+    Before step `start`, gradients are averaged as by DDP, but after backward. This is post-local SGD (Lin et
+    al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020; PyTorch's PostLocalSGDOptimizer).
     """
 
     summary: ClassVar[str] = "workers train alone; weights are averaged every few steps"

@@ -55,7 +55,7 @@ def classify_served_ending(
 
 
 def find_own_loss_reason(worker: Mapping[str, Any] | None) -> str | None:
-    """Return a worker's error, unless the error follows from the end of the servers or of their run.
+    """Return a worker's error, unless the end of the servers caused the error.
 
     The result is None without such an error.
     """

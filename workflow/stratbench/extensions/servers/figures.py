@@ -36,7 +36,7 @@ def compute_server_traffic(
     servers: list[dict[str, Any]],
     run: dict[str, Any],
 ) -> dict[str, float]:
-    """Return the traffic of the busiest server in bytes per second, and the traffic of links.
+    """Return the bytes per second of the busiest server, and the traffic of links.
 
     Args:
         job: Job of the cell.
@@ -52,7 +52,9 @@ def compute_server_traffic(
 
 
 def compute_node_link_traffic(job: Job, workers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the traffic within nodes per step, and that of the busiest link per global batch, in bytes.
+    """Return the bytes that workers and servers exchange within nodes, and over the busiest link.
+
+    The bytes within nodes are per step, and those of the link per global batch.
 
     Workers count these bytes. Lost workers are left out, because their counts are unknown.
     """
@@ -85,7 +87,7 @@ def sum_served_run(
     samples_per_step: int,
     per_epoch: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the training time, samples, updates and epochs of a run, as its servers counted them.
+    """Return the training time, samples, updates and epochs that the servers counted.
 
     An epoch ends when as many tickets were completed as the epoch has; some may belong to the next epoch. The
     samples of a lost worker count if its tickets were completed. Some shards may have dropped a late push

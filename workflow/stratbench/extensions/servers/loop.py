@@ -137,7 +137,7 @@ def sum_losses(losses: list[torch.Tensor]) -> tuple[float, float]:
 def make_epoch_table_copier(
     data: DeviceData, s: Settings, epochs: int
 ) -> Callable[[int], EpochTables]:
-    """Return a function that copies the sample order and augmentation of an epoch to the device.
+    """Return a function that copies an epoch's sample order and augmentation to the device.
 
     These tables are drawn for all epochs in advance, because training with servers has no pause between two
     epochs.
@@ -177,7 +177,9 @@ def evaluate_epoch_snapshot(
 def evaluate_all_snapshots(
     strategy: Any, data: DeviceData, worker: Worker, progress: Progress
 ) -> list[str]:
-    """Evaluate the servers' snapshots of all epochs, and return the names of losses that are not finite.
+    """Evaluate the servers' snapshots of all epochs.
+
+    The result names the losses that are not finite.
 
     Args:
         strategy: Strategy of the cell.
@@ -198,7 +200,7 @@ def evaluate_all_snapshots(
 def make_epoch_entry(
     strategy: Any, data: DeviceData, worker: Worker, epoch: int, train_time_s: float
 ) -> dict[str, Any]:
-    """Evaluate the snapshot that is in the model, and return the results of the snapshot's epoch.
+    """Evaluate the snapshot that the model has loaded, and return the results.
 
     The training loss is missing, because only the launcher has the losses of all workers.
 

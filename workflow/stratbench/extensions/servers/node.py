@@ -24,7 +24,7 @@ SERVER = "stratbench.extensions.servers.process:serve_parameters"
 
 @contextmanager
 def make_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
-    """Yield the processes of the servers and workers on a node, which are not started yet."""
+    """Yield the processes of the servers and workers on a node, before their start."""
     with start_fork_server(job) as path:
         servers = make_server_processes(path, job.folder, list_servers_of_node(job, node))
         yield ServedProcesses(job, create_workers(job, node, path), servers)
@@ -48,7 +48,10 @@ class ServedProcesses(NodeProcesses):
         return rank is not None and has_joined(self.job, rank)
 
     def cannot_succeed(self, ended: Mapping[str, int]) -> bool:
-        """Return whether the cell must fail: all workers have ended, or the servers wait for an ended one."""
+        """Return whether all workers have ended, or the servers wait for an ended worker.
+
+        The cell fails in both cases.
+        """
         # On several nodes, workers of other nodes may still run. So this is checked on a single node only.
         return super().cannot_succeed(ended) or (
             self.job.n_nodes == 1 and all(p.name in ended for p in self.workers)

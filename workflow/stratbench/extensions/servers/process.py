@@ -23,7 +23,10 @@ from stratbench.train.worker import (
 
 
 def serve_parameters(config_json: str, run_dir: str) -> None:
-    """Run a parameter server in this process, which exits with 0 after success and else with 1."""
+    """Run a parameter server in this process.
+
+    The process exits with 0 after success, and with 1 after a failure.
+    """
     serve_as_process(ServerConfig(**json.loads(config_json)), run_dir, run_server)
 
 

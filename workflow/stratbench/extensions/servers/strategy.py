@@ -141,7 +141,7 @@ def find_node_of_server(s: Settings, server: int, n_nodes: int) -> int:
 
 
 def choose_node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
-    """Return the number of the node on which a server runs with this value of `server_placement`.
+    """Return the number of a server's node for a value of `server_placement`.
 
     Args:
         server_placement: Value of the option, "central" or "colocated".
@@ -328,7 +328,7 @@ class ParameterServer(base.Strategy):
     def iter_tickets(
         self, evaluate: Callable[[int], dict[str, float | None]] | None = None
     ) -> Iterator[tuple[int, slice]]:
-        """Yield the epoch of each batch of this worker, and the slice of the epoch's shuffled samples.
+        """Yield the epoch of each batch, and the slice of the epoch's shuffled samples.
 
         The first batch comes when all workers are ready. The caller must call `step` for each batch. In an
         elastic cell the servers also request evaluations. `evaluate` returns the results for an epoch, which
@@ -385,7 +385,7 @@ class ParameterServer(base.Strategy):
             return None
 
     def _exchange_counts(self) -> tuple[float, ...]:
-        """Return the seconds waited so far, then the bytes sent to and received from each server."""
+        """Return the seconds of waiting so far, then the bytes to and from each server."""
         return self.channel.wait_s, *self.channel.moved_bytes
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:

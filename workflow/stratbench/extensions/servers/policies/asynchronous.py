@@ -1,8 +1,8 @@
 """Policies that apply every push when it arrives: plain, bounded, staleness-weighted and compensated.
 
-Notation: W the shard's weights, g the pushed gradient, W_read the weights it was computed on, tau
-its staleness (updates applied to the shard since it was read), N the number of workers, mu the
-momentum, eta the learning rate of one push (`Policy.push_lr`).
+W is the shard's weights, g the pushed gradient, and W_read the weights on which g was computed. tau is the
+staleness of g: the number of updates of W since the worker read W_read. N is the number of workers, mu the
+momentum, and eta the learning rate of one push (`Policy.push_lr`).
 
 Weight decay uses W at the time when the push is applied, and not W_read. So the decay is never stale, and no
 policy has to store W_read for it. With one worker both are equal.
@@ -294,9 +294,8 @@ class DanaPolicy(Policy):
     """Policy with a momentum per worker. A worker reads weights predicted from the others' momenta.
 
     v_i <- mu v_i + g;  W -= eta v_i. Worker i reads W - eta mu sum over j != i of v_j, which estimates the
-    weights to which its gradient will be applied. With `nesterov`, W -= eta (g + mu v_i). The part of j's
-    next step that does not depend on its gradient is then eta mu^2 v_j (`Momentum.next_step_factor`), so that
-    mu^2 replaces mu in the read.
+    weights to which its gradient will be applied. With `nesterov`, W -= eta (g + mu v_i). The read
+    then has mu^2 in place of mu, because the part of a next step that is known is eta mu^2 v_j.
 
     Source: DANA-Zero of Hakimi et al., "Taming momentum in a distributed asynchronous environment", 2019,
     which also looks ahead along the worker's own momentum. Without that term, one worker equals

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class SyncPolicy(Policy):
     """Policy that averages the gradients of all live workers in each step. All workers wait.
 
-    W -= lr * velocity(mean of the gradients, weighted by `push_weight`). Sources: bulk-synchronous SGD of Li
-    et al., "Scaling distributed machine learning with the parameter server", OSDI 2014 (sequential
-    consistency), and the synchronous server of the paper this project re-implements. Gradients are summed in
+    W -= lr * velocity(mean of the gradients, weighted by `push_weight`). Source: bulk-synchronous SGD of Li
+    et al., "Scaling distributed machine learning with the parameter server", OSDI 2014. Gradients are summed
+    in
     the order of the slots and not of arrival, so that a run can be repeated bit for bit. No step waits for a
     worker that has finished. A lost worker ends the run.
     """
@@ -51,7 +51,7 @@ class SyncPolicy(Policy):
             return 1.0
 
         def optimizer_buffers(self, workers: int) -> int:
-            """Return the number of buffers: one for the momentum, and N - 1 for gradients of N workers.
+            """Return the number of buffers: one for the momentum, and the others for gradients.
 
             The gradient that arrives last needs no buffer.
             """
@@ -275,7 +275,10 @@ class BucketOptions(PolicyOptions):
         return workers
 
     def optimizer_buffers(self, workers: int) -> int:
-        """Return the number of buffers: one for the momentum, and one for the sum of several gradients."""
+        """Return the number of buffers: one for the momentum, and one for the gradients' sum.
+
+        A single gradient needs no sum.
+        """
         return 1 + (self.pushes_per_update(workers) > 1)
 
 

@@ -32,11 +32,11 @@ class PolicyOptions(Options):
     survives_worker_loss: ClassVar[bool] = True
     #: Whether every update averages one gradient of each worker, all computed on the same weights.
     averages_all: ClassVar[bool] = False
-    #: The reason why the policy does not support AdamW. None: it supports AdamW.
+    #: The reason for which the policy does not support AdamW. None: it supports AdamW.
     refuses_adamw: ClassVar[str | None] = (
         "its rule weighs or corrects SGD's velocity, and AdamW has none"
     )
-    #: The reason why the policy does not support SGD. None: it supports SGD.
+    #: The reason for which the policy does not support SGD. None: it supports SGD.
     refuses_sgd: ClassVar[str | None] = None
 
     @property
@@ -46,14 +46,17 @@ class PolicyOptions(Options):
 
     @classmethod
     def refusal(cls, optimizer: str) -> str | None:
-        """Return the reason why the policy does not support an optimizer, "sgd" or "adamw".
+        """Return the reason for which the policy does not support an optimizer, "sgd" or "adamw".
 
         The result is None if the policy supports the optimizer.
         """
         return {"sgd": cls.refuses_sgd, "adamw": cls.refuses_adamw}[optimizer]
 
     def waits_for_slowest(self, workers: int) -> bool:
-        """Return whether a slow worker makes all others as slow as itself, on average over time."""
+        """Return whether a slow worker makes all others as slow as itself.
+
+        Short delays do not count.
+        """
         return True
 
     def updates_per_step(self, workers: int) -> float | None:
@@ -62,11 +65,14 @@ class PolicyOptions(Options):
 
     @property
     def pushes_per_ticket(self) -> int:
-        """Number of parts into which a worker splits its slice of a batch, each with a push of its own."""
+        """Number of pushes that a worker makes for its slice of a global batch."""
         return 1
 
     def lr_factor(self, workers: int) -> float:
-        """Return the factor on the learning rate of one push: 1, or 1 / `workers` if `lr_scale` is "1/N"."""
+        """Return the factor on the learning rate of one push.
+
+        It is 1, or 1 / `workers` if the option `lr_scale` is "1/N".
+        """
         return 1.0 / workers if getattr(self, "lr_scale", "full") == "1/N" else 1.0
 
     def optimizer_buffers(self, workers: int) -> int:

@@ -50,7 +50,7 @@ class OrMoPolicy(Policy):
         )
 
         def lr_factor(self, workers: int) -> float:
-            """Return the factor on the learning rate of one push: 1 divided by the number of workers.
+            """Return the factor on the learning rate of one push: 1 / `workers`.
 
             Each gradient is of a part of one global batch.
             """

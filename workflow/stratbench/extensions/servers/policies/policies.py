@@ -50,7 +50,9 @@ def list_policies_for(optimizer: str) -> list[str]:
 
 
 def parse_options(policy: str, values: Mapping[str, Any] | None = None) -> PolicyOptions:
-    """Return the checked options of a policy from `values` by option, with defaults for missing options.
+    """Return the options of a policy with these values, by option.
+
+    Missing options have their defaults.
 
     Raises:
         ValueError: If the policy or a key is unknown, or if a value has the wrong type or range.

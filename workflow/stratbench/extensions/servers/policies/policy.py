@@ -201,7 +201,7 @@ class AdamW:
 
 
 def make_shard_optimizer(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
-    """Create the optimizer of a shard with weights of shape [n]: AdamW or SGD with momentum."""
+    """Create the optimizer of a shard, AdamW or SGD, for weights of shape [n]."""
     return AdamW(weights, hyper) if hyper.optimizer == "adamw" else Momentum(weights, hyper)
 
 
@@ -224,7 +224,7 @@ class Policy(ABC):
     #: velocity SGD's direction, lr and eta the learning rates of a global batch and of a push, N the number
     #: of workers.
     rule: ClassVar[str]
-    #: Clause that says why workers cannot join and leave during the training. None: workers can.
+    #: Clause with the reason for which workers cannot join and leave during the training. None: workers can.
     rigid: ClassVar[str | None] = None
     #: Names of attributes whose values are not needed between two calls, so that they are not saved.
     scratch: ClassVar[tuple[str, ...]] = ()
@@ -288,7 +288,7 @@ class Policy(ABC):
         """
 
     def on_leave(self, worker: int) -> None:  # noqa: B027
-        """Stop waiting for a worker that has finished, is lost, or has no batch to compute at present.
+        """Stop waiting for a worker that has finished, is lost, or has no work.
 
         The server calls this method at once, because other workers may be waiting for this one.
         """

@@ -21,16 +21,16 @@ class PreviewPolicy(KBatchPolicy):
     """Policy of AdamW on the mean gradient of any N pushes. Workers read predicted weights.
 
     N pushes of any workers form a bucket, which makes one step of AdamW, as `ps-kbatch` with K = N (Dutta et
-    al., AISTATS 2018). Let m and v be AdamW's moments after t buckets, S the sum of the j gradients that the
-    next bucket has so far, and c `look_ahead`. A worker then reads (1 - c lr decay) W - c lr u:
+    al., AISTATS 2018). Let m and v be AdamW's moments after t buckets, and c `look_ahead`. S is the sum of
+    the j gradients that the present bucket has so far. A worker then reads (1 - c lr decay) W - c lr u:
 
         G  = S / N + (1 - j / N) m / (1 - b1^t)    the bucket's mean, if the other gradients equal m's mean
         m' = b1 m + (1 - b1) G,  v' = b2 v + (1 - b2) G²
         u  = m' / (1 - b1^(t+1)) / (sqrt(v' / (1 - b2^(t+1))) + eps)
 
-    A worker reads W itself if its gradient will still be part of this bucket: for j = 0, or if too few
-    workers are present to fill the bucket. With c = 1 the prediction is W at the end of the bucket. G is part
-    of m' and of v', so that u is bounded as AdamW's step is (Kingma and Ba, ICLR 2015, section 2.1). One
+    A worker reads W itself if its gradient will still be part of this bucket. This is so for j = 0, or if too
+    few workers are present to fill the bucket. With c = 1 the prediction is W at the end of the bucket. G is
+    part of m' and of v', so that u is bounded as AdamW's step is (Kingma and Ba, ICLR 2015, section 2.1). One
     worker equals torch.optim.AdamW.
 
     Pipelines predict weights by Adam's own step from the present m and v (XPipe, Guan et al., arXiv

@@ -247,7 +247,7 @@ class Channel:
 
     @property
     def moved_bytes(self) -> list[int]:
-        """Bytes sent to server 0, received from server 0, sent to server 1, and so on.
+        """Bytes sent to server 0, received from server 0, sent to server 1, ...
 
         Bytes before `wait_for_first_ticket` do not count.
         """
@@ -402,7 +402,7 @@ class Channel:
             raise self._error
 
     def _push_tensors(self) -> None:
-        """Push buffers and gradients. With a loss scale, tell the servers whether a gradient overflowed."""
+        """Push buffers and gradients. With a loss scale, report whether a gradient overflowed."""
         self.flat.check_gradient_views()
         overflowed = False
         if self._staging is not None:
@@ -426,7 +426,7 @@ class Channel:
         self._join_senders()
 
     def _end_push(self, overflowed: bool) -> None:
-        """Tell every server to apply the push, or to drop it if a gradient overflowed."""
+        """Request that every server applies the push, or drops it if a gradient overflowed."""
         frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
         for link in reversed(self._links):
             if link.server == 0:
@@ -651,7 +651,7 @@ class Channel:
             self._error = error
         for link in self._links:
             link.replied.set()
-            # Tell the other servers the reason, so that they do not report this worker as the cause.
+            # Send the other servers the reason, so that they do not report this worker as the cause.
             if isinstance(error, RunEnded):
                 with contextlib.suppress(Closed):
                     link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])

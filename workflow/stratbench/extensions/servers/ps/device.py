@@ -42,7 +42,7 @@ def group_shards(bounds: ShardBounds, itemsize: int) -> BucketBounds:
 
 
 class Countdown:
-    """Counts the gradients that each bucket still lacks, to tell when a bucket is complete.
+    """Counts the gradients that each bucket still lacks, so that it is known when a bucket is complete.
 
     `spans` has the first element and the end of each parameter in the flat tensor, and `edges` those of each
     bucket.
@@ -149,7 +149,10 @@ class Staging:
             hook.remove()
 
     def copy_during_backward(self) -> None:
-        """Copy each bucket to the host during the next backward, as soon as its gradients are final."""
+        """Copy each bucket of gradients to the host during the next backward.
+
+        A bucket is copied as soon as its gradients are final.
+        """
         self._begin()
         self.armed = True
 
@@ -247,7 +250,7 @@ class Staging:
         self._flat.host.buffers.copy_(self._flat.buffers)
 
     def accept_weights(self) -> None:
-        """From now on, copy weights to the device as soon as they arrive from a server.
+        """Allow that weights are copied to the device as soon as they arrive.
 
         Copies start after the current stream's work. Call this method when no kernel reads the old weights
         any more: after a backward, or before the first pull.
@@ -260,7 +263,7 @@ class Staging:
             self._early.clear()
 
     def take_weights(self, start: int, stop: int) -> None:
-        """Copy the weights from index `start` to `stop` - 1 from the host to the device.
+        """Copy weights `start` to `stop` - 1 from the host to the device.
 
         While a backward may read the old weights, the copy is left to the next `accept_weights`. Any thread
         may call this method. The host does not wait.

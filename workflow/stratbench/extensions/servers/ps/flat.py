@@ -46,8 +46,8 @@ class FlatSpace:
     """Moves a model's trainable parameters, gradients and float buffers into flat tensors.
 
     After construction every `p.data`, `p.grad` and float buffer is a view of `weights`, `grads` or
-    `buffers` (shapes [numel], [numel], [buffer_numel]; the model's own dtype and strides; padding
-    between tensors stays zero). Use `zero_grads()` instead of `zero_grad()`, which would drop the
+    `buffers`. These have the shapes [numel], [numel] and [buffer_numel], and the model's own dtype. Padding
+    between tensors is always zero. Use `zero_grads()` instead of `zero_grad()`, which would drop the
     views. Buffers of other dtypes (`num_batches_tracked`) and frozen parameters stay where they
     are: evaluation does not read the former, and nobody changes the latter.
 
@@ -94,7 +94,7 @@ class FlatSpace:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether `host` has copies of the flat tensors, because the model is not on the CPU."""
+        """Whether `host` has copies of the tensors, because the model is on a GPU."""
         return self.weights is not self.host.weights
 
     def _place_on_device(self) -> None:
@@ -122,7 +122,7 @@ class FlatSpace:
                 )
 
     def load_tensors(self, weights: torch.Tensor, buffers: torch.Tensor) -> None:
-        """Copy flat CPU tensors, such as those of a snapshot, to the model's parameters and buffers."""
+        """Copy flat tensors, such as a snapshot's, to the model's parameters and float buffers."""
         self.weights.copy_(weights)
         self.buffers.copy_(buffers)
 

@@ -69,14 +69,17 @@ class StreamLane:
         return stop - start
 
     def _get_receive_buffer(self, shard: int) -> Tensor:
-        """Return the receive buffer for a shard's gradient, in the dtype in which workers send it."""
+        """Return the receive buffer for a shard's gradient, in the dtype that workers send."""
         if shard == BUFFERS:
             return self._buffers
         start = 0 if self._first is None else self._bounds[shard][0] - self._first
         return self._wire[start : start + self._numel(shard)]
 
     def moved_bytes(self, shard: int) -> int:
-        """Return the number of bytes in a push of a shard, or of the float buffers (`BUFFERS`)."""
+        """Return the number of bytes that a push of a shard has.
+
+        `BUFFERS` is the number of the float buffers.
+        """
         return self._get_receive_buffer(shard).nbytes
 
     def payload_bytes(self, moved_bytes: int) -> int:
@@ -102,13 +105,13 @@ class StreamLane:
         self._connection.receive_into(get_tensor_bytes(out))
 
     def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
-        """Return a payload as long as a shard's weights, for the reply to a push in the warm-up."""
+        """Return a payload as long as a shard's weights, for a reply in the warm-up."""
         return get_tensor_bytes(self._out[: self._numel(shard)])
 
     def send_weights(
         self, slot: int, shards: list[int], weights: Weights, is_alive: Callable[[], bool]
     ) -> int:
-        """Send the weights of some shards to the worker, and return the number of sent bytes.
+        """Send the weights of some shards to the worker, and return their bytes.
 
         Args:
             slot: Slot of the worker.
@@ -303,7 +306,10 @@ class Member:
         self.todo = set(shards)
 
     def queue_item(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
-        """Append a shard's number, a frame with its payload, or the end (None) to the queue of replies."""
+        """Append an item to the queue of replies to the worker.
+
+        An item is a shard's number for its weights, a frame with its payload, or None as the end.
+        """
         self._outbox.append(item)
         self._wake.put(None)
 
@@ -325,7 +331,7 @@ class Member:
         return bool(self._outbox)
 
     def send_replies(self, weights: Weights) -> None:
-        """Send all replies to the worker as soon as they are queued, until the end is queued.
+        """Send replies to the worker as soon as they are queued, until the end.
 
         Each worker has a thread that calls this method. So a slow link of one worker does not delay others.
         """

@@ -62,7 +62,7 @@ class Membership:
         return [m for m in self.live_members if m.pulled]
 
     def may_start(self, n_lost: int) -> bool:
-        """Return whether the training may begin, given that `n_lost` workers were lost before."""
+        """Return whether the training may begin after `n_lost` workers were lost."""
         return len(self.ready_members) + n_lost >= self.places
 
     def list_absent_slots(self, lost: Collection[int]) -> set[int]:

@@ -201,7 +201,7 @@ class ServerRun:
             self._handle_frames(member)
         except Exception as error:
             self._stop_after_error(error)
-        # The sending thread may still send the reason why the run ended. So wait for this thread first.
+        # The sending thread may still send the reason for the run's end. So wait for this thread first.
         member.sender.join()
         member.close_transport()
 
@@ -270,7 +270,7 @@ class ServerRun:
     def _add_ready_member(self, member: Member) -> None:
         """Let a worker that is ready to start read the weights. `_lock` is held.
 
-        If there are no weights yet, one worker is asked for its initial weights.
+        If there are no weights yet, the initial weights of one worker are requested.
         """
         self._ask_for_weights()
         if self._initialised:
@@ -354,7 +354,7 @@ class ServerRun:
         return not self.done
 
     def _rehearse(self, member: Member, frame: Frame) -> None:
-        """Handle a push of the warm-up: receive and send as many bytes as in a training step.
+        """Exchange as many bytes with a worker in the warm-up as in a training step.
 
         The bytes are neither applied nor counted.
         """
@@ -435,7 +435,7 @@ class ServerRun:
             self._finish_training()
 
     def _finish_training(self) -> None:
-        """Tell all workers that the training is over, and which worker evaluates. `_lock` is held."""
+        """Report to all workers that the training is over, and which worker evaluates. `_lock` is held."""
         self.done = True
         live = self._membership.live_members
         self._evaluator = min((m.worker for m in live), default=0)
@@ -612,7 +612,7 @@ class ServerRun:
         give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:
             member.end()
-        # Connected workers leave when they have read why the run ended. Lost workers may never leave.
+        # Connected workers leave when they have read the reason for its end. Lost workers may never leave.
         readers = [m.reader for m in members if m.alive]
         for thread in [*(m.sender for m in members if m.sender), *readers]:
             thread.join(max(0.0, give_up - time.monotonic()))

@@ -117,7 +117,7 @@ class Store:
         self.shards = {k: make_shard(k, self._initial.pop(k)) for k in self.mine}
 
     def list_pushed_shards(self, member: Member, frame: Frame) -> list[int]:
-        """Return the numbers of the shards that a PUSH frame pushes, or `BUFFERS` for the buffers.
+        """Return the numbers of the shards, or `BUFFERS`, that a PUSH frame has.
 
         Raises:
             ProtocolError: If this server does not have these shards, or if the frame's length is wrong.
@@ -186,7 +186,7 @@ class Store:
         member.held.clear()
 
     def view(self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]) -> int:
-        """Write the weights of a shard that a worker reads to `out`, and return their version.
+        """Write the weights that a worker reads to `out`, and return their version.
 
         Args:
             slot: Slot of the worker.
@@ -199,7 +199,7 @@ class Store:
     def lend_weights(
         self, slot: int, shard: int, spare: Tensor, is_alive: Callable[[], bool]
     ) -> AbstractContextManager[tuple[Tensor, int]]:
-        """Return a context in which the weights of a shard do not change, so that they can be sent.
+        """Return a context in which a shard's weights do not change, for sending them.
 
         The context yields the weights and their version (`Shard.lend_weights`).
 
@@ -340,5 +340,5 @@ class EpochLog:
 
 
 def _list_counts(counts: Counter[int]) -> list[int]:
-    """Convert counts by value to a list, in which element i is the count of the value i."""
+    """Convert counts by value to a list: element i is the count of i."""
     return [counts[value] for value in range(max(counts, default=-1) + 1)]

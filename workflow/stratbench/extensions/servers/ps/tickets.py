@@ -73,7 +73,7 @@ class TicketPlan:
         return Ticket(number, epoch, step, slice_)
 
     def compute_global_step(self, number: int) -> int:
-        """Return the number of the step in the run, from 0, to which a ticket belongs."""
+        """Return the step of the run, counted from 0, to which a ticket belongs."""
         return number // self.slices_per_step
 
 
@@ -118,7 +118,7 @@ class CompactIntSet:
 
 
 def intersect_sets(sets: Iterable[CompactIntSet]) -> CompactIntSet:
-    """Return the numbers that are in all given sets. At least one set is required."""
+    """Return the numbers that are in all of these sets. At least one set is required."""
     sets = list(sets)
     floor = min(one.floor for one in sets)
     further = [set(range(floor, one.floor)) | one.numbers_above_floor for one in sets]

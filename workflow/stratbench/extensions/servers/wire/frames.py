@@ -41,13 +41,13 @@ class Kind(IntEnum):
     SKIP = 8  # C: a gradient of the ticket overflowed, so that the ticket has no update
     OK = 9  # S: weights of `count` shards
     TICKET = 10  # S: the worker's next ticket
-    WAIT = 11  # S: no ticket is free at present. C: the same, told to the other servers
-    DONE = 12  # S: the training is over. C: the same, told to the other servers of an elastic run
+    WAIT = 11  # S: no ticket is free at present. C: the same, for the other servers
+    DONE = 12  # S: the training is over. C: the same, for the other servers of an elastic run
     ACK = 13  # S: a server other than 0 has received all gradients of the ticket
-    SETTLE = 14  # C: the content of an ACK, told to server 0
+    SETTLE = 14  # C: the content of an ACK, for server 0
     HEARTBEAT = 15  # S and C: sign of life while nothing else is sent
     # S: the reason why the run, or this worker's part in it, is over. With `count` 1, the worker may join
-    # later. C: the same, told to the other servers.
+    # later. C: the same, for the other servers.
     ERR = 16
     BYE = 17  # C: the worker leaves after the training, and reports how long it waited for servers
     TALK = 32  # S and C: JSON between the coordinator of an elastic cell and its workers
@@ -103,7 +103,7 @@ class Header:
         return fields + self._compute_tag(fields)
 
     def unpack_frame(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
-        """Return the frame whose header is `head`, and whether the peer has sent this frame before.
+        """Return the frame of a header, and whether the peer sent this frame before.
 
         The caller must discard the payload of a repeated frame.
 

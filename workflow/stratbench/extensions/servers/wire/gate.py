@@ -148,7 +148,7 @@ class Gate:
                 oldest.close()
 
     def _forget_unproved(self, connection: Connection) -> bool:
-        """Remove a connection from those whose peer has not proved yet that it knows the secret.
+        """Remove a connection from those whose peer has not proved its secret yet.
 
         The result is whether the connection was one of them.
         """

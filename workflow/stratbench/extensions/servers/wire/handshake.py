@@ -70,7 +70,10 @@ def _compute_proof(secret: bytes, side: bytes, nonces: bytes, payload: bytes) ->
 
 
 def derive_session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Return two keys of 32 bytes: for frames from worker to server, and from server to worker."""
+    """Return the keys of frames to the server and of frames to the worker.
+
+    Each key has 32 bytes.
+    """
     return (
         hmac.digest(secret, b"worker frames" + nonces, hashlib.sha256),
         hmac.digest(secret, b"server frames" + nonces, hashlib.sha256),
@@ -101,7 +104,7 @@ def _parse_object(payload: bytes) -> dict[str, Any]:
 
 
 def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any], bytes]:
-    """Challenge a worker to prove that it knows the secret, and return its HELLO and both nonces.
+    """Check that a worker knows the secret, and return its HELLO and both nonces.
 
     A server calls this function.
 

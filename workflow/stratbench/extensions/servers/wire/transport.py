@@ -58,7 +58,7 @@ class Awake:
         self.since = self._looked = time.monotonic()
 
     def record_awake(self, now: float) -> float:
-        """Record that this process runs at the time `now`, and return since when it has not been paused.
+        """Record that this process runs at `now`, and return when its last pause ended.
 
         Both times are values of time.monotonic().
         """
@@ -263,7 +263,9 @@ class Connection:
 
 
 def _set_tcp_options(sock: socket.socket) -> None:
-    """Turn off TCP's delay of small frames, and use the congestion control "reno" within a host.
+    """Turn off TCP's delay of small frames, and choose the congestion control.
+
+    Connections within a host use "reno".
 
     The congestion control BBR halves the throughput on loopback, because it delays packets. Buffer sizes stay
     those that the kernel chooses.
