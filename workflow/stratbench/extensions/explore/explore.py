@@ -74,7 +74,7 @@ def make_column_label(name: str, unit: str) -> str:
 
 
 def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
-    """Return a column's unit on the page, and the factor from recorded values to this unit.
+    """Return a column's unit on the page, and the factor to this unit.
 
     Scores with different units are shown in the units of the records.
     """

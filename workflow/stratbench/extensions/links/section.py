@@ -34,7 +34,7 @@ def make_links_sections(inputs: ReportInput) -> Iterator[Section]:
 
 
 def make_section_values(folder: Path) -> dict[str, Any] | None:
-    """Return the values that the section on links shows, or None if no links were measured.
+    """Return the values of the section on links, or None if none were measured.
 
     Raises:
         ValueError: If a file is not a valid table.

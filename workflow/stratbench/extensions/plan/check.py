@@ -488,7 +488,7 @@ def try_to_make_footprint(
 
 
 def _find_refusal_reason(request: Request, trial: Trial, only_by_rules: bool = False) -> str | None:
-    """Return why the strategy cannot train the model, by its rules or a trial step, or None.
+    """Return why the strategy's rules or a trial step refuse the model, or None.
 
     Args:
         request: The request.

@@ -99,7 +99,7 @@ def find_matching_gpus(gpu_name: str) -> list[Datasheet]:
 
 
 def find_gpu(gpu_name: str, where: str = "config: cluster.gpu") -> Datasheet:
-    """Return the datasheet of a named GPU, or the first one if the name fits several.
+    """Return the datasheet of a named GPU, the first if the name fits several.
 
     Raises:
         ConfigError: If no GPU matches; the message begins with `where`.
@@ -127,7 +127,7 @@ def list_configured_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
 
 
 def make_gpu_device(datasheet: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:
-    """Return a GPU as a device of the plan, with its memory, its rates and its link.
+    """Return a GPU as a device of the plan, with memory, rates and link.
 
     The link rate is that of the config, or else that of the datasheet.
 

@@ -115,7 +115,7 @@ class PlannedStep:
 
 
 def plan_step(device: Device, s: Subject, needs: Needs, rate_case: int) -> PlannedStep:
-    """Predict the duration of a cell's step on a device: at best, at worst, or usually.
+    """Predict the duration of a cell's step: at best, at worst, or usually.
 
     Args:
         device: The device.

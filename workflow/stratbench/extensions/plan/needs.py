@@ -200,9 +200,10 @@ def compute_awaited_bytes(
 
 
 def compute_subject_data_bytes(s: Subject, batch_samples: int | None = None) -> int:
-    """Return the bytes of data on the device: all data, or batches that are copied in advance.
+    """Return the bytes on the device of the data set or of waiting batches.
 
-    On a CPU mapped files become resident when they are read, so that they count completely.
+    Batches wait there if the data set is in host memory. On a CPU mapped files become resident when they are
+    read, so that they count completely.
     """
     if s.settings.data_placement == "host" and s.request.is_on_cuda:
         each = s.samples_per_step if batch_samples is None else batch_samples

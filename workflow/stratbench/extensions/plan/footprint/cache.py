@@ -126,7 +126,10 @@ def list_key_parts(request: Any) -> dict[str, Any]:
 
 
 def make_cache_key(request: Any) -> str:
-    """Return the name of a result's file in the cache: a hash of what the result depends on."""
+    """Return the name of a result's file in the cache, which is a hash.
+
+    The hash is of all values on which the result depends.
+    """
     text = json.dumps(list_key_parts(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -142,7 +142,7 @@ def _split_step(traced_steps: Followed, first_phase: int, stop_phase: int) -> li
 
 
 def _list_reductions_in_order(traced_steps: Followed, parts: int) -> list[tuple[int, Sums]]:
-    """Return the position in the trace and the size of each CUDA reduction of a step."""
+    """Return the position and the size of each CUDA reduction of a step."""
     by_sums = list_reductions(traced_steps.step_phases, traced_steps.event_edges, parts)
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 

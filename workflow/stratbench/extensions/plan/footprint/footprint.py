@@ -543,7 +543,7 @@ def _find_peak_moments(
 def list_reductions(
     steps: tuple[list[Phase], list[Phase]], first_events: list[int], parts: int
 ) -> dict[Sums, list[int]]:
-    """Return where in the trace a step has CUDA reductions, by the size of the reduction.
+    """Return where a trace has CUDA reductions, by the size of the reduction.
 
     Only reductions that may need a buffer are included.
 
@@ -583,9 +583,9 @@ def _select_highest(moments: list[Moment], min_batch: int) -> list[Moment]:
 
 
 def find_upper_envelope(lines: list[Affine], min_batch: int = 1) -> list[int]:
-    """Return the indices of the lines that are highest for some batch of `min_batch` or more.
+    """Return the indices of the lines that are highest for some batch size.
 
-    The indices are ordered by ascending slope.
+    Batches have `min_batch` samples or more. The indices are ordered by ascending slope.
     """
     batch, envelope = float(min_batch), []
     current = max(

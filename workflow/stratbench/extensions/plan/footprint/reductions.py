@@ -44,9 +44,9 @@ class Reduction:
         offset: int,
         item_bytes: int,
     ) -> Reduction | None:
-        """Return the reduction of a tensor over `dims`, or None if it adds up neighbours in memory.
+        """Return a tensor's reduction over `dims`, or None if neighbours are added up.
 
-        16-bit numbers are added up in 32 bits.
+        Neighbours are numbers that are contiguous in memory. 16-bit numbers are added up in 32 bits.
 
         Args:
             shape: Shape of the tensor.

@@ -30,7 +30,7 @@ def make_model_study(
     sequence: int | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], Study, list[str]]:
-    """Return a config and a study of one model only, and why strategies are left out.
+    """Return a config and a study of one model, and reasons for left-out strategies.
 
     Args:
         config: Raw config with models, data sets and cluster; it may be empty.

@@ -26,7 +26,7 @@ MICROBATCHES = "microbatches"
 
 
 def list_divided_variants(gpus_per_node: int) -> dict[str, dict[str, Any]]:
-    """Return the variants of strategies that split a model over 2 or more GPUs, by name.
+    """Return the variants of strategies that split a model over several GPUs, by name.
 
     Tensor parallelism has a variant for each group size that divides a node evenly. Each has another one for
     each option that its strategy declares to try as true. Pipelines take longest to plan, since each stage is

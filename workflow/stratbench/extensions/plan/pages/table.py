@@ -133,7 +133,7 @@ def write_csv(plan: Plan, path: Path) -> None:
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:
-    """Write rows with equal columns as CSV, or only the `header` if there are no rows."""
+    """Write rows with equal columns as CSV, or the `header` alone without rows."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0] if rows else header), lineterminator="\n")
     writer.writeheader()
