@@ -49,9 +49,10 @@ def compute_share_to_target(target_score: float | None, evidence: ProjectionInpu
             "its loss depends on the number of workers, so that the number of epochs may change",
         )
     shares = [_compute_training_share(r, target_score) for r in records]
-    if None in shares:
+    known_shares = [share for share in shares if share is not None]
+    if len(known_shares) < len(shares):
         return TargetShare(None, f"not all of its trainings reached {target_score:g}")
-    return TargetShare((min(shares), max(shares)), "")
+    return TargetShare((min(known_shares), max(known_shares)), "")
 
 
 def _compute_training_share(record: Mapping[str, Any], target_score: float) -> float | None:
