@@ -390,11 +390,12 @@ def import_deepspeed(device: str) -> ModuleType:
     import deepspeed
     import deepspeed.runtime.zero.muon.muon_optimizer
 
-    for name in os.environ.keys() - before.keys():  # variables that the import has set
+    for name in os.environ.keys() - before.keys():  # the import must leave no environment variables
         del os.environ[name]
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # On a CPU, DeepSpeed would compile an operator that is not used, and lock a file meanwhile. If the
-    # process were killed, the lock would remain, and later processes would wait forever.
+    # process were killed, the lock would remain, and later processes would wait forever. Without compatible
+    # operators it compiles none.
     deepspeed.ops.__compatible_ops__ = {}
     # DeepSpeed must not reuse a process group of an earlier cell in this process.
     deepspeed.comm.comm.cdb = None

@@ -309,7 +309,7 @@ class Coordinator:
         if entry["epoch"] == self._epochs_done + 1:
             try:
                 self._on_epoch(entry)
-            # The training must end, because the next epoch would be stored in this one's place.
+            # The training must end, because results of the next epoch would be stored as those of this one.
             except OSError as error:
                 self._fail(f"the result of epoch {entry['epoch']} cannot be written: {error}")
                 return

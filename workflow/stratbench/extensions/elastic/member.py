@@ -27,7 +27,7 @@ from stratbench.extensions.servers.wire.transport import (
 
 #: Seconds after which a worker tries again to join, if all places were taken.
 AGAIN_S = 30.0
-#: Seconds without an answer of the coordinator after which a worker gives up to join.
+#: Seconds without an answer of the coordinator after which a worker no longer tries to join.
 NOBODY_S = 60.0
 
 

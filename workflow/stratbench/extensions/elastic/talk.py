@@ -15,7 +15,8 @@ from stratbench.extensions.servers.wire.transport import Closed, Connection
 HEARTBEAT_S = 1.0
 #: Seconds without a message or heartbeat after which the other process counts as lost.
 SILENCE_S = 10.0
-#: The same for a worker in its warm-up, which sends no heartbeat while an import holds the interpreter lock.
+#: Seconds without a message after which a worker in its warm-up counts as lost. It sends no heartbeat while
+#: an import holds the interpreter lock.
 WARM_UP_SILENCE_S = 60.0
 
 

@@ -87,7 +87,7 @@ def set_event_on_signals(
         number = reading.recv(1)[0]
         leave_requested.set()
         print(f"{signal.Signals(number).name}: this worker leaves", flush=True)
-        writing.close()  # further signals have no effect
+        writing.close()  # only the first signal is reported
 
     for each in signals:
         signal.signal(each, lambda number, frame: None)

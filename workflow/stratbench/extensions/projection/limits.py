@@ -10,8 +10,9 @@ from stratbench.extensions.projection.servers import ServerQueue
 #: Maximum ratio of a projected number of workers to the largest measured one. Projections beyond this ratio
 #: were not compared with published measurements.
 MAX_COUNT_RATIO = 8
-#: The same ratio for a fit of a + b/N to two numbers of workers in strong scaling. In published measurements,
-#: the intervals of such fits contain 87 % of the steps at this ratio, but only 54 % at twice this ratio.
+#: Maximum ratio of a projected number of workers to the larger of two measured ones, for a fit of a + b/N in
+#: strong scaling. In published measurements, the intervals of such fits contain 87 % of the steps at this
+#: ratio, but only 54 % at twice this ratio.
 MAX_COUNT_RATIO_OF_TWO = 2
 #: Maximum number of workers for parameter servers if the time of a push and pull was not measured. In
 #: published measurements, servers are saturated from 32 to 64 workers on, which step times on fewer workers

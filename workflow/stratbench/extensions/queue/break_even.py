@@ -38,8 +38,8 @@ MODES = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
 WORTHS = (1.0, 0.8, 0.6)
 #: Ratio of the wall time that a job of the training requests to the time that it needs.
 REQUEST_FACTOR = 1.5
-#: Number of synthetic jobs per GPU of the cluster. They arrive over about three days, and the first ones fill
-#: it.
+#: Number of synthetic jobs per GPU of the cluster. They arrive over about three days, and the first quarter
+#: of them fills the cluster.
 JOBS_PER_GPU = 700 / 64
 #: Seconds after which the simulation of a training is stopped. Longer trainings count with this time.
 MAX_S = 60 * 86400.0

@@ -16,8 +16,8 @@ from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
 from stratbench.extensions.servers.wire.link import Left, ServerLost
 from stratbench.extensions.servers.wire.transport import get_rendezvous_path
 
-#: Maximum seconds after which a worker tries again to join, if all places were taken. It begins with a
-#: second.
+#: Maximum seconds after which a worker tries again to join, if all places were taken. The time doubles from 1
+#: s on.
 MAX_PAUSE_S = 30.0
 #: Seconds without an answer of the servers after which a worker gives up.
 SILENCE_S = 60.0
@@ -27,7 +27,7 @@ ATTEMPT_S = 3.0
 BATCH_S = 2.0
 _RETRY_S = 0.5
 
-#: What a server lets a worker do next: a ticket's batch, an evaluation, or None because the run is over.
+#: Next work of a worker: a ticket, an evaluation, or None because the training is over.
 Assignment = Ticket | Evaluation | None
 
 

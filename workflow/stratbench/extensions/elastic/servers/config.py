@@ -36,5 +36,5 @@ class ElasticServerConfig(ServerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.elastic, dict):  # the config was read from JSON
+        if isinstance(self.elastic, dict):  # a config that was read from JSON has a dict here
             object.__setattr__(self, "elastic", ElasticConfig(**self.elastic))

@@ -57,7 +57,7 @@ class Evaluations:
         self._checked_epochs = 0  # number of epochs whose results were compared with the target
         self._last: int | None = None  # epoch whose results end the training
         self._waiting: list[int] = []
-        self._held: dict[int, int] = {}  # epoch in evaluation, by worker
+        self._held: dict[int, int] = {}  # epoch that a worker evaluates, by worker number
 
     def restore_scores(self, scores: Mapping[int, Mapping[str, Any]], num_completed: int) -> None:
         """Restore the results of epochs that ended within the first `num_completed` tickets."""

@@ -55,7 +55,7 @@ class ElasticRun(ServerRun):
         self._began_unix_s: float | None = None
         self._done_twice: list[int] = []
         self._begun: set[int] = set()  # numbers of workers that have got a ticket
-        self._settled_before = 0  # number of completed tickets before this start
+        self._settled_before = 0  # number of tickets completed before this start of the servers
         self._saver = Saver(self._folder, config.server, self._stop_with_error)
         self._saved_s = 0.0  # time.monotonic() when the state was last saved
         self._finished_at: int | None = None  # epoch whose results ended the training early
