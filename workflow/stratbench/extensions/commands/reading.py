@@ -168,7 +168,7 @@ class _ReportReader:
     def _pause(self, line: dict[str, Any], at_s: float) -> None:
         self._take_losses(line.get("losses", []))
         if self._clock_s is not None and not self._begins_anew:
-            # The device may still have computed the last step. So the time until now belongs to that step.
+            # Until now, the device may have been busy with the last step. So this time belongs to that step.
             self.report.step_times_s[-1] += at_s - self._clock_s
             self.report.training_intervals[-1][1] = at_s
         self._clock_s, self._begins_anew = None, True

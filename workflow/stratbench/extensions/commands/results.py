@@ -239,7 +239,7 @@ def read_sampled_values(job: Job, kind: str, column: str) -> list[int]:
     return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
 
 
-# --- how the command ended --------------------------------------------------------------------------------
+# --- how the command ended ------------------------------------------------------------------------
 
 
 def describe_failure(job: Job, exits: Sequence[Any]) -> str:

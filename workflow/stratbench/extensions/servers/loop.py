@@ -73,9 +73,8 @@ def train_on_tickets(
     worker.mark_phase_end = clock.mark_phase_end
     losses: dict[int, dict[int, list[torch.Tensor]]] = {}
     samples = taken = 0
-    reports = ThreadPoolExecutor(
-        1
-    )  # writes the log in a thread, so that a slow disk delays no step
+    # Another thread writes the log, so that a slow disk delays no step.
+    reports = ThreadPoolExecutor(1)
     tables(0)
     collect_and_freeze_garbage()
     for epoch, where in strategy.iter_tickets(evaluate_epoch_now):

@@ -64,13 +64,11 @@ class SyncPolicy(Policy):
         self._optimizer = make_shard_optimizer(weights, hyper)
         self._live = set(range(hyper.workers))
         self._arrived: set[int] = set()
-        self._arrived_and_left = (
-            0  # number of workers that left after their push for the present step
-        )
+        # Number of workers that left after their push for the present step.
+        self._arrived_and_left = 0
         self._weight = 0.0  # sum of the weights of the gradients that arrived for the present step
-        self._total: Tensor | None = (
-            None  # sum of the first gradients of the step, in the order of slots
-        )
+        # Sum of the gradients of the lowest slots, as far as these have arrived.
+        self._total: Tensor | None = None
         # Gradients by slot that are not in the sum yet, because the gradient of a lower slot is missing.
         self._held: dict[int, Tensor] = {}
         slots = self.options.optimizer_buffers(hyper.workers) - 1
@@ -141,7 +139,8 @@ class SyncPolicy(Policy):
         if limit != math.inf:
             return False
         if self._total is not None:
-            if self._weight not in (0.0, 1.0):  # a sum with weight 0 is itself 0
+            # A sum with weight 0 is 0, so that it needs no division.
+            if self._weight not in (0.0, 1.0):
                 self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1

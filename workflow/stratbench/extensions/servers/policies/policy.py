@@ -249,7 +249,7 @@ class Policy(ABC):
         self.weights = weights
         self.hyper = hyper
         self.options = options if options is not None else self.Options()
-        self.version = 0  # updates applied to this shard
+        self.version = 0  # number of updates of this shard's weights
         #: Present factor of the learning rate schedule, which the caller sets before each call.
         self.lr_share = 1.0
         #: Weight of the present push in a mean over pushes, which the caller sets before each call.

@@ -73,7 +73,7 @@ class Channel:
         self.snapshot_dir: str | None = None
         #: Number of the worker that evaluates after the training: the lowest of those still connected.
         self.evaluator: int | None = None
-        #: Number of updates that the shard which arrived last has received.
+        #: Number of updates of the weights in the shard that arrived last.
         self.version = 0
         #: Seconds from the last byte of a push to the last byte of the servers' reply, summed over pushes.
         self.wait_s = 0.0
@@ -142,7 +142,7 @@ class Channel:
         channel._incarnation, channel._start = incarnation, initial_weights_hash
         deadline = time.monotonic() + deadline_s
         try:
-            # Elastic workers connect to server 0 first, which assigns slots: there may be too few of them.
+            # Elastic workers connect to server 0 first, because it assigns their slots.
             first = worker if incarnation is None else 0
             for k in range(first, first + n_servers):
                 link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
@@ -156,9 +156,8 @@ class Channel:
                 channel.snapshot_dir = link.snapshot_dir
             channel._links.sort(key=lambda link: link.server)
         except BaseException:
-            if (
-                incarnation is not None
-            ):  # the worker will connect again, so that it must not count as lost
+            # An elastic worker will connect again. So it must not count as lost.
+            if incarnation is not None:
                 channel._send_farewell(Kind.LEAVE)
             channel._close_connections()
             raise
@@ -182,7 +181,7 @@ class Channel:
     def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, transport: str) -> Link:
         try:
             connection = Connection(sock, tick_s=1.0)
-        except OSError as error:  # the server has closed this connection already
+        except OSError as error:  # if the server has closed this connection already
             sock.close()
             raise Closed(str(error)) from None
         connection.deadline = time.monotonic() + _HANDSHAKE_S
@@ -198,9 +197,8 @@ class Channel:
         try:
             welcome = join_handshake(connection, secret, hello)
             if transport == "shm":
-                with contextlib.suppress(
-                    Closed
-                ):  # a frame that arrives later has the server's reason
+                # If the server has closed the connection, a frame that it sent before has the reason.
+                with contextlib.suppress(Closed):
                     connection.send_descriptor(
                         Frame(Kind.MEMORY), self.flat.host.shared_memory_descriptor
                     )
@@ -253,7 +251,7 @@ class Channel:
         """
         return [n for link in self._links for n in (link.bytes_out, link.bytes_in)]
 
-    # --- methods that the worker calls -----------------------------------------------------------
+    # --- methods that the worker calls ------------------------------------------------------------
 
     def wait_for_first_ticket(self) -> Ticket | Evaluation | None:
         """Wait until all workers are ready, load the initial weights, and return the first ticket.
@@ -364,9 +362,8 @@ class Channel:
         """Close all connections and stop the threads. At the run's end, say goodbye to the servers first."""
         if self._done and self._error is None:
             for link in self._links[1:] if self._incarnation is not None else ():
-                sent = (
-                    threading.Event()
-                )  # set when the queued frame DONE was sent, so that BYE comes later
+                # Wait until the queued frame DONE was sent, because BYE must come later.
+                sent = threading.Event()
                 link.to_send.put(sent.set)
                 sent.wait(_FAREWELL_S)
             self._send_farewell(Kind.BYE)
@@ -551,14 +548,14 @@ class Channel:
         elif kind is Kind.TICKET:
             self._take_ticket(Ticket(*unpack_ticket(link.connection.read_payload(frame.length))))
         elif kind is Kind.ACK:
-            with contextlib.suppress(
-                Closed
-            ):  # the thread that receives from server 0 gets the reason
+            # If server 0 has closed its connection, the thread that receives from server 0 gets the reason.
+            with contextlib.suppress(Closed):
                 self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
         elif kind is Kind.WAIT:
             self._go_idle(link)
         elif kind is Kind.INIT:
-            with contextlib.suppress(Closed):  # a frame that arrives later has the server's reason
+            # If the server has closed the connection, a frame that it sent before has the reason.
+            with contextlib.suppress(Closed):
                 self._send_initial(link)
         elif kind is Kind.EVAL:
             self._go_idle(link)

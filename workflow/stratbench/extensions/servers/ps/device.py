@@ -233,9 +233,8 @@ class Staging:
             self._copy_tensor(self._unscaler.found, self._found, self._judge)
         self._copied.put(None)
         self._sender.join()
-        while (
-            not self._copied.empty()
-        ):  # after an error, the sending thread leaves items in the queue
+        # After an error, the sending thread leaves items in the queue.
+        while not self._copied.empty():
             self._copied.get()
         if self._error is not None:
             raise self._error

@@ -20,7 +20,7 @@ from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout, 
 from stratbench.extensions.servers.wire.transport import Connection
 from stratbench.workload.flat import get_tensor_bytes
 
-#: Maximum number of shards that one frame announces over shared memory. So workers need not wait for all.
+#: Maximum number of shards that one frame announces over shared memory. A worker need not wait for all.
 _RUN_SHARDS = 16
 
 

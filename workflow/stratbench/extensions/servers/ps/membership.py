@@ -21,7 +21,7 @@ class Membership:
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self.members: dict[int, Member] = {}  # members by the number of their worker
+        self.members: dict[int, Member] = {}  # members by worker number
         # The present worker of each slot. If none is present, the worker that had the slot last.
         self._at: dict[int, Member] = {}
 

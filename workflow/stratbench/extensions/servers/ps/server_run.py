@@ -50,7 +50,7 @@ class ServerRun:
 
     #: Class that assigns slots to the workers of the run.
     members_by: ClassVar[type[Membership]] = Membership
-    #: How often the servers were started, including this time. Only elastic servers are started again.
+    #: Number of starts of the servers, including this one. Only elastic servers are started again.
     incarnation = 1
 
     def __init__(self, config: ServerConfig, secret: bytes, policy_maker: MakePolicy) -> None:
@@ -63,9 +63,8 @@ class ServerRun:
         self.over = threading.Event()
         self.refusals = Refusals()
         self.error: str | None = None
-        self.done = (
-            False  # whether all tickets are completed, or the run has reached its target score
-        )
+        # Whether all tickets are completed, or an epoch has reached the target score.
+        self.done = False
         self.lost: list[dict[str, Any]] = []
         self.plan = TicketPlan(
             config.epochs, config.steps_per_epoch, config.slices_per_step, config.steps
@@ -88,7 +87,7 @@ class ServerRun:
         self._initialised = self._started = False
         self._first_ticket_s = self._last_push_s = 0.0
 
-    # --- joining ---------------------------------------------------------------------------------
+    # --- workers that join ------------------------------------------------------------------------
 
     def admit_connection(
         self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str
@@ -249,7 +248,7 @@ class ServerRun:
             self._fail_run(message)
             self.error = self.error or message
 
-    # --- starting --------------------------------------------------------------------------------
+    # --- start of the training --------------------------------------------------------------------
 
     def _on_pull(self, member: Member, frame: Frame) -> None:
         """Handle PULL of a worker that is ready to start.
@@ -325,7 +324,7 @@ class ServerRun:
     def _begin_clock(self) -> None:
         self._first_ticket_s = time.perf_counter()
 
-    # --- working ---------------------------------------------------------------------------------
+    # --- tickets and pushes -----------------------------------------------------------------------
 
     def _check_ticket(self, member: Member, frame: Frame) -> None:
         """Check a frame's ticket. On servers other than 0, a ticket's first frame assigns the ticket."""
@@ -394,9 +393,8 @@ class ServerRun:
 
     def _finish_push(self, member: Member) -> None:
         self._complete_ticket(member)
-        with contextlib.suppress(
-            Closed
-        ):  # the thread that receives from this worker handles it later
+        # If the worker has closed the connection, the thread that receives from the worker handles this.
+        with contextlib.suppress(Closed):
             member.send_now(self._store)
 
     def _complete_ticket(self, member: Member) -> None:
@@ -475,7 +473,7 @@ class ServerRun:
             if member.alive:
                 self._tell_to_wait(member)
 
-    # --- leaving ---------------------------------------------------------------------------------
+    # --- workers that leave or are lost -----------------------------------------------------------
 
     def _read_small_payload(self, member: Member, frame: Frame) -> bytes:
         """Return the payload of a frame, which may have `SMALL_BYTES` at most."""
@@ -573,7 +571,7 @@ class ServerRun:
             member.queue_frame(Frame(Kind.ERR), message.encode()[:SMALL_BYTES])
         self.over.set()
 
-    # --- watching --------------------------------------------------------------------------------
+    # --- heartbeats and deadlines -----------------------------------------------------------------
 
     def watch_members(self) -> None:
         """Send heartbeats and look for silent workers until the run is over."""
@@ -612,7 +610,7 @@ class ServerRun:
         give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:
             member.end()
-        # Connected workers leave when they have read the reason for its end. Lost workers may never leave.
+        # Connected workers leave when they have read the reason for the run's end. Lost workers may not.
         readers = [m.reader for m in members if m.alive]
         for thread in [*(m.sender for m in members if m.sender), *readers]:
             thread.join(max(0.0, give_up - time.monotonic()))

@@ -46,8 +46,8 @@ class Kind(IntEnum):
     ACK = 13  # S: a server other than 0 has received all gradients of the ticket
     SETTLE = 14  # C: the content of an ACK, for server 0
     HEARTBEAT = 15  # S and C: sign of life while nothing else is sent
-    # S: the reason why the run, or this worker's part in it, is over. With `count` 1, the worker may join
-    # later. C: the same, for the other servers.
+    # S: the reason for which the run, or this worker's part in it, is over. With `count` 1, the worker may
+    # join later. C: the same, for the other servers.
     ERR = 16
     BYE = 17  # C: the worker leaves after the training, and reports how long it waited for servers
     TALK = 32  # S and C: JSON between the coordinator of an elastic cell and its workers

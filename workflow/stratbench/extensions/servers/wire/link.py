@@ -37,14 +37,12 @@ class Link:
         self.bytes_out = 0  # bytes of gradients and buffers that were sent to the server
         self.bytes_in = 0  # bytes of weights that were received from the server
         self.awaited: set[int] = set()  # numbers of the shards whose weights have not arrived yet
-        self.outdated = (
-            False  # whether arriving weights do not count, because newer ones will follow
-        )
+        # Whether arriving weights do not count, because newer ones will follow.
+        self.outdated = False
         self.replied = threading.Event()  # set when the weights of all shards have arrived
         self.lock = threading.Lock()  # guards `awaited`, `outdated` and `replied`
-        self.receiver: threading.Thread | None = (
-            None  # the thread that receives the server's frames
-        )
+        # The thread that receives the server's frames.
+        self.receiver: threading.Thread | None = None
         self.to_send: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def expect_all(self, outdated: bool = False) -> None:
