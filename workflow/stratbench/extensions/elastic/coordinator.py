@@ -136,8 +136,8 @@ class Coordinator:
         """Start the threads that admit workers and coordinate the training."""
         for work in (
             lambda: self._gate.accept(self._listeners),
-            lambda: send_heartbeats_until(self._stopped, self._list_connections),
-            self._choose_next_action_regularly,
+            lambda: send_heartbeats_until(self._stopped, self._list_member_connections),
+            self._choose_next_action_periodically,
         ):
             threading.Thread(target=work, daemon=True).start()
 
@@ -153,7 +153,7 @@ class Coordinator:
         self._stopped.set()
         self._gate.close()
         self._listeners.close()
-        for connection in self._list_connections():
+        for connection in self._list_member_connections():
             connection.close()
 
     @property
@@ -163,7 +163,7 @@ class Coordinator:
             return len(self._members)
 
     @property
-    def change_counts(self) -> tuple[int, ...]:
+    def history_event_counts(self) -> tuple[int, ...]:
         """Numbers of events in the history, by which a caller sees whether it has changed.
 
         They stay equal if only times have changed.
@@ -182,18 +182,18 @@ class Coordinator:
                 steps,
             )
 
-    def get_history_values(self) -> dict[str, Any]:
+    def export_member_history(self) -> dict[str, Any]:
         """Return the history of members as a dict that JSON can store."""
         with self._lock:
             self.history.written_unix_s = time.time()
             return asdict(self.history)
 
     @property
-    def has_begun(self) -> bool:
+    def has_training_begun(self) -> bool:
         """Whether a training step has begun since this launcher started."""
         return any(g.began_unix_s for g in self.history.generations)
 
-    def _list_connections(self) -> list[Connection]:
+    def _list_member_connections(self) -> list[Connection]:
         with self._lock:
             return [m.connection for m in self._members.values()]
 
@@ -238,7 +238,7 @@ class Coordinator:
             while True:
                 message = receive_message(connection)
                 with self._lock:
-                    self._handle_message(member, message)
+                    self._handle_member_message(member, message)
                     self._choose_next_action()
         except (Closed, Silent, ProtocolError, KeyError, TypeError, ValueError) as error:
             log.info("worker %d: %s", member.number, error)
@@ -255,13 +255,13 @@ class Coordinator:
             self.history.lost_members.append(member.number)
             self.on_lost(member.number)
         if member.state == "training":
-            self._break_generation(f"worker {member.number} was lost")
+            self._mark_generation_broken(f"worker {member.number} was lost")
             generation = self.history.generations[-1]
             # If all members are lost, none can report when the generation ended.
             if not self._list_training_members() and generation.ended_unix_s is None:
                 generation.ended_unix_s = time.time()
 
-    def _break_generation(self, cause: str) -> None:
+    def _mark_generation_broken(self, cause: str) -> None:
         """Mark the current generation as broken, and tell its other members."""
         generation = self.history.generations[-1]
         if not generation.broken:
@@ -279,7 +279,7 @@ class Coordinator:
 
     # ------------------------------------------------------------ messages of members
 
-    def _handle_message(self, member: GroupMember, message: dict[str, Any]) -> None:
+    def _handle_member_message(self, member: GroupMember, message: dict[str, Any]) -> None:
         now_unix_s = time.time()
         match message["what"]:
             case "ready":
@@ -292,33 +292,35 @@ class Coordinator:
             case "stopped":
                 self._record_member_stop(member, message, now_unix_s)
             case "epoch":
-                self._store_epoch(message["entry"])
+                self._store_epoch_results(message["entry"])
             case "through":
                 member.state = "finished"
                 self._finished = True
                 self._add_epoch_reports(message, now_unix_s)
-                self._end_generation(message["step"], now_unix_s)
+                self._record_generation_end(message["step"], now_unix_s)
             case "left":
                 self.history.left_members.append(member.number)
                 member.state = "finished"
             case other:
                 raise ProtocolError(f"unknown message {other!r}")
 
-    def _store_epoch(self, entry: dict[str, Any]) -> None:
+    def _store_epoch_results(self, entry: dict[str, Any]) -> None:
         """Store the results of an epoch, unless they are stored. The cell fails if they cannot be written."""
         if entry["epoch"] == self._epochs_done + 1:
             try:
                 self._on_epoch(entry)
             # The training must end, because results of the next epoch would be stored as those of this one.
             except OSError as error:
-                self._fail(f"the result of epoch {entry['epoch']} cannot be written: {error}")
+                self._fail_training(
+                    f"the result of epoch {entry['epoch']} cannot be written: {error}"
+                )
                 return
             self._epochs_done += 1
             if entry["test_loss"] is None:
                 self._diverged = f"the test loss of epoch {entry['epoch']} is no finite number"
             self._finished |= self._ends_at(entry["score"])
 
-    def _fail(self, reason: str) -> None:
+    def _fail_training(self, reason: str) -> None:
         self.failure = reason
         self.done.set()
 
@@ -345,8 +347,8 @@ class Coordinator:
         member.steps_taken = int(message["holds"])
         self._add_epoch_reports(message, now_unix_s)
         if message["failed"]:
-            self._break_generation(f"a collective failed at worker {member.number}")
-        self._end_generation(message["step"], now_unix_s)
+            self._mark_generation_broken(f"a collective failed at worker {member.number}")
+        self._record_generation_end(message["step"], now_unix_s)
         if message["leaving"]:
             self.history.left_members.append(member.number)
             self._cause = f"worker {member.number} left"
@@ -359,17 +361,17 @@ class Coordinator:
     def _add_epoch_reports(self, message: dict[str, Any], now_unix_s: float) -> None:
         generation = self.history.generations[-1]
         generation.reported_unix_s = now_unix_s
-        self.history.add_steps(generation, message["epochs"])
+        self.history.add_reported_steps(generation, message["epochs"])
 
-    def _end_generation(self, step: int, now_unix_s: float) -> None:
+    def _record_generation_end(self, step: int, now_unix_s: float) -> None:
         generation = self.history.generations[-1]
         generation.ended_unix_s = now_unix_s
         # A member that failed before it got the generation's state reports fewer steps than were taken.
-        generation.to_step = max(step, generation.last_step)
+        generation.to_step = max(step, generation.step_at_end)
 
     # ------------------------------------------------------------ decisions
 
-    def _choose_next_action_regularly(self) -> None:
+    def _choose_next_action_periodically(self) -> None:
         while not self._stopped.wait(0.5):
             with self._lock:
                 self._choose_next_action()
@@ -403,7 +405,7 @@ class Coordinator:
         """Tell the candidates to form a new generation. Rank 0 is one that has taken the most steps."""
         last = self.history.generations[-MAX_FAILED_GENERATIONS:]
         if len(last) == MAX_FAILED_GENERATIONS and all(g.began_unix_s is None for g in last):
-            self._fail(
+            self._fail_training(
                 f"{MAX_FAILED_GENERATIONS} times in a row the workers formed a group that broke before its "
                 "first step"
             )
@@ -413,7 +415,7 @@ class Coordinator:
         load = checkpoint_step > ranked[0].steps_taken
         step = checkpoint_step if load else ranked[0].steps_taken
         for entry in entries if load else []:
-            self._store_epoch(entry)
+            self._store_epoch_results(entry)
         generation = TrainingGeneration(
             number=len(self.history.generations),
             members=[m.number for m in ranked],

@@ -1,4 +1,4 @@
-"""Forms a generation's process group, and breaks it up if a member is lost.
+"""Forms the process group of elastic workers, and breaks it up if one is lost.
 
 Operations of gloo cannot be interrupted. To free a member that waits for a lost one, the sockets of the group
 are shut down. NCCL has a function that aborts its operations.
@@ -36,7 +36,7 @@ _last_group: list[dist.ProcessGroup | None] = []
 
 
 class ElasticGroup:
-    """The default process group of a worker, which is formed again for each generation."""
+    """The default process group of a worker, formed again when workers join or leave."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Prepare to form groups through files in `folder`, which all members can write."""
@@ -45,12 +45,12 @@ class ElasticGroup:
         #: Whether the group was broken up, so that results of its collectives are invalid.
         self.broken = False
 
-    def form_single_member(self) -> None:
+    def form_single_member_group(self) -> None:
         """Form a process group of this worker alone, in which it warms up."""
         self._init_process_group(dist.HashStore(), 0, 1)
 
     def form_group(self, meeting_name: str, rank: int, num_members: int) -> None:
-        """Form a group with the other members of a generation.
+        """Form a process group with the other workers of a generation.
 
         Args:
             meeting_name: Name of the file through which the members connect.
@@ -60,7 +60,7 @@ class ElasticGroup:
         Raises:
             RuntimeError: If a member does not connect in time.
         """
-        self.dissolve()
+        self.leave_group()
         self.broken = False
         path = self._folder / f"meeting-{meeting_name}"
         # Only this user may write the file, because a process that can write it could join the group.
@@ -86,14 +86,14 @@ class ElasticGroup:
             dist.all_reduce(torch.zeros(1, device=self._device))
         set_collective_timeout(timedelta(seconds=COLLECTIVE_S))
 
-    def dissolve(self) -> None:
+    def leave_group(self) -> None:
         """Leave the process group, even if the group is broken."""
         self._connected = []
         if dist.is_initialized():
             _last_group[:] = [dist.group.WORLD]
             dist.destroy_process_group()
 
-    def check_intact(self) -> None:
+    def check_group_intact(self) -> None:
         """Raise RuntimeError if the process group was broken up.
 
         Collectives on a GPU raise no error themselves.
@@ -101,8 +101,8 @@ class ElasticGroup:
         if self.broken:
             raise RuntimeError("the process group was broken up")
 
-    def break_up(self) -> None:
-        """Let the collective fail in which the main thread waits. Call this method on another thread."""
+    def break_up_group(self) -> None:
+        """Make the main thread's present collective fail. Call this method on another thread."""
         self.broken = True
         for number in self._connected:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:

@@ -61,7 +61,7 @@ def prepare_run_folder(
     wanted = {"cell": asdict(cell), "settings": asdict(settings), "data": data}
     same = kept and {key: kept[key] for key in wanted} == wanted
     if not same or RunFiles(folder).end_marker_path.exists():
-        folder.create()
+        folder.create_empty_folder()
         return
     print(f"resuming the unfinished training in {folder.path}", flush=True)
 
@@ -86,7 +86,7 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
     """
     folder, files = job.folder, RunFiles(job.folder)
     write_worker_files(job)
-    incarnation = len(files.list_incarnation_paths())
+    incarnation = len(files.list_member_history_paths())
     with (
         open_backend(job, worker_job) as backend,
         _run_coordinator(job, worker_job is not None) as coordinator,
@@ -94,20 +94,20 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
         try:
             with WorkerJobSupervisor(backend, job.cell.gpus, files.worker_jobs_path) as supervisor:
                 coordinator.on_change, coordinator.on_lost = (
-                    supervisor.poll_soon,
-                    supervisor.cancel_lost_worker,
+                    supervisor.poll_jobs_soon,
+                    supervisor.cancel_job_of_lost_worker,
                 )
-                write_history = partial(files.write_incarnation, incarnation)
+                write_history = partial(files.write_member_history, incarnation)
                 ending = _wait_for_end(job, coordinator, supervisor, write_history, watch)
                 if ending.status != "error":
                     files.end_marker_path.touch()
                     supervisor.finish()
                     _wait_for_last_files(coordinator)
         finally:
-            files.write_incarnation(incarnation, coordinator.get_history_values())
+            files.write_member_history(incarnation, coordinator.export_member_history())
             # After the end no later launcher resumes the training.
             if files.end_marker_path.exists():
-                folder.secret_path.unlink(missing_ok=True)
+                folder.job_secret_path.unlink(missing_ok=True)
                 checkpoints.delete_checkpoints(folder.path)
     return ending
 
@@ -119,8 +119,8 @@ def write_worker_files(job: Job) -> None:
     """
     # Each worker replaces the node-local folder by one of its own, because it may run on another node.
     job.folder.write_job(replace(job, folder=replace(job.folder, node_local_dir=None)).to_json())
-    if not job.folder.secret_path.exists():
-        write_secret(job.folder.secret_path, make_secret())
+    if not job.folder.job_secret_path.exists():
+        write_secret(job.folder.job_secret_path, make_secret())
 
 
 def _wait_for_end(
@@ -138,13 +138,16 @@ def _wait_for_end(
     limit_s, deadline, written_counts, next_write_s = job.time_limit_s, None, None, 0.0
     while not coordinator.done.wait(POLL_S):
         # If this launcher is killed, the record still needs the history.
-        if written_counts != coordinator.change_counts or time.monotonic() > next_write_s:
-            written_counts, next_write_s = coordinator.change_counts, time.monotonic() + KEEP_S
-            write_history(coordinator.get_history_values())
+        if written_counts != coordinator.history_event_counts or time.monotonic() > next_write_s:
+            written_counts, next_write_s = (
+                coordinator.history_event_counts,
+                time.monotonic() + KEEP_S,
+            )
+            write_history(coordinator.export_member_history())
         if ending := find_ending_by_workers(job.folder, supervisor):
             return ending
         # The wait in SLURM's queue before the first step does not count towards the time limit.
-        if limit_s is not None and deadline is None and coordinator.has_begun:
+        if limit_s is not None and deadline is None and coordinator.has_training_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and is_deadline_over(deadline, watch):
             return make_timeout(limit_s)
@@ -208,24 +211,24 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
     listeners = Listeners("127.0.0.1" if host is None else "0.0.0.0", host)
     higher_is_better = get_task(job.settings, job.data_shape).better == "higher"
     coordinator = Coordinator(
-        load_secret(folder.secret_path),
+        load_secret(folder.job_secret_path),
         listeners,
         job.cell.gpus,
         job.train_samples // job.settings.global_batch,
         lambda: find_newest_checkpoint(folder),
-        len(folder.read_epochs()),
-        folder.append_epoch,
+        len(folder.read_epoch_results()),
+        folder.append_epoch_result,
         lambda score: reaches_target(
             score, job.settings.get_extension_keys(Elastic).ends_at, higher_is_better
         ),
     )
     coordinator.start()
-    listeners.publish(folder.rendezvous_path, 0)
+    listeners.publish(folder.server_rendezvous_path, 0)
     try:
         yield coordinator
     finally:
         with suppress(OSError):
-            os.unlink(f"{folder.rendezvous_path}.0")
+            os.unlink(f"{folder.server_rendezvous_path}.0")
         coordinator.close()
 
 
@@ -235,13 +238,13 @@ def open_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
     folder = job.folder
     agent.set_environment(job, on_one_host=worker_job is None)
     if worker_job is not None:
-        folder.write_other_load(0, measure_other_load())
+        folder.write_load_of_other_processes(0, measure_other_load())
         yield SlurmJobs(worker_job, folder, job.cell.path)
         return
     with run_fork_server(may_share=not job.use_cuda or is_shared_with_same_gpus()) as server:
         sampler = Sampler(folder.get_samples_path(0), folder.get_pid_list_path(0), job.origin_s)
         try:
-            folder.write_other_load(0, measure_other_load())
+            folder.write_load_of_other_processes(0, measure_other_load())
             yield LocalJobs(server, folder.job_path, sampler.watch_process)
         finally:
             sampler.stop()

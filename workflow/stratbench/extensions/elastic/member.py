@@ -56,7 +56,7 @@ class WorkerMembership:
         self._ended = threading.Event()
         connection.silence_s = SILENCE_S
         for work in (
-            self._listen,
+            self._receive_messages,
             lambda: send_heartbeats_until(self._ended, lambda: [connection]),
         ):
             threading.Thread(target=work, daemon=True).start()
@@ -82,7 +82,7 @@ class WorkerMembership:
             raise CoordinatorLost(message["reason"])
         return message
 
-    def _listen(self) -> None:
+    def _receive_messages(self) -> None:
         try:
             while True:
                 message = receive_message(self._connection)
@@ -120,11 +120,11 @@ def join_as_member(
     while not leave_requested.is_set():
         try:
             connection = Connection(
-                connect_to_server(folder.rendezvous_path, 0, "auto", deadline)[0]
+                connect_to_server(folder.server_rendezvous_path, 0, "auto", deadline)[0]
             )
             connection.deadline = time.monotonic() + 15.0
             welcome = join_handshake(
-                connection, load_secret(folder.secret_path), {"number": worker_number}
+                connection, load_secret(folder.job_secret_path), {"number": worker_number}
             )
             connection.deadline = None
             return WorkerMembership(connection, int(welcome["place"]), break_up_group)

@@ -35,22 +35,22 @@ class RunFiles:
         """Path of the folder that the parameter servers of all launchers share."""
         return self.folder.path / "servers"
 
-    def list_incarnation_paths(self) -> list[Path]:
+    def list_member_history_paths(self) -> list[Path]:
         """Return the paths of the launchers' histories of members, in the order of launchers."""
         return sorted(
             self.folder.path.glob("incarnation*.json"),
             key=lambda path: int(path.stem.removeprefix("incarnation")),
         )
 
-    def write_incarnation(self, launcher_number: int, history: dict[str, Any]) -> None:
+    def write_member_history(self, launcher_number: int, history: dict[str, Any]) -> None:
         """Write a launcher's history of members. Launchers of a cell are numbered from 0."""
         path = self.folder.path / f"incarnation{launcher_number}.json"
         write_atomic(path, json.dumps(history))
 
-    def write_orphaned_result(self, worker: int, result: dict[str, Any]) -> None:
+    def write_unreported_result(self, worker: int, result: dict[str, Any]) -> None:
         """Write the result that a worker could not report, because its launcher had ended."""
         write_atomic(self.folder.path / f"unheard{worker}.json", json.dumps(result))
 
-    def read_orphaned_result(self, worker: int) -> dict[str, Any] | None:
+    def read_unreported_result(self, worker: int) -> dict[str, Any] | None:
         """Return the result that a worker could not report to its launcher, if any."""
         return read_json_if_exists(self.folder.path / f"unheard{worker}.json")

@@ -67,7 +67,7 @@ class ElasticRunner(Runner):
         finally:
             watch.stop()
             # Pauses of this launcher are added to those that earlier launchers of the cell recorded.
-            write_worker_pauses(job, 0, watch, job.folder.read_pauses().get("0", ()))
+            write_worker_pauses(job, 0, watch, job.folder.read_pauses_of_workers().get("0", ()))
         return job, Exits([], False), ending
 
     def workers(self, job: Job) -> list[dict[str, Any]]:

@@ -130,9 +130,9 @@ def _wait_for_end(
         for event in journal.read_new_events():
             has_begun |= event["event"] == "join"
             if event["event"] in ("join", "leave", "loss"):
-                supervisor.poll_soon()
+                supervisor.poll_jobs_soon()
             if event["event"] == "loss" and event["incarnation"] == incarnation:
-                supervisor.cancel_lost_worker(event["worker"])
+                supervisor.cancel_job_of_lost_worker(event["worker"])
         # The wait in SLURM's queue before the first worker joins does not count towards the time limit.
         if limit_s is not None and deadline is None and has_begun:
             deadline = time.monotonic() + limit_s
@@ -172,7 +172,7 @@ def _wait_for_last_files(job: Job, supervisor: WorkerJobSupervisor) -> None:
     while time.monotonic() < ends:
         if not any(e.ended_unix_s is None and e.number in joined for e in supervisor.list_jobs()):
             return
-        supervisor.poll_soon()
+        supervisor.poll_jobs_soon()
         time.sleep(POLL_S)
 
 
@@ -191,7 +191,7 @@ def _stop_servers(servers: list[Process]) -> None:
 
 def _remove_run_files(folder: RunFolder) -> None:
     """Remove the cell's secret, saved states and snapshots, because the training is not resumed."""
-    folder.secret_path.unlink(missing_ok=True)
+    folder.job_secret_path.unlink(missing_ok=True)
     for path in [*RunFiles(folder).servers_dir.glob("state*"), *folder.path.glob("server.*")]:
         if path.suffix != ".log":
             path.unlink(missing_ok=True)

@@ -84,7 +84,7 @@ class GenerationProgress:
     has_failed: bool = False
     is_training_over: bool = False
     losses_by_epoch: dict[int, list[Tensor]] = field(default_factory=dict)
-    seconds_by_epoch: dict[int, float] = field(default_factory=dict)
+    step_seconds_by_epoch: dict[int, float] = field(default_factory=dict)
 
 
 class ElasticSynchronous:
@@ -121,7 +121,7 @@ class ElasticSynchronous:
         self._clock = StepClock(worker.device, worker.heartbeat)
         worker.mark_phase_end = self._clock.mark_phase_end
         self._steps_per_epoch = data.train_samples // worker.settings.global_batch
-        self._total = worker.settings.total_steps(data.train_samples)
+        self._total = worker.settings.count_steps(data.train_samples)
         #: Number of generations in which this worker has trained.
         self.generations = 0
         self._step = self._samples = self._epochs_done = 0
@@ -140,7 +140,7 @@ class ElasticSynchronous:
         self._initial = strategy.save() if worker.device.type == "cuda" else None
         self._status: tuple[str, str | None] = ("ok", None)
         self._tables = lru_cache(maxsize=1)(
-            lambda epoch: data.draw_epoch_tables(
+            lambda epoch: data.draw_order_and_augmentation(
                 worker.settings.seed, epoch, worker.settings.augment
             ).to_device(data.index_device)
         )
@@ -160,14 +160,14 @@ class ElasticSynchronous:
         self._membership.send_message("ready")
         try:
             while True:
-                message = self._wait_for_generation()
+                message = self._wait_for_next_generation()
                 if message is None:
                     break
                 self._train_in_generation(message, memory)
         except CoordinatorLost as gone:
             print(gone, flush=True)
             if self.is_rank_zero:
-                self._save_for_later_members()
+                self._save_state_for_later_members()
         except Over as over:
             print(over, flush=True)
         if not self.generations:
@@ -178,12 +178,12 @@ class ElasticSynchronous:
         )  # fmt: skip
 
     @property
-    def checkpoint_times_s(self) -> dict[str, list[float]]:
+    def checkpoint_times_by_kind_s(self) -> dict[str, list[float]]:
         """Seconds for which each checkpoint blocked the training, and seconds until it was written."""
         written = self._checkpoints
         return {"held_up_s": written.held_up_s, "written_s": written.written_s}
 
-    def _wait_for_generation(self) -> dict[str, Any] | None:
+    def _wait_for_next_generation(self) -> dict[str, Any] | None:
         """Wait for the coordinator's message that forms the next generation, and return it.
 
         The result is None if this worker has left.
@@ -200,27 +200,27 @@ class ElasticSynchronous:
         self._entries = [e for e in self._entries if e["epoch"] > self._epochs_done]
         progress = GenerationProgress()
         try:
-            self._form_and_train(progress, message, memory)
+            self._form_group_and_train(progress, message, memory)
             self._report_generation_end(progress)
         except CoordinatorLost:
-            self._stop_clock(progress)
+            self._stop_step_clock(progress)
             last = {"generation": self._generation, "ended_unix_s": time.time(), "step": self._step}
             # The worker cannot report its last steps, so that the cell's record gets them from this file.
-            RunFiles(self.worker.folder).write_orphaned_result(
+            RunFiles(self.worker.folder).write_unreported_result(
                 self._number, last | {"epochs": self._summarize_unreported_steps(progress)}
             )
             raise
 
-    def _form_and_train(
+    def _form_group_and_train(
         self, progress: GenerationProgress, message: dict[str, Any], memory: MemoryMeter
     ) -> None:
         """Form the process group of a generation, and train until the generation stops or breaks."""
         try:
-            self._form_group(message)
+            self._form_group_and_receive_state(message)
             if not self.generations:
                 memory.start()
             self.generations += 1
-            self._begin_steps()
+            self._synchronize_first_step()
             progress.is_training_over = self._train_until_stop(progress)
         except (RuntimeError, checkpoints.DamagedCheckpoint) as error:
             if not isinstance(error, checkpoints.DamagedCheckpoint) and not any(
@@ -233,15 +233,12 @@ class ElasticSynchronous:
             )
             progress.has_failed = True
             # After the write, the next generation knows whether this checkpoint is valid.
-            self._checkpoints.wait_for_write()
-        self._stop_clock(progress)
+            self._checkpoints.wait_for_checkpoint_write()
+        self._stop_step_clock(progress)
         self._stopped_s = time.monotonic()
 
     def _summarize_unreported_steps(self, progress: GenerationProgress) -> dict[int, list[float]]:
-        """Return, by epoch: sum of losses, number of steps, number of workers, and seconds.
-
-        Only steps that were not reported yet count.
-        """
+        """Return unreported steps by epoch: sum of losses, numbers of steps and workers, seconds."""
         # If the process group broke, losses on a GPU may be wrong, and are not reported.
         are_losses_wrong = progress.has_failed and self._initial is not None
         sums = {
@@ -251,7 +248,7 @@ class ElasticSynchronous:
             for epoch, x in progress.losses_by_epoch.items()
         }
         return {
-            epoch: [*of, self._world, progress.seconds_by_epoch.get(epoch, 0.0)]
+            epoch: [*of, self._world, progress.step_seconds_by_epoch.get(epoch, 0.0)]
             for epoch, of in sums.items()
         }
 
@@ -272,14 +269,14 @@ class ElasticSynchronous:
         # If the process group broke, a worker that leaves cannot know whether others are left, and saves the
         # state.
         if leaving if progress.has_failed else self._all_leave and self._rank == 0:
-            self._save_for_later_members()
+            self._save_state_for_later_members()
         self._membership.send_message(
             "stopped", failed=progress.has_failed, leaving=leaving, holds=self._step, **taken
         )
 
     # ------------------------------------------------------------ forming the process group
 
-    def _form_group(self, message: dict[str, Any]) -> None:
+    def _form_group_and_receive_state(self, message: dict[str, Any]) -> None:
         """Form the process group of a generation, and receive the model's state from rank 0."""
         with self._phases("rendezvous"):
             self._group.form_group(message["meeting"], message["rank"], message["world"])
@@ -289,7 +286,7 @@ class ElasticSynchronous:
         strategy.optimizer.zero_grad(set_to_none=True)
         state = strategy.state_tensors() if message["load"] or self._rank else []
         # If rank 0 is lost while it sends its state, this worker restores its old state.
-        with self._phases("join"), self._restore_on_failure(state):
+        with self._phases("join"), self._restore_tensors_on_failure(state):
             if message["load"]:
                 with checkpoints.delete_if_damaged(worker.folder.path, message["step"]):
                     checkpoints.read_checkpoint_into(worker.folder.path, message["step"], state)
@@ -303,7 +300,7 @@ class ElasticSynchronous:
         seed_random_generators(worker.settings.seed + 1 + self._rank + 7919 * self._step)
 
     @contextmanager
-    def _restore_on_failure(self, tensors: list[Tensor]) -> Iterator[None]:
+    def _restore_tensors_on_failure(self, tensors: list[Tensor]) -> Iterator[None]:
         """Restore the tensors if a collective fails within the context.
 
         Tensors on a GPU are not restored, because the worker restores its initial state later.
@@ -319,7 +316,7 @@ class ElasticSynchronous:
     def _list_optimizer_tensors(self) -> list[Tensor]:
         return self.strategy.state_tensors()[len(self.strategy.weights_and_buffers()) :]
 
-    def _begin_steps(self) -> None:
+    def _synchronize_first_step(self) -> None:
         """Wait for all workers before the first step. Report the pause since the last step."""
         loop.collect_and_freeze_garbage()
         dist.barrier()
@@ -340,7 +337,7 @@ class ElasticSynchronous:
             end_step = min(
                 (self._step // self._steps_per_epoch + 1) * self._steps_per_epoch, self._total
             )
-            if not self._take_steps(end_step, progress):
+            if not self._take_epoch_steps(end_step, progress):
                 return False
             if self._step < self._total:
                 self._membership.send_message(
@@ -348,7 +345,7 @@ class ElasticSynchronous:
                 )
                 progress.losses_by_epoch.clear()
 
-    def _take_steps(self, end_step: int, progress: GenerationProgress) -> bool:
+    def _take_epoch_steps(self, end_step: int, progress: GenerationProgress) -> bool:
         """Take the steps of the present epoch until `end_step` steps of the training are taken.
 
         Return whether all of them were taken, without a vote to stop.
@@ -360,15 +357,17 @@ class ElasticSynchronous:
         buffers = list(strategy.model.buffers())
         clock.begin_epoch()
         self._running = True
-        votes = self._iter_stop_votes()
+        votes = self._iter_stop_decisions()
         while self._step < end_step:
             if next(votes):
                 break
-            x, y = data.make_training_batch(order[self._get_own_samples(self._step)], augmentation)
+            x, y = data.make_training_batch(
+                order[self._get_own_sample_slice(self._step)], augmentation
+            )
             if self._step + 1 < end_step:
-                data.prefetch(order[self._get_own_samples(self._step + 1)], augmentation)
+                data.prefetch(order[self._get_own_sample_slice(self._step + 1)], augmentation)
             clock.mark_phase_end("data")
-            with self._restore_on_failure(buffers):
+            with self._restore_tensors_on_failure(buffers):
                 losses.append(strategy.step(x, y))
             clock.mark_step_end()
             self._step += 1
@@ -376,21 +375,21 @@ class ElasticSynchronous:
             if self._rank == 0 and time.monotonic() - self._kept_s > CHECKPOINT_S:
                 self._save_checkpoint()
         votes.close()
-        self._stop_clock(progress)
+        self._stop_step_clock(progress)
         # When the clock has stopped, the device is done, so that a failed collective is known.
-        self._group.check_intact()
+        self._group.check_group_intact()
         return self._step == end_step
 
-    def _get_own_samples(self, step: int) -> slice:
+    def _get_own_sample_slice(self, step: int) -> slice:
         start = (step % self._steps_per_epoch) * self.worker.settings.global_batch
         return slice(start + self._share.start, start + self._share.stop)
 
-    def _iter_stop_votes(self) -> Iterator[bool]:
+    def _iter_stop_decisions(self) -> Iterator[bool]:
         """Yield before each step whether to stop, by the workers' vote during the previous step."""
         work = tally = None
         while True:
             # A worker that trains alone notices only here that its process group was broken up.
-            self._group.check_intact()
+            self._group.check_group_intact()
             if work is not None:
                 work.wait()
                 wanted, leave = tally.tolist()
@@ -404,21 +403,23 @@ class ElasticSynchronous:
             work = dist.all_reduce(tally, async_op=True)
             yield False
 
-    def _stop_clock(self, progress: GenerationProgress) -> None:
+    def _stop_step_clock(self, progress: GenerationProgress) -> None:
         """Stop the clock if it runs, and store the seconds of the last epoch."""
         if self._running:
             self._running = False
             self._clock.end()
-            progress.seconds_by_epoch[max(progress.losses_by_epoch)] = self._clock.epoch_times_s[-1]
+            progress.step_seconds_by_epoch[max(progress.losses_by_epoch)] = (
+                self._clock.epoch_times_s[-1]
+            )
 
     def _save_checkpoint(self, wait_until_written: bool = False) -> None:
         facts = {"epochs": list(self._entries)}
-        self._checkpoints.start_write(
+        self._checkpoints.start_checkpoint_write(
             self._step, self.strategy.state_tensors(), wait_until_written, metadata=facts
         )
         self._kept_s = time.monotonic()
 
-    def _save_for_later_members(self) -> None:
+    def _save_state_for_later_members(self) -> None:
         """Save a checkpoint for workers that join later, unless the training has ended."""
         if self._step and not RunFiles(self.worker.folder).end_marker_path.exists():
             self._save_checkpoint(wait_until_written=True)
@@ -436,7 +437,7 @@ class ElasticSynchronous:
             return
         # The evaluation overwrites the buffers by those of rank 0, which must be undone if it fails.
         buffers = list(self.strategy.model.buffers())
-        with self._phases("eval"), self._restore_on_failure(buffers):
+        with self._phases("eval"), self._restore_tensors_on_failure(buffers):
             evaluated = loop.evaluate_test_set(
                 self.strategy,
                 self.data,
@@ -445,7 +446,7 @@ class ElasticSynchronous:
                 Mesh(self._world),
                 self.worker.heartbeat,
             )
-            self._group.check_intact()
+            self._group.check_group_intact()
         self._epochs_done = epoch
         # Training time and loss are missing here. The coordinator computes them from the reports of all
         # workers.

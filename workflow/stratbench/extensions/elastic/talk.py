@@ -54,4 +54,4 @@ def send_heartbeats_until(
         for connection in list_connections():
             # The thread that reads from this connection handles its end.
             with suppress(Closed):
-                connection.send_if_free(Frame(Kind.HEARTBEAT))
+                connection.send_unless_busy(Frame(Kind.HEARTBEAT))

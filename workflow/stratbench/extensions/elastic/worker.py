@@ -129,9 +129,9 @@ def train_synchronous(
     s, start = job.settings, worker.start_worker(job, worker_number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases
     group = ElasticGroup(job.folder.path, device)
-    membership = join_as_member(job.folder, worker_number, group.break_up, leave_requested)
+    membership = join_as_member(job.folder, worker_number, group.break_up_group, leave_requested)
     with phases("rendezvous"):
-        group.form_single_member()
+        group.form_single_member_group()
     with phases("data"):
         data = worker.load_data(job, device)
     with phases("build"):
@@ -148,7 +148,7 @@ def train_synchronous(
     measured = worker.build_worker_result(split.run(start.memory), start, worker_number)
     # The bytes sent per step are unknown, because they change with the number of present workers.
     measured |= {"communication": None, "generations": split.generations}
-    measured["checkpoints"] = split.checkpoint_times_s
+    measured["checkpoints"] = split.checkpoint_times_by_kind_s
     worker.add_model_descriptions(measured, ready, strategy, data)
     if split.is_rank_zero:
         measured |= worker.count_sample_flops(s, ready.built)
@@ -208,7 +208,7 @@ def make_returning_channel(
     """
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),
-        folder.rendezvous_path,
+        folder.server_rendezvous_path,
         RunFiles(folder).servers_dir,
         leave_requested,
     )

@@ -116,7 +116,7 @@ def project_inputs(
         Path(config["results"]) / "plan-cache",
     )
     target = compute_share_to_target(study.get_target_scores().get(evidence.experiment), evidence)
-    price = None if evidence.on_cpu else read_gpu_price(config)
+    price = None if evidence.is_on_cpu else read_gpu_price(config)
     facts = TrainingFacts({n: s.steps for n, s in at.items()}, *target, price)
     rows = make_rows(evidence, base, made, dict(zip(workers, peaks, strict=True)), facts)
     return rows, made
@@ -136,7 +136,7 @@ def describe_strategy(evidence: ProjectionInputs, projections: Sequence[Projecti
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
     if evidence.unfit_reason:
         return f"{title}: not projected: {evidence.unfit_reason}."
-    unit = "workers" if evidence.on_cpu else "GPUs"
+    unit = "workers" if evidence.is_on_cpu else "GPUs"
     measured = ", ".join(str(p.workers) for p in evidence.measured_steps)
     lines = [f"{title}: {evidence.scaling} scaling, measured on {measured} {unit}"]
     most = max((p.workers for p in projections if not p.refusal_reason), default=0)

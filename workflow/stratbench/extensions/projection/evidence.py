@@ -59,17 +59,17 @@ class ProjectionInputs:
     gpu_name: str
     num_parameters: int | None
     measured_steps: tuple[MeasuredStep, ...]
-    cells: tuple[Cell, ...]
+    one_cell_per_count: tuple[Cell, ...]
     records_by_count: tuple[tuple[Mapping[str, Any], ...], ...]
     unfit_reason: str = ""
 
     @property
-    def largest_cell(self) -> Cell:
+    def largest_measured_cell(self) -> Cell:
         """Cell on the largest measured number of workers. Cells on more workers are copies of it."""
-        return self.cells[-1]
+        return self.one_cell_per_count[-1]
 
     @property
-    def on_cpu(self) -> bool:
+    def is_on_cpu(self) -> bool:
         return not self.gpu_name
 
     @property
@@ -95,7 +95,7 @@ class ProjectionInputs:
         return statistics.median(host_times) if host_times else None
 
     @property
-    def repeat_half_width_ln(self) -> float:
+    def repeat_interval_half_width_ln(self) -> float:
         """Half-width, in ln of step time, of the interval that contains 80 of 100 repeats.
 
         It follows from Student's t and from the variance of repeats, which is assumed to be the same on all
@@ -189,7 +189,7 @@ def _count_nodes(record: Mapping[str, Any]) -> int | None:
 
 
 def _read_node_name(provenance: Mapping[str, Any]) -> str | None:
-    """Return the name of a worker's node, as SLURM or else the host calls it."""
+    """Return the name of a worker's node by SLURM, or else by the host."""
     named = (provenance.get("slurm") or {}).get("SLURMD_NODENAME")
     return named or (provenance.get("host") or {}).get("name")
 
@@ -222,7 +222,7 @@ class LinkReplay:
 
     replay_step: StepReplay
     replay_step_slowed: StepReplay
-    measured_levels: frozenset[str]
+    measured_link_levels: frozenset[str]
     make_server_queue: Callable[[int, float], ServerQueue] | None = None
     host_issue_s: float = 0.0
 
@@ -256,7 +256,7 @@ def make_link_replay(
     subject = make_subject_at(last.workers)
     if subject.served:
         return _make_server_replay(make_subject_at, subject, evidence, links_path, count_nodes_at)
-    if subject.exchanging_share < 1:
+    if subject.share_of_exchanging_steps < 1:
         return None
     links = read_links(links_path, "nccl" if subject.request.is_on_cuda else "gloo")
     slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
@@ -278,7 +278,9 @@ def make_link_replay(
                 (link.log_sd for link in links.get_links_by_level(call.collective_name).values()),
                 default=0.0,
             )
-            return links.time_collective(call, layout, samples).seconds * math.exp(num_sd * log_sd)
+            return links.compute_collective_time(call, layout, samples).seconds * math.exp(
+                num_sd * log_sd
+            )
 
         slowest_s = compute_s * slowest_factor(workers, num_sd)
         return simulate_step_s(
@@ -310,7 +312,7 @@ def _make_slowest_worker_factor(stragglers: Stragglers | None) -> Callable[[int,
     """
     if stragglers is None:
         return lambda workers, num_sd: 1.0
-    return cache(stragglers.compute_mean_slowest_factor)
+    return cache(stragglers.compute_slowest_worker_factor)
 
 
 def _make_server_replay(
@@ -340,10 +342,10 @@ def _make_server_replay(
     slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
-    def compute_service_s(workers: int) -> float:
+    def compute_server_service_s(workers: int) -> float:
         there = make_subject_at(workers)  # the number of servers may depend on that of workers
         part_bytes = 4 * parameters / there.settings.options["servers"]
-        links.check_size("push_pull", part_bytes)
+        links.check_measured_size("push_pull", part_bytes)
         return there.steps_per_batch * part_bytes / link.bytes_per_s
 
     def make_server_queue(
@@ -351,11 +353,11 @@ def _make_server_replay(
     ) -> ServerQueue:
         # All workers wait for the latency at the same time, so that it is a part of the think time.
         latency_s = make_subject_at(workers).steps_per_batch * link.latency_s
-        service_s = link_slowdown * compute_service_s(workers)
+        service_s = link_slowdown * compute_server_service_s(workers)
         return ServerQueue(compute_s + link_slowdown * latency_s, (service_s,))
 
     @cache
-    def is_waiting_for_slowest(workers: int) -> bool:
+    def is_strategy_waiting_for_slowest(workers: int) -> bool:
         settings = make_subject_at(workers).settings
         return get_traits(settings.strategy, settings.options, workers).waits_for_slowest
 
@@ -363,7 +365,7 @@ def _make_server_replay(
         if count_nodes_at(workers) > 1:
             raise Unmeasured("`links` does not measure push and pull between nodes")
         link_slowdown = math.exp(num_sd * link.log_sd)
-        if is_waiting_for_slowest(workers):
+        if is_strategy_waiting_for_slowest(workers):
             slowest_s = compute_s * slowest_factor(workers, num_sd)
             queue = make_server_queue(workers, slowest_s, link_slowdown)
             return compute_synchronous_step_s(queue, workers)

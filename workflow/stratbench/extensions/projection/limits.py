@@ -29,7 +29,7 @@ def projection_refusal_reason(
     uses_links: bool = True,
     has_servers: bool = False,
 ) -> str | None:
-    """Return why no step time is projected to a number of workers, if so.
+    """Return why no step time is projected to a number of workers. None if one is.
 
     Args:
         measured_steps: Measured step times.
@@ -62,13 +62,15 @@ def projection_refusal_reason(
             )
     if (
         make_queue is not None
-        and largest < make_queue(largest).saturation_workers
-        and workers > make_queue(workers).saturation_workers
+        and largest < make_queue(largest).num_workers_at_saturation
+        and workers > make_queue(workers).num_workers_at_saturation
     ):
         # Each number of workers is tried, because saturation depends on it: in strong scaling, more workers
         # compute for a shorter time each.
         full = next(
-            n for n in range(largest + 1, workers + 1) if n > make_queue(n).saturation_workers
+            n
+            for n in range(largest + 1, workers + 1)
+            if n > make_queue(n).num_workers_at_saturation
         )
         return (
             f"the servers are saturated from about {full} workers on, and steps were measured up to "
@@ -85,7 +87,7 @@ def projection_refusal_reason(
 def two_count_fit_refusal_reason(
     measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
-    """Return why a fit of a + b/N to two counts is unreliable, if so.
+    """Return why a fit of a + b/N to two counts is unreliable. None if it is not.
 
     Args:
         measured_steps: Measured step times.

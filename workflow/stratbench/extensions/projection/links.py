@@ -56,8 +56,8 @@ class Links:
     largest_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     algorithm_by_kind: Mapping[str, str] = field(default_factory=dict)
 
-    def check_size(self, kind: str, n_bytes: float) -> None:
-        """Raise Unmeasured if a tensor is much larger than all measured tensors of the kind.
+    def check_measured_size(self, kind: str, n_bytes: float) -> None:
+        """Raise Unmeasured if a tensor is much larger than those of measured collectives.
 
         It is not raised if bandwidth dominates the time of the largest measured tensor.
         """
@@ -71,7 +71,7 @@ class Links:
     def get_links_by_level(self, kind: str) -> Mapping[Level, LinkModel]:
         return self.links_by_kind.get(kind, {})
 
-    def time_collective(
+    def compute_collective_time(
         self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
     ) -> CollectiveTime:
         """Return the time of a collective.
@@ -91,7 +91,7 @@ class Links:
         layout, groups_per_link = _lay_out_group(layout, call)
         if layout.workers == 1:
             return CollectiveTime(0.0, "none")
-        self.check_size(call.collective_name, n_bytes)
+        self.check_measured_size(call.collective_name, n_bytes)
         links = self.get_links_by_level(call.collective_name)
         levels: list[Level] = ["within"] if layout.workers_per_node > 1 else []
         levels += ["between"] if layout.nodes > 1 else []

@@ -49,7 +49,7 @@ def project_peaks(
     subjects = [*wanted_cells, *(s for s, _ in measured_cells)]
     _, dry_runs = rehearse_requests([s.request for s in subjects], cache_folder)
 
-    def plan_peak(subject: Subject) -> tuple[MemoryPeak, int] | None:
+    def plan_peak_of_subject(subject: Subject) -> tuple[MemoryPeak, int] | None:
         footprint = dry_runs[subject.request].footprint
         if footprint is None:
             return None
@@ -64,13 +64,13 @@ def project_peaks(
 
     off = []
     for s, records in measured_cells:
-        if (made := plan_peak(s)) is None:
+        if (made := plan_peak_of_subject(s)) is None:
             continue
         peaks = [get_measured_peak_bytes(r["memory"], made[1]) for r in records]
         off += [p / made[0].n_bytes for p in peaks if p]
     predicted: list[ProjectedPeak | None] = []
     for s in wanted_cells:
-        made = plan_peak(s) if off else None
+        made = plan_peak_of_subject(s) if off else None
         predicted.append(
             made
             and ProjectedPeak(*(made[0].n_bytes * r for r in (min(off), median(off), max(off))))

@@ -146,14 +146,14 @@ class Skill:
         naive_errors: Mean absolute log error, by name of the naive rule.
     """
 
-    error_reduction: float | None
+    relative_error_reduction: float | None
     best_naive_rule: str
-    naive_errors: dict[str, float]
+    error_by_naive_rule: dict[str, float]
 
     @property
-    def matches_naive(self) -> bool:
+    def matches_best_naive_rule(self) -> bool:
         """Whether the rule's errors are not larger than those of the best naive rule. True if unknown."""
-        return self.error_reduction is None or self.error_reduction >= 0
+        return self.relative_error_reduction is None or self.relative_error_reduction >= 0
 
 
 def measure_skill(rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling) -> Skill:

@@ -114,7 +114,7 @@ def project_step_times(
     if replay_step is not None:
         by_replay = make_link_rule(replay_step, host_issue_s=host_issue_s)
         replay_skill = naive.measure_skill(by_replay, measured_steps, scaling)
-        is_good = replay_skill.matches_naive or len(measured_steps) < MIN_TO_GIVE_WAY
+        is_good = replay_skill.matches_best_naive_rule or len(measured_steps) < MIN_TO_GIVE_WAY
         if is_good and _has_informative_interval(by_replay, measured_steps, scaling):
             name, rule, skill = BY_LINKS, by_replay, replay_skill
     by_links = name == BY_LINKS
@@ -137,7 +137,7 @@ def project_step_times(
             interval = _compute_interval(rule, measured_steps, scaling, workers, apart)
             limit_s = host_issue_s if by_links and interval.middle_s <= host_issue_s else 0.0
             interval = _widen_for_repeats(interval, repeat_half_width_ln)
-            if not skill.matches_naive:
+            if not skill.matches_best_naive_rule:
                 interval = _widen_to_contain(interval, naive_s[skill.best_naive_rule])
         projections.append(
             Projection(workers, nodes, reason, interval, name, naive_s, skill, limit_s)
@@ -352,9 +352,9 @@ def describe_projection_basis(
     *some, last = [str(p.workers) for p in measured_steps]
     counts = f"{', '.join(some)} and {last}" if some else last
     text = f"steps measured on {counts} workers, by {_describe_rule(projection)}"
-    if projection.skill.error_reduction is None:
+    if projection.skill.relative_error_reduction is None:
         text += "; fewer than three measured counts cannot test this rule"
-    elif not projection.skill.matches_naive:
+    elif not projection.skill.matches_best_naive_rule:
         text += (
             f", though {projection.skill.best_naive_rule} had smaller errors on the measured counts"
         )
@@ -383,13 +383,13 @@ def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
     )
     rule = _describe_rule(projection)
     text = f"{projection.workers} {unit}: {middle} per step (80 %: {low} to {high}), by {rule}"
-    if projection.skill.error_reduction is None:
+    if projection.skill.relative_error_reduction is None:
         return f"{text}; fewer than three measured counts cannot test this rule."
     best = projection.skill.best_naive_rule
-    if projection.skill.matches_naive and projection.rule == BY_COUNTS:
+    if projection.skill.matches_best_naive_rule and projection.rule == BY_COUNTS:
         return f"{text}; no naive rule had smaller errors on the measured counts."
-    if projection.skill.matches_naive:
-        ratio = f"{1 - projection.skill.error_reduction:.2f} times that of {best}"
+    if projection.skill.matches_best_naive_rule:
+        ratio = f"{1 - projection.skill.relative_error_reduction:.2f} times that of {best}"
         return f"{text}; on the measured counts the rule's error is {ratio}."
     naive_s = projection.step_s_by_naive_rule[best]
     naive = format_short_time(naive_s) if naive_s > 0 else "a time below zero here"

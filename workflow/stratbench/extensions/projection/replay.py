@@ -32,7 +32,7 @@ class CollectiveStart:
     """
 
     call: CollectiveCall
-    computed_share: float
+    computed_share_before: float
     blocks_computation: bool
     runs_ahead: bool = False
 
@@ -48,7 +48,7 @@ class Schedule:
     """
 
     collectives: tuple[CollectiveStart, ...]
-    backward_end_share: float = 1.0
+    computed_share_at_backward_end: float = 1.0
     num_operations: int = 0
 
 
@@ -79,27 +79,27 @@ def simulate_step_s(
     # When the next collective that runs ahead may start: after the computation has waited for the last one.
     gathered = 0.0
 
-    def find_link_busy_end() -> float:
+    def find_last_collective_end() -> float:
         return max(free.values(), default=0.0)
 
-    def compute_until_share(share: float) -> None:
+    def advance_computation_to_share(share: float) -> None:
         nonlocal now, done
         now = _finish_computation(
-            now, max(0.0, share - done) * compute_s, find_link_busy_end(), compute_slowdown
+            now, max(0.0, share - done) * compute_s, find_last_collective_end(), compute_slowdown
         )
         done = max(done, share)
 
-    def end_backward() -> None:
+    def finish_backward() -> None:
         nonlocal now
-        compute_until_share(schedule.backward_end_share)
-        now = max(now, find_link_busy_end())
+        advance_computation_to_share(schedule.computed_share_at_backward_end)
+        now = max(now, find_last_collective_end())
 
     ended = False
     for started in schedule.collectives:
-        if started.computed_share > schedule.backward_end_share and not ended:
-            end_backward()
+        if started.computed_share_before > schedule.computed_share_at_backward_end and not ended:
+            finish_backward()
             ended = True
-        compute_until_share(started.computed_share)
+        advance_computation_to_share(started.computed_share_before)
         group = started.call.group_size, started.call.rank_stride
         ready = (
             gathered
@@ -116,9 +116,9 @@ def simulate_step_s(
         if started.runs_ahead:
             gathered = now
     if not ended:
-        end_backward()
-    compute_until_share(1.0)
-    return max(now, find_link_busy_end())
+        finish_backward()
+    advance_computation_to_share(1.0)
+    return max(now, find_last_collective_end())
 
 
 def is_host_unblocked(num_operations: int, issue_s: float, step_s: float) -> bool:
@@ -159,7 +159,9 @@ def build_schedule(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:
         updates = phase.name == "optimizer"
         if updates:
             backward_end_share = began_s / total_s
-        for call, reached_s in zip(phase.collectives, phase.collective_reached_s, strict=True):
+        for call, reached_s in zip(
+            phase.collectives, phase.computed_s_before_collectives, strict=True
+        ):
             apart = on_cuda and not updates and call.waiter == "stream"
             waited = call.waiter != "none" and not apart
             needed = waited or updates or call.collective_name in RESULT_NEEDED_KINDS
@@ -184,5 +186,5 @@ class TracedPhase:
     name: str
     seconds: float
     collectives: tuple[CollectiveCall, ...]
-    collective_reached_s: tuple[float, ...]
+    computed_s_before_collectives: tuple[float, ...]
     num_operations: int = 0

@@ -18,7 +18,7 @@ class ServerQueue:
     service_s_by_server: tuple[float, ...]
 
     @property
-    def saturation_workers(self) -> float:
+    def num_workers_at_saturation(self) -> float:
         """Number of workers from which on the busiest server is always busy (saturated).
 
         It is the think time plus the sum of all service times, divided by the longest service time.

@@ -26,19 +26,19 @@ class Stragglers:
             mean is about 1.
     """
 
-    own_times: NDArray
+    relative_step_times: NDArray
 
-    def compute_mean_slowest_factor(self, workers: int, num_sd: float = 0.0) -> float:
+    def compute_slowest_worker_factor(self, workers: int, num_sd: float = 0.0) -> float:
         """Return the mean step time of the slowest worker, relative to that of all.
 
         Each of `workers` workers' step times is drawn from those of all measured workers. How long a worker
         stays slow does not matter for the mean. The result is raised by `num_sd` of its standard deviations,
         in ln.
         """
-        raised_by = num_sd * self._compute_log_slowest_sd(workers) if num_sd else 0.0
-        return math.exp(_compute_log_slowest_factor(self.own_times, workers) + raised_by)
+        raised_by = num_sd * self._compute_slowest_factor_sd_ln(workers) if num_sd else 0.0
+        return math.exp(_compute_log_slowest_factor(self.relative_step_times, workers) + raised_by)
 
-    def _compute_log_slowest_sd(self, workers: int) -> float:
+    def _compute_slowest_factor_sd_ln(self, workers: int) -> float:
         """Return the standard deviation of ln of the slowest worker's relative step time.
 
         One part is by a jackknife over the measured workers. The other part is that unmeasured workers may be
@@ -47,21 +47,21 @@ class Stragglers:
         import numpy as np
         from scipy.special import ndtri, stdtrit
 
-        n = len(self.own_times)
+        n = len(self.relative_step_times)
         without = [
-            _compute_log_slowest_factor(np.delete(self.own_times, i, axis=0), workers)
+            _compute_log_slowest_factor(np.delete(self.relative_step_times, i, axis=0), workers)
             for i in range(n)
         ]
         jackknife = math.sqrt((n - 1) * float(np.var(without)))
-        of_levels = self._compute_log_level_contribution(workers) / math.sqrt(n - 1)
+        of_levels = self._compute_level_contribution_ln(workers) / math.sqrt(n - 1)
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
 
-    def _compute_log_level_contribution(self, workers: int) -> float:
+    def _compute_level_contribution_ln(self, workers: int) -> float:
         """Return how much lasting differences of speed add to ln of the slowest step time."""
         import numpy as np
         from scipy.special import ndtri
 
-        logs = np.log(self.own_times)
+        logs = np.log(self.relative_step_times)
         levels = logs.mean(axis=1)
         varying = np.quantile(logs - levels[:, None], _compute_midpoints(VARYING))
         drawn = levels.std(ddof=1) * ndtri(_compute_midpoints(LEVELS))

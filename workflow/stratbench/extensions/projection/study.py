@@ -61,7 +61,7 @@ def project_strategy(
     nodes = {p.workers: p.nodes for p in evidence.measured_steps if p.nodes is not None}
 
     def count_nodes_at(workers: int) -> int:
-        cell = replace(evidence.largest_cell, gpus=workers)
+        cell = replace(evidence.largest_measured_cell, gpus=workers)
         return nodes.get(workers) or count_nodes(cell, config["cluster"])
 
     points = [replace(p, nodes=count_nodes_at(p.workers)) for p in evidence.measured_steps]
@@ -69,20 +69,22 @@ def project_strategy(
     device = make_subject_device(config, last)
 
     @cache
-    def find_unsuited_reason(workers: int) -> str | None:
+    def find_untrainable_reason(workers: int) -> str | None:
         return untrainable_reason(config, study, evidence, workers)
 
     on, make_queue, replayable = _find_link_replay(
         config, study, evidence, make_subject_at, device, counts, count_nodes_at
     )
-    links = (on.replay_step, on.replay_step_slowed, on.measured_levels, make_queue) if on else ()
+    links = (
+        (on.replay_step, on.replay_step_slowed, on.measured_link_levels, make_queue) if on else ()
+    )
     host_issue_s = on.host_issue_s if on else 0.0
     projected = partial(
         project_step_times,
         points,
         evidence.scaling,
-        find_untrainable_reason=find_unsuited_reason,
-        repeat_half_width_ln=evidence.repeat_half_width_ln,
+        find_untrainable_reason=find_untrainable_reason,
+        repeat_half_width_ln=evidence.repeat_interval_half_width_ln,
         has_servers=last.served,
     )
     made = [
@@ -113,13 +115,14 @@ def project_trainings(
         of_study = {
             c.gpus
             for c in study.cells
-            if replace(c, gpus=0, repeat=0) == replace(evidence.largest_cell, gpus=0, repeat=0)
+            if replace(c, gpus=0, repeat=0)
+            == replace(evidence.largest_measured_cell, gpus=0, repeat=0)
         }
         largest = max(measured)
         counts = sorted({*of_study, *list_doublings(largest, MAX_COUNT_RATIO * largest)} - measured)
         for p in project_strategy(config, study, evidence, counts):
             if p.interval is not None:
-                cell = replace(evidence.largest_cell, gpus=p.workers, repeat=0)
+                cell = replace(evidence.largest_measured_cell, gpus=p.workers, repeat=0)
                 subject = make_subject(config, study, cell)
                 low_s, high_s = (s * subject.steps for s in (p.interval.low_s, p.interval.high_s))
                 source = f"projected, 80 %: {describe_projection_basis(p, evidence.measured_steps)}"
@@ -148,7 +151,7 @@ def make_cell_subject(
         evidence: Measurements of the strategy.
         workers: Number of workers.
     """
-    return make_subject(config, study, replace(evidence.largest_cell, gpus=workers))
+    return make_subject(config, study, replace(evidence.largest_measured_cell, gpus=workers))
 
 
 def list_doublings(largest_measured: int, max_count: int) -> list[int]:
@@ -169,7 +172,7 @@ def make_subject_device(config: Mapping[str, Any], subject: Subject) -> Device:
 def untrainable_reason(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> str | None:
-    """Return why a strategy's cell cannot train on a number of workers, if so.
+    """Return why a strategy's cell cannot train on a number of workers. None if it can.
 
     Args:
         config: The validated config.
@@ -180,9 +183,11 @@ def untrainable_reason(
     Returns:
         The reason, or None if the cell can train.
     """
-    if reason := study.refused_cell_reason(config, replace(evidence.largest_cell, gpus=workers)):
+    if reason := study.refused_cell_reason(
+        config, replace(evidence.largest_measured_cell, gpus=workers)
+    ):
         return reason
-    cores = read_node_cores(evidence.records_by_count[-1][0]) if evidence.on_cpu else None
+    cores = read_node_cores(evidence.records_by_count[-1][0]) if evidence.is_on_cpu else None
     here = min(workers, config["cluster"]["gpus_per_node"])
     if cores is not None and here > cores:
         return f"{here} CPU processes per node would share its {cores:g} cores, which makes no step faster"

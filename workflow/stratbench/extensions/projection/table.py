@@ -114,8 +114,8 @@ class TrainingFacts:
         price_per_gpu_hour: Price of a GPU per hour; None if unknown or without GPUs.
     """
 
-    steps_by_count: Mapping[int, int]
-    target_share_range: tuple[float, float] | None
+    training_steps_by_worker_count: Mapping[int, int]
+    time_share_to_target_range: tuple[float, float] | None
     no_target_reason: str = ""
     price_per_gpu_hour: float | None = None
 
@@ -145,7 +145,9 @@ def make_rows(
     for point, records in zip(evidence.measured_steps, evidence.records_by_count, strict=True):
         times = compute_step_times_s(records)
         used = sorted(r["memory"]["peak_bytes"] for r in records if r["memory"]["peak_bytes"])
-        memory = (used[0], used[len(used) // 2], used[-1]) if used and not evidence.on_cpu else None
+        memory = (
+            (used[0], used[len(used) // 2], used[-1]) if used and not evidence.is_on_cpu else None
+        )
         rows.append(
             Row(
                 **common, workers=point.workers, nodes=point.nodes, kind="measured",
@@ -168,7 +170,7 @@ def make_rows(
                 **_make_interval_columns("memory", "_bytes", memory),
                 evidence=describe_projection_basis(p, evidence.measured_steps) if i else "",
                 rule=p.rule if i else "",
-                skill=p.skill.error_reduction, reason=p.refusal_reason or "", perfect_s=naive_s["perfect"],
+                skill=p.skill.relative_error_reduction, reason=p.refusal_reason or "", perfect_s=naive_s["perfect"],
                 same_loss_s=naive_s["same loss per doubling"], a_plus_b_s=naive_s["a + b/N"],
                 host_s=p.host_issue_s or None,
             )
@@ -184,12 +186,12 @@ def _make_time_columns(
     They follow from `step_interval_s`: the low, middle and high step time.
     """
     ideal_s = scale_step_time_perfectly(evidence.measured_steps[0], evidence.scaling, workers)
-    trained = [t * facts.steps_by_count[workers] for t in step_interval_s]
+    trained = [t * facts.training_steps_by_worker_count[workers] for t in step_interval_s]
     # Reversed, because the highest step time gives the lowest efficiency.
     efficiencies = [ideal_s / t for t in reversed(step_interval_s)]
     target = None
-    if facts.target_share_range is not None:
-        low, high = facts.target_share_range
+    if facts.time_share_to_target_range is not None:
+        low, high = facts.time_share_to_target_range
         target = (trained[0] * low, trained[1] * (low + high) / 2, trained[2] * high)
     return (
         _make_interval_columns("step", "_s", step_interval_s)

@@ -28,15 +28,15 @@ def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
     flops_per_s = device.flops_per_s or 1e12
     bytes_per_s = device.memory_bytes_per_s or CPU_MEMORY_BYTES_PER_S
 
-    def compute_s(flops: float, n_bytes: float) -> float:
+    def compute_operation_s(flops: float, n_bytes: float) -> float:
         return flops / flops_per_s + n_bytes / bytes_per_s
 
     phases = [
         TracedPhase(
             phase.name,
-            compute_s(phase.flops, phase.touched_bytes),
+            compute_operation_s(phase.flops, phase.touched_bytes),
             tuple(phase.collectives),
-            tuple(compute_s(*reached) for reached in phase.reached),
+            tuple(compute_operation_s(*reached) for reached in phase.work_before_collectives),
             phase.operations,
         )
         for phase in trace.phases[1:-1]

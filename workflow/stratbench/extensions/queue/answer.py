@@ -91,12 +91,12 @@ def simulate_and_answer(
         }
     mtbf_days = request.node_mtbf_days
     if mtbf_days is None and history is not None:
-        mtbf_days = history.node_mtbf_days(nodes)
+        mtbf_days = history.compute_node_mtbf_days(nodes)
     rules = Rules(
         num_reservations=ALL if request.reservations == "all" else 1,
         node_mtbf_s=math.inf if mtbf_days is None else mtbf_days * 86400,
-        slow_share=request.slow_nodes,
-        slow_factor=request.slow_factor,
+        slow_node_share=request.slow_nodes,
+        slow_node_factor=request.slow_factor,
     )
     work = QueuedTraining(
         request.num_gpus,
@@ -113,7 +113,9 @@ def simulate_and_answer(
         queue = make_poisson_queue(*shape, load, lasting_h, BLOCKS, MOMENTS)
     else:
         arrivals = history.make_arrivals()
-        queue = make_recorded_queue(*shape, arrivals, lasting_h, BLOCKS, MOMENTS, history.settled_s)
+        queue = make_recorded_queue(
+            *shape, arrivals, lasting_h, BLOCKS, MOMENTS, history.simulated_window_begin_s
+        )
         known.append(_compare_with_record(history, arrivals, queue))
     worths = sorted({*WORTHS, *(request.sample_efficiency or ())}, reverse=True)
     done = 0
@@ -128,17 +130,20 @@ def simulate_and_answer(
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
         f"{'synthetic' if history is None else 'recorded'} queues of {format_count(nodes, 'node')} of "
-        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} ({times.busy_share:.0%} of the GPUs in "
+        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} ({times.mean_busy_gpu_share:.0%} of the GPUs in "
         "use). At each submission time all modes have the same queue. Intervals are 95 % intervals of "
         "means."
     )
     return {
         "headline": report.make_headline(),
-        "lines": [*report.make_lines(), basis, *known, NOT_MODELLED],
+        "lines": [*report.make_sentences(), basis, *known, NOT_MODELLED],
         "refused": None,
         "mode": report.choice,
-        "modes": report.make_rows(),
-        "even": {mode: _format_break_even(report.compute_break_even(mode)) for mode in MODES[:-1]},
+        "modes": report.make_mode_rows(),
+        "even": {
+            mode: _format_break_even(report.compute_break_even_efficiency(mode))
+            for mode in MODES[:-1]
+        },
     }
 
 
@@ -176,10 +181,10 @@ def _compare_with_record(
 ) -> str:
     """Return a sentence that compares the history's mean wait of jobs with the simulated one."""
     sim = Cluster(queue.nodes, queue.gpus_per_node, arrivals, queue.rules)
-    sim.run_until(arrivals[-1].submit_s)
+    sim.simulate_until(arrivals[-1].submit_s)
     simulated = [wait_s for _, wait_s in sim.waits]
-    begun = [e for e in history.entries if e.start_s is not None]
-    recorded = [max(0.0, e.start_s - history.compute_queue_time_s(e)) for e in begun]
+    begun = [e for e in history.entries if e.start_unix_s is not None]
+    recorded = [max(0.0, e.start_unix_s - history.compute_queue_entry_unix_s(e)) for e in begun]
     ours, theirs = sum(simulated) / len(simulated) / 3600, sum(recorded) / len(recorded) / 3600
     text = (
         f"The history's jobs waited {format_hours(theirs)} h on average, and {format_hours(ours)} h in the "
@@ -210,12 +215,12 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
         f"days. Of {capacity} GPUs, {history.mean_gpus_in_use:.1f} were in use on average, and at most "
         f"{history.max_gpus_in_use}."
     ]
-    if history.gpus_by_nodes:
+    if history.are_gpus_counted_by_node:
         lines.append(
             "The accounting does not count GPUs (set AccountingStorageTRES=gres/gpu), so that each node of a "
             f"job counts as {gpus_per_node} GPUs."
         )
-    mtbf_days = history.node_mtbf_days(nodes)
+    mtbf_days = history.compute_node_mtbf_days(nodes)
     if mtbf_days is not None:
         lines.append(
             f"A node failed under a job once in {mtbf_days:.0f} node-days (state NODE_FAIL)."
@@ -225,9 +230,9 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
 
 def _describe_waits_of_width(row: WidthRow) -> str:
     text = (
-        f"{row.label} GPUs: {format_count(row.num_jobs, 'job')} waited {format_hours(row.mean_s / 3600)} h "
-        f"on average, {format_hours(row.median_s / 3600)} h in the median, and one in ten over "
-        f"{format_hours(row.p90_s / 3600)} h"
+        f"{row.label} GPUs: {format_count(row.num_jobs, 'job')} waited {format_hours(row.mean_wait_s / 3600)} h "
+        f"on average, {format_hours(row.median_wait_s / 3600)} h in the median, and one in ten over "
+        f"{format_hours(row.p90_wait_s / 3600)} h"
     )
     if row.used is not None:
         text += f"; they used {row.used:.0%} of their requested wall time"
@@ -244,11 +249,11 @@ class _AnswerText:
         self.equivalence_margin = equivalence_margin
         self.choice = self._choose_mode()
 
-    def compute_break_even(self, other_mode: str) -> IntervalEstimate:
+    def compute_break_even_efficiency(self, other_mode: str) -> IntervalEstimate:
         """Return the sample efficiency with which asynchronous workers are as fast as another mode."""
-        return self.times.compute_break_even(other_mode)
+        return self.times.compute_break_even_efficiency(other_mode)
 
-    def get_simulated_mode(self, mode: str) -> str:
+    def get_simulated_mode_name(self, mode: str) -> str:
         """Return the name under which a mode was simulated.
 
         Asynchronous workers were simulated with several sample efficiencies. Their name has the lowest one.
@@ -265,40 +270,41 @@ class _AnswerText:
         """
         allowed = MODES if self._is_asynchronous_better() else MODES[:-1]
         mean = {
-            mode: self.times.average_hours(self.get_simulated_mode(mode)).value for mode in allowed
+            mode: self.times.compute_mean_hours(self.get_simulated_mode_name(mode)).value
+            for mode in allowed
         }
         best = min(mean.values())
         return next(mode for mode in allowed if mean[mode] <= best * (1 + self.equivalence_margin))
 
     def make_headline(self) -> str:
         """Return the text on the chosen mode's time, and its ratio to a gang's time."""
-        mean = self.times.average_hours(self.get_simulated_mode(self.choice))
+        mean = self.times.compute_mean_hours(self.get_simulated_mode_name(self.choice))
         text = (
             f"With the queue: {self.choice} takes {_format_hours(mean.value)} from submission to result"
             f" ({_format_hours(mean.low)} to {_format_hours(mean.high)}); one in ten takes longer than "
-            f"{_format_hours(self.times.compute_late_hours(self.get_simulated_mode(self.choice)))}."
+            f"{_format_hours(self.times.compute_p90_hours(self.get_simulated_mode_name(self.choice)))}."
         )
         if self.choice == GANG:
             return text
-        ratio = self.times.compute_ratio(self.get_simulated_mode(self.choice), GANG)
-        gang_h = _format_hours(self.times.average_hours(GANG).value)
+        ratio = self.times.compute_mode_time_ratio(self.get_simulated_mode_name(self.choice), GANG)
+        gang_h = _format_hours(self.times.compute_mean_hours(GANG).value)
         text += f" That is {_format_ratio(ratio)} times as long as a gang takes ({gang_h})"
         doubtful = ratio.high is not None and ratio.high > 1
         return f"{text}{', but the difference is within the noise' if doubtful else ''}."
 
-    def make_lines(self) -> list[str]:
+    def make_sentences(self) -> list[str]:
         """Return sentences on all modes' times, on the needed sample efficiency, and on preemption."""
         others = []
         for mode in MODES[1:]:
             mean, ratio = (
-                self.times.average_hours(self.get_simulated_mode(mode)),
-                self.times.compute_ratio(self.get_simulated_mode(mode), GANG),
+                self.times.compute_mean_hours(self.get_simulated_mode_name(mode)),
+                self.times.compute_mode_time_ratio(self.get_simulated_mode_name(mode), GANG),
             )
             others.append(f"{mode} {_format_hours(mean.value)}, {_format_ratio(ratio)}")
         worth = f"at a sample efficiency of {min(self.request.sample_efficiency or (1.0,)):g}"
         texts = [
             f"Mean time from submission to result, and its ratio to a gang's: gang "
-            f"{_format_hours(self.times.average_hours(GANG).value)}; {'; '.join(others)} ({worth}).",
+            f"{_format_hours(self.times.compute_mean_hours(GANG).value)}; {'; '.join(others)} ({worth}).",
             self._describe_break_even(),
         ]
         if self.request.preemptible:
@@ -309,14 +315,20 @@ class _AnswerText:
 
     def _is_asynchronous_better(self) -> bool | None:
         """Return whether asynchronous workers are faster than split synchronous ones. None if uncertain."""
-        sync, worth = self.compute_break_even(SYNCHRONOUS), self.request.sample_efficiency
+        sync, worth = (
+            self.compute_break_even_efficiency(SYNCHRONOUS),
+            self.request.sample_efficiency,
+        )
         if worth and sync.high is not None and worth[0] >= sync.high:
             return True
         return False if worth and sync.low is not None and worth[1] <= sync.low else None
 
     def _describe_break_even(self) -> str:
-        """Return a sentence on the sample efficiency with which asynchronous workers are as fast."""
-        sync, gang = self.compute_break_even(SYNCHRONOUS), self.compute_break_even(GANG)
+        """Return a sentence on the sample efficiency that asynchronous workers need."""
+        sync, gang = (
+            self.compute_break_even_efficiency(SYNCHRONOUS),
+            self.compute_break_even_efficiency(GANG),
+        )
         text = (
             "Asynchronous workers break even with split synchronous workers "
             f"({_describe_pause(self.request)}) at a sample efficiency of {_format_break_even(sync)}, and "
@@ -336,17 +348,17 @@ class _AnswerText:
         }[self._is_asynchronous_better()]
         return f"{text}; their sample efficiency is {tested}, {ranges}."
 
-    def make_rows(self) -> list[dict[str, Any]]:
+    def make_mode_rows(self) -> list[dict[str, Any]]:
         """Return a row of numbers for each mode, for answers.json and the report."""
         table = []
         for mode in MODES:
-            mean = self.times.average_hours(self.get_simulated_mode(mode))
-            ratio = self.times.compute_ratio(self.get_simulated_mode(mode), GANG)
+            mean = self.times.compute_mean_hours(self.get_simulated_mode_name(mode))
+            ratio = self.times.compute_mode_time_ratio(self.get_simulated_mode_name(mode), GANG)
             names = ("hours", "hours_low", "hours_high", "ratio", "ratio_low", "ratio_high")
             table.append(
                 {"mode": mode, "chosen": mode == self.choice}
                 | dict(zip(names, (*mean, *ratio), strict=True))
-                | {"late_hours": self.times.compute_late_hours(self.get_simulated_mode(mode))}
+                | {"late_hours": self.times.compute_p90_hours(self.get_simulated_mode_name(mode))}
             )
         return table
 
@@ -361,7 +373,7 @@ def _format_hours(hours: float | None) -> str:
 
 
 def _format_ratio(ratio: IntervalEstimate) -> str:
-    return ratio.format_text(lambda r: f"{r:.2f}")
+    return ratio.format_value_and_interval(lambda r: f"{r:.2f}")
 
 
 def _format_break_even(efficiency: IntervalEstimate) -> str:
@@ -370,4 +382,4 @@ def _format_break_even(efficiency: IntervalEstimate) -> str:
         return f"less than {WORTHS[-1]:g}"
     if math.isinf(efficiency.value):
         return "more than 1"
-    return efficiency.format_text(lambda w: f"{w:.2f}")
+    return efficiency.format_value_and_interval(lambda w: f"{w:.2f}")

@@ -61,50 +61,54 @@ class QueuedTraining:
 
     width: int
     hours: float
-    loss_per_worker: float = 0.02
+    speed_loss_per_worker: float = 0.02
     synchronous_pause_s: float = 60.0
     resumes_from_peers: bool = False
     is_preemptible: bool = False
 
     @property
-    def work_s(self) -> float:
+    def work_gpu_s(self) -> float:
         """Work of the training, in seconds of one GPU that trains alone."""
         return (
             self.width
-            * Scaling(self.loss_per_worker).compute_efficiency(self.width)
+            * Scaling(self.speed_loss_per_worker).compute_speed_per_worker(self.width)
             * self.hours
             * 3600
         )
 
-    def compute_request_s(self, workers: int, sample_efficiency: float = 1.0) -> float:
+    def compute_job_wall_time_s(self, workers: int, sample_efficiency: float = 1.0) -> float:
         """Return the wall time that each job of the training requests, rounded up to minutes.
 
         Args:
             workers: Number of workers.
             sample_efficiency: Sample efficiency of the workers.
         """
-        alone_s = self.work_s / (
-            workers * Scaling(self.loss_per_worker).compute_efficiency(workers)
+        alone_s = self.work_gpu_s / (
+            workers * Scaling(self.speed_loss_per_worker).compute_speed_per_worker(workers)
         )
         return math.ceil((STARTUP_S + REQUEST_FACTOR * alone_s) / 60) * 60.0 / sample_efficiency
 
-    def list_makers(
+    def make_training_factories(
         self, sample_efficiencies: Sequence[float]
     ) -> dict[str, Callable[[], Training]]:
-        """Return, by mode, a function that creates the training.
+        """Return a function that creates the training, for each mode.
 
         Asynchronous workers have a mode per sample efficiency.
         """
-        scaling = Scaling(self.loss_per_worker)
+        scaling = Scaling(self.speed_loss_per_worker)
 
         def make_gang(workers: int) -> Callable[[], Training]:
-            return partial(Gang, self.work_s, self.compute_request_s(workers), workers, scaling)
+            return partial(
+                Gang, self.work_gpu_s, self.compute_job_wall_time_s(workers), workers, scaling
+            )
 
         def make_split_training(sample_efficiency: float, **options) -> Callable[[], Training]:
-            requested_s = self.compute_request_s(self.width, sample_efficiency)
-            scaled = Scaling(self.loss_per_worker, sample_efficiency)
+            requested_s = self.compute_job_wall_time_s(self.width, sample_efficiency)
+            scaled = Scaling(self.speed_loss_per_worker, sample_efficiency)
             options["is_preemptible"] = self.is_preemptible
-            return partial(ElasticTraining, self.work_s, requested_s, self.width, scaled, **options)
+            return partial(
+                ElasticTraining, self.work_gpu_s, requested_s, self.width, scaled, **options
+            )
 
         recovery = (
             {"resumes_from_peers": True, "checkpoints": PEER_CHECKPOINTS}
@@ -152,16 +156,16 @@ class ModeTimes:
     """
 
     hours_by_mode: dict[str, np.ndarray]
-    busy_share: float
+    mean_busy_gpu_share: float
 
-    def average_hours(self, mode: str) -> IntervalEstimate:
-        """Return the mean hours of a mode, with a 95 % interval."""
+    def compute_mean_hours(self, mode: str) -> IntervalEstimate:
+        """Return the mean hours of a training in a mode, with a 95 % interval."""
         return compute_jackknife_interval(
             lambda kept: float(self.hours_by_mode[mode][kept].mean()), len(self.hours_by_mode[mode])
         )
 
-    def compute_ratio(self, mode: str, other_mode: str) -> IntervalEstimate:
-        """Return the ratio of two modes' mean times, with a 95 % interval.
+    def compute_mode_time_ratio(self, mode: str, other_mode: str) -> IntervalEstimate:
+        """Return the ratio of a training's mean times in two modes, with a 95 % interval.
 
         Both modes have the same submission times.
         """
@@ -172,11 +176,11 @@ class ModeTimes:
 
         return compute_jackknife_interval(compute_mean_ratio, len(self.hours_by_mode[mode]))
 
-    def compute_late_hours(self, mode: str) -> float:
+    def compute_p90_hours(self, mode: str) -> float:
         """Return the hours within which 90 % of the trainings are done."""
         return float(np.quantile(self.hours_by_mode[mode], 0.9))
 
-    def list_simulated_worths(self) -> list[float]:
+    def list_simulated_efficiencies(self) -> list[float]:
         """Return the simulated sample efficiencies of asynchronous workers, from high to low."""
         prefix = f"{ASYNCHRONOUS} "
         efficiencies = [
@@ -184,14 +188,14 @@ class ModeTimes:
         ]
         return sorted(efficiencies, reverse=True)
 
-    def compute_break_even(self, other_mode: str) -> IntervalEstimate:
+    def compute_break_even_efficiency(self, other_mode: str) -> IntervalEstimate:
         """Return the sample efficiency with which asynchronous workers are as fast as another mode.
 
         The result has a 95 % interval. It is infinite, without an interval, if asynchronous workers are
         slower even with the highest simulated efficiency. It is 0 if they are faster even with the lowest
         one.
         """
-        efficiencies = self.list_simulated_worths()
+        efficiencies = self.list_simulated_efficiencies()
 
         def find_break_even_efficiency(blocks: np.ndarray) -> float:
             target_h = self.hours_by_mode[other_mode][blocks].mean()
@@ -213,7 +217,7 @@ class ModeTimes:
 def compute_jackknife_interval(
     compute_value: Callable[[np.ndarray], float], num_blocks: int
 ) -> IntervalEstimate:
-    """Compute a positive value from all blocks, with a 95 % jackknife interval.
+    """Compute a positive value from all simulated queues (blocks), with a 95 % jackknife interval.
 
     The interval is by Student's t on logarithms (Tukey 1958; Miller 1974). There is none if a value is 0 or
     infinite.
@@ -249,7 +253,7 @@ def simulate_modes(
         modes: Names of the modes to simulate, or None for all.
         on_submission_time: Called after each simulated submission time.
     """
-    made = queued_training.list_makers(sample_efficiencies)
+    made = queued_training.make_training_factories(sample_efficiencies)
     made = {name: made[name] for name in modes or made}
     hours: dict[str, list[list[float]]] = {name: [] for name in made}
     busy = []
@@ -258,16 +262,16 @@ def simulate_modes(
         for row in hours.values():
             row.append([])
         for moment_s in moments:
-            base.run_until(moment_s)
+            base.simulate_until(moment_s)
             for name, make in made.items():
                 sim, training = base.copy_cluster(), make()
                 training.submit_training(sim)
                 end_s = sim.now_s + MAX_S
-                sim.run_until(end_s, is_done=lambda training=training: training.is_finished)
+                sim.simulate_until(end_s, is_done=lambda training=training: training.is_finished)
                 took_s = training.time_to_result_s if training.is_finished else MAX_S
                 hours[name][-1].append(took_s / 3600)
             on_submission_time()
-        busy.append(base.busy_gpu_s / base.now_s / base.capacity)
+        busy.append(base.busy_gpu_s / base.now_s / base.num_gpus)
     return ModeTimes({name: np.array(rows) for name, rows in hours.items()}, float(np.mean(busy)))
 
 

@@ -58,32 +58,34 @@ class AccountingEntry:
         user: Name of the user; "" if unknown.
     """
 
-    submit_s: float
-    eligible_s: float | None
-    start_s: float | None
-    end_s: float | None
+    submit_unix_s: float
+    eligible_unix_s: float | None
+    start_unix_s: float | None
+    end_unix_s: float | None
     state: str
-    limit_s: float | None
+    time_limit_s: float | None
     gpus: int
     is_backfilled: bool | None
     user: str = ""
 
     @property
-    def queued_s(self) -> float:
+    def queued_unix_s(self) -> float:
         """When the job's wait in the queue began, in seconds since 1970."""
-        return max(self.submit_s, self.eligible_s or 0.0)
+        return max(self.submit_unix_s, self.eligible_unix_s or 0.0)
 
     @property
     def wait_s(self) -> float | None:
         """Seconds for which the job waited in the queue. None if it has not started."""
-        return None if self.start_s is None else max(0.0, self.start_s - self.queued_s)
+        return (
+            None if self.start_unix_s is None else max(0.0, self.start_unix_s - self.queued_unix_s)
+        )
 
     @property
-    def ran_s(self) -> float | None:
+    def run_s(self) -> float | None:
         """Seconds for which the job ran. None if it has not ended."""
-        if self.start_s is None or self.end_s is None:
+        if self.start_unix_s is None or self.end_unix_s is None:
             return None
-        return max(0.0, self.end_s - self.start_s)
+        return max(0.0, self.end_unix_s - self.start_unix_s)
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ class WidthRow:
 
     label: str
     num_jobs: int
-    mean_s: float
-    median_s: float
-    p90_s: float
+    mean_wait_s: float
+    median_wait_s: float
+    p90_wait_s: float
     backfilled_share: float | None
     used: float | None
 
@@ -119,16 +121,21 @@ class AccountingHistory:
     """
 
     entries: tuple[AccountingEntry, ...]
-    gpus_by_nodes: bool
+    are_gpus_counted_by_node: bool
 
     @cached_property
-    def window_s(self) -> tuple[float, float]:
+    def window_unix_s(self) -> tuple[float, float]:
         """Begin and end of the time window in which the file has all jobs.
 
         The window begins with the first end of a job, because the file lacks jobs that ended before.
         """
-        times = [t for e in self.entries for t in (e.submit_s, e.start_s, e.end_s) if t is not None]
-        ends = [e.end_s for e in self.entries if e.end_s is not None]
+        times = [
+            t
+            for e in self.entries
+            for t in (e.submit_unix_s, e.start_unix_s, e.end_unix_s)
+            if t is not None
+        ]
+        ends = [e.end_unix_s for e in self.entries if e.end_unix_s is not None]
         if not ends or max(times) <= min(ends):
             raise HistoryError(
                 "decide.queue.history: the file has fewer than two jobs that ended; ask sacct for "
@@ -139,18 +146,18 @@ class AccountingHistory:
     @property
     def window_days(self) -> float:
         """Length of the time window in which the file has all jobs, in days."""
-        begin_s, end_s = self.window_s
+        begin_s, end_s = self.window_unix_s
         return (end_s - begin_s) / 86400
 
-    def _compute_use(self) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_gpus_in_use(self) -> tuple[np.ndarray, np.ndarray]:
         """Return times in the window, and the GPUs in use from each time on."""
-        begin_s, end_s = self.window_s
+        begin_s, end_s = self.window_unix_s
         changes: list[tuple[float, int]] = [(begin_s, 0), (end_s, 0)]
         for e in self.entries:
-            if e.start_s is not None and e.gpus:
-                stop_s = end_s if e.end_s is None else e.end_s
-                if stop_s > max(e.start_s, begin_s):
-                    changes.append((max(e.start_s, begin_s), e.gpus))
+            if e.start_unix_s is not None and e.gpus:
+                stop_s = end_s if e.end_unix_s is None else e.end_unix_s
+                if stop_s > max(e.start_unix_s, begin_s):
+                    changes.append((max(e.start_unix_s, begin_s), e.gpus))
                     changes.append((stop_s, -e.gpus))
         times = np.array(sorted({t for t, _ in changes}))
         by_time = np.zeros(len(times))
@@ -160,12 +167,12 @@ class AccountingHistory:
     @property
     def max_gpus_in_use(self) -> int:
         """Largest number of GPUs that were in use at the same time."""
-        return int(self._compute_use()[1].max())
+        return int(self._compute_gpus_in_use()[1].max())
 
     @property
     def mean_gpus_in_use(self) -> float:
         """Mean number of GPUs in use over the time window."""
-        times, used = self._compute_use()
+        times, used = self._compute_gpus_in_use()
         return float((used[:-1] * np.diff(times)).sum() / (times[-1] - times[0]))
 
     @cached_property
@@ -175,19 +182,27 @@ class AccountingHistory:
         The growth is that of the work of all waiting jobs. A job's work is its GPUs times its duration. Jobs
         that have not run have the duration expected from their time limits.
         """
-        begin_s, end_s = self.window_s
-        known = [e.ran_s for e in self.entries if e.ran_s]
+        begin_s, end_s = self.window_unix_s
+        known = [e.run_s for e in self.entries if e.run_s]
         usual_s = statistics.median(known) if known else 0.0
 
-        def waiting(at_s: float) -> float:
+        def compute_waiting_gpu_s(at_s: float) -> float:
             """Return the work of all jobs that waited at a time, in GPU-seconds."""
             return sum(
-                e.gpus * (e.ran_s or (e.limit_s / self._request_factor if e.limit_s else usual_s))
+                e.gpus
+                * (
+                    e.run_s
+                    or (
+                        e.time_limit_s / self._assumed_request_factor if e.time_limit_s else usual_s
+                    )
+                )
                 for e in self.entries
-                if e.queued_s <= at_s < (e.start_s or e.end_s or math.inf)
+                if e.queued_unix_s <= at_s < (e.start_unix_s or e.end_unix_s or math.inf)
             )
 
-        return max(0.0, waiting(end_s) - waiting(begin_s)) / (end_s - begin_s)
+        return max(0.0, compute_waiting_gpu_s(end_s) - compute_waiting_gpu_s(begin_s)) / (
+            end_s - begin_s
+        )
 
     @property
     def has_one_user(self) -> bool:
@@ -197,16 +212,16 @@ class AccountingHistory:
     @property
     def request_factors(self) -> list[float]:
         """Ratios of requested to used wall time, one per finished job."""
-        done = (e for e in self.entries if e.state == "COMPLETED" and e.limit_s and e.ran_s)
-        return [e.limit_s / e.ran_s for e in done]
+        done = (e for e in self.entries if e.state == "COMPLETED" and e.time_limit_s and e.run_s)
+        return [e.time_limit_s / e.run_s for e in done]
 
     @cached_property
-    def _request_factor(self) -> float:
+    def _assumed_request_factor(self) -> float:
         """Assumed ratio of requested to used wall time for jobs without a time limit."""
         factors = self.request_factors
         return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
 
-    def node_mtbf_days(self, nodes: int) -> float | None:
+    def compute_node_mtbf_days(self, nodes: int) -> float | None:
         """Return the mean time between failures of one node in days.
 
         None if no job ended with NODE_FAIL. Failures of unused nodes are not recorded, so that the result is
@@ -223,54 +238,63 @@ class AccountingHistory:
             if not waits:
                 continue
             used = [
-                min(1.0, e.ran_s / e.limit_s) for e in mine if e.ran_s is not None and e.limit_s
+                min(1.0, e.run_s / e.time_limit_s)
+                for e in mine
+                if e.run_s is not None and e.time_limit_s
             ]
             backfilled = [e.is_backfilled for e in mine if e.is_backfilled is not None]
             median_s, p90_s = (float(q) for q in np.percentile(waits, [50, 90]))
             yield WidthRow(
                 label=str(low) if low == high else f"{low}+" if high == 10**9 else f"{low}-{high}",
                 num_jobs=len(mine),
-                mean_s=statistics.fmean(waits),
-                median_s=median_s,
-                p90_s=p90_s,
+                mean_wait_s=statistics.fmean(waits),
+                median_wait_s=median_s,
+                p90_wait_s=p90_s,
                 backfilled_share=statistics.fmean(backfilled) if backfilled else None,
                 used=statistics.fmean(used) if used else None,
             )
 
-    def compute_queue_time_s(self, entry: AccountingEntry) -> float:
+    def compute_queue_entry_unix_s(self, entry: AccountingEntry) -> float:
         """Return when a started job is submitted in the simulation, in seconds since 1970.
 
         A job that started before the time window is submitted at its start. A job that waited at the window's
         begin is submitted then, because the file lacks most jobs that it waited for.
         """
-        begin_s, _ = self.window_s
-        return entry.start_s if entry.start_s < begin_s else max(entry.queued_s, begin_s)
+        begin_s, _ = self.window_unix_s
+        return (
+            entry.start_unix_s
+            if entry.start_unix_s < begin_s
+            else max(entry.queued_unix_s, begin_s)
+        )
 
     @cached_property
-    def _earliest_start_s(self) -> float:
-        return min(self.window_s[0], min(e.start_s for e in self.entries if e.start_s is not None))
+    def _earliest_job_start_unix_s(self) -> float:
+        return min(
+            self.window_unix_s[0],
+            min(e.start_unix_s for e in self.entries if e.start_unix_s is not None),
+        )
 
     @property
-    def settled_s(self) -> float:
+    def simulated_window_begin_s(self) -> float:
         """Begin of the time window on the simulation's clock, in seconds.
 
         From then on, the jobs of `make_arrivals` are complete.
         """
-        return self.window_s[0] - self._earliest_start_s
+        return self.window_unix_s[0] - self._earliest_job_start_unix_s
 
     def make_arrivals(self) -> list[Arrival]:
-        """Return the jobs that started, as jobs for the simulator, whose clock starts at 0."""
-        _, end_s = self.window_s
-        started = [e for e in self.entries if e.start_s is not None and e.gpus]
+        """Return the started jobs for the simulator, whose clock starts at 0."""
+        _, end_s = self.window_unix_s
+        started = [e for e in self.entries if e.start_unix_s is not None and e.gpus]
         jobs = []
-        for e in sorted(started, key=lambda e: e.queued_s):
-            ran_s = max(1.0, e.ran_s if e.ran_s is not None else end_s - e.start_s)
+        for e in sorted(started, key=lambda e: e.queued_unix_s):
+            ran_s = max(1.0, e.run_s if e.run_s is not None else end_s - e.start_unix_s)
             jobs.append(
                 Arrival(
-                    self.compute_queue_time_s(e) - self._earliest_start_s,
+                    self.compute_queue_entry_unix_s(e) - self._earliest_job_start_unix_s,
                     e.gpus,
                     ran_s,
-                    max(e.limit_s or ran_s * self._request_factor, ran_s),
+                    max(e.time_limit_s or ran_s * self._assumed_request_factor, ran_s),
                 )
             )
         return sorted(jobs, key=lambda a: a.submit_s)
@@ -306,7 +330,7 @@ def read_history(
     has_gpu_counts = any("gres/gpu" in r["AllocTRES"] + r.get("ReqTRES", "") for r in rows)
     entries = [_make_entry(r, gpus_per_node, has_gpu_counts) for r in rows]
     with_gpus = tuple(e for e in entries if e.gpus)
-    if not any(e.start_s is not None for e in with_gpus):
+    if not any(e.start_unix_s is not None for e in with_gpus):
         raise HistoryError(
             f"{path}: has no job with a GPU that started; ask sacct for more days, with -a for all users"
         )
@@ -359,13 +383,13 @@ def _make_entry(
         start_s = None
     flags = row.get("Flags")
     return AccountingEntry(
-        submit_s=_parse_time(row["Submit"]) or 0.0,
-        eligible_s=_parse_time(row.get("Eligible", "")),
-        start_s=start_s,
-        end_s=end_s,
+        submit_unix_s=_parse_time(row["Submit"]) or 0.0,
+        eligible_unix_s=_parse_time(row.get("Eligible", "")),
+        start_unix_s=start_s,
+        end_unix_s=end_s,
         state=row["State"].split(" ")[0],
         # sacct prints the time limit in minutes, or a word such as Partition_Limit or UNLIMITED.
-        limit_s=int(limit) * 60.0 if limit.isdigit() and int(limit) else None,
+        time_limit_s=int(limit) * 60.0 if limit.isdigit() and int(limit) else None,
         gpus=gpus,
         is_backfilled="SchedBackfill" in flags if flags else None,
         user=row.get("User", ""),

@@ -60,7 +60,7 @@ class QueueRequest:
         minItems=2, maxItems=2, items={"type": "number", "minimum": 0.1, "maximum": 2})
     # fmt: on
 
-    def faults(self, gpus_per_node: int) -> Iterator[str]:
+    def iter_value_contradictions(self, gpus_per_node: int) -> Iterator[str]:
         """Yield a message for each contradiction between the values of `decide.queue`."""
         if (self.load is None) == (self.history is None):
             yield (
@@ -102,4 +102,6 @@ class DecideQueue(Keys):
     ) -> Iterator[str]:
         """Yield a message for each contradiction in `decide.queue`, or with the block `cluster`."""
         if block["queue"] is not None:
-            yield from QueueRequest(**block["queue"]).faults(config["cluster"]["gpus_per_node"])
+            yield from QueueRequest(**block["queue"]).iter_value_contradictions(
+                config["cluster"]["gpus_per_node"]
+            )

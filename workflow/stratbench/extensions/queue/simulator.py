@@ -36,7 +36,7 @@ class Arrival:
     submit_s: float
     gpus: int
     duration_s: float
-    request_s: float
+    requested_wall_time_s: float
 
 
 class JobOwner(Protocol):
@@ -77,7 +77,7 @@ class SimulatedJob:
 
     gpus: int
     duration_s: float
-    request_s: float
+    requested_wall_time_s: float
     owner: JobOwner | None = None
     is_preemptible: bool = False
     submit_s: float = 0.0
@@ -104,14 +104,14 @@ class Rules:
     """
 
     num_reservations: int | None = 1
-    backfill_s: float = 0.0
-    backfill_depth: int = 100
-    start_delay_s: float = 0.0
-    end_delay_s: float = 0.0
+    backfill_interval_s: float = 0.0
+    max_jobs_per_backfill: int = 100
+    job_start_delay_s: float = 0.0
+    job_end_delay_s: float = 0.0
     node_mtbf_s: float = math.inf
-    repair_s: float = 3600.0
-    slow_share: float = 0.0
-    slow_factor: float = 1.0
+    node_repair_s: float = 3600.0
+    slow_node_share: float = 0.0
+    slow_node_factor: float = 1.0
 
 
 class Cluster:
@@ -142,7 +142,8 @@ class Cluster:
         slow = random.Random(seed)
         self.rules, self.per_node, self.now_s = rules, gpus_per_node, 0.0
         self.speed = [
-            1 / rules.slow_factor if slow.random() < rules.slow_share else 1.0 for _ in range(nodes)
+            1 / rules.slow_node_factor if slow.random() < rules.slow_node_share else 1.0
+            for _ in range(nodes)
         ]
         self.queue: list[SimulatedJob] = []
         self.running: list[SimulatedJob] = []
@@ -163,7 +164,7 @@ class Cluster:
                 )
 
     @property
-    def capacity(self) -> int:
+    def num_gpus(self) -> int:
         """Number of GPUs of the cluster."""
         return len(self._free) * self.per_node
 
@@ -189,20 +190,20 @@ class Cluster:
 
     # --- methods for owners of jobs ---------------------------------------------------------------
 
-    def submit(self, job: SimulatedJob) -> None:
+    def submit_job(self, job: SimulatedJob) -> None:
         """Add a job to the end of the queue, at the present time."""
         job.submit_s = self.now_s
         self.queue.append(job)
         self._changed = True
 
-    def cancel(self, job: SimulatedJob) -> None:
+    def cancel_job(self, job: SimulatedJob) -> None:
         """Remove a job from the queue, or stop it if it runs."""
         if job in self.queue:
             self.queue.remove(job)
         elif job in self.running:
             self._stop_job(job, "cancelled")
 
-    def schedule_wake(self, owner: JobOwner, time_s: float, argument: object) -> None:
+    def schedule_call(self, owner: JobOwner, time_s: float, argument: object) -> None:
         """Plan a call of `owner.handle_planned_call(sim, argument)` at a simulated time.
 
         Args:
@@ -212,20 +213,20 @@ class Cluster:
         """
         self._add_event(time_s, "planned_call", (owner, argument))
 
-    def set_duration(self, job: SimulatedJob, duration_s: float) -> None:
+    def set_job_duration(self, job: SimulatedJob, duration_s: float) -> None:
         """Set for how long a running job runs. It ends earlier if its requested wall time is shorter."""
         job.duration_s = duration_s
-        self._schedule_end(job)
+        self._schedule_job_end(job)
 
     # --- events ----------------------------------------------------------------------------------
 
-    def run_until(
+    def simulate_until(
         self, time_s: float = math.inf, is_done: Callable[[], bool] = lambda: False
     ) -> None:
         """Simulate until a time, until `is_done` returns True, or until no event is left."""
         rules = self.rules
         if self._changed:
-            self._schedule_jobs(not rules.backfill_s)
+            self._schedule_jobs(not rules.backfill_interval_s)
         while not is_done():
             arrival = event = backfill = math.inf
             if self._next_arrival < len(self._arrivals):
@@ -236,26 +237,28 @@ class Cluster:
                 self._changed
                 and self.queue
                 and rules.num_reservations is not None
-                and rules.backfill_s
+                and rules.backfill_interval_s
             ):
                 backfill = max(self.now_s, self._next_backfill_s)
             then = min(arrival, event, backfill)
             if then > time_s or math.isinf(then):
                 if math.isfinite(time_s):
-                    self._advance_time(max(self.now_s, time_s))
+                    self._advance_clock(max(self.now_s, time_s))
                 return
-            self._advance_time(then)
+            self._advance_clock(then)
             if arrival == then:
                 next_job = self._arrivals[self._next_arrival]
                 self._next_arrival += 1
-                self.submit(SimulatedJob(next_job.gpus, next_job.duration_s, next_job.request_s))
+                self.submit_job(
+                    SimulatedJob(next_job.gpus, next_job.duration_s, next_job.requested_wall_time_s)
+                )
             elif event == then:
                 _, _, kind, subject = heapq.heappop(self._events)
                 getattr(self, f"_handle_{kind}")(subject)
             due = then not in (arrival, event)
-            self._schedule_jobs(due or not rules.backfill_s)
+            self._schedule_jobs(due or not rules.backfill_interval_s)
 
-    def _advance_time(self, until_s: float) -> None:
+    def _advance_clock(self, until_s: float) -> None:
         used = sum(sum(job.gpus_by_node.values()) for job in self.running)
         self.busy_gpu_s += (until_s - self.now_s) * used
         self.now_s = until_s
@@ -267,7 +270,7 @@ class Cluster:
     def _handle_job_end(self, job: SimulatedJob) -> None:
         # If the end of the job was changed after this event was planned, the event has no effect.
         if job in self.running and job.end_s <= self.now_s:
-            self._stop_job(job, "done" if job.duration_s <= job.request_s else "limit")
+            self._stop_job(job, "done" if job.duration_s <= job.requested_wall_time_s else "limit")
 
     def _handle_planned_call(self, owner_and_argument: tuple[JobOwner, object]) -> None:
         owner, argument = owner_and_argument
@@ -277,7 +280,7 @@ class Cluster:
         self._up[node] = False
         for job in [j for j in self.running if node in j.gpus_by_node]:
             self._stop_job(job, "lost")
-        self._add_event(self.now_s + self.rules.repair_s, "node_repair", node)
+        self._add_event(self.now_s + self.rules.node_repair_s, "node_repair", node)
 
     def _handle_node_repair(self, node: int) -> None:
         self._up[node] = self._changed = True
@@ -285,20 +288,20 @@ class Cluster:
             self.now_s + self._random.expovariate(1 / self.rules.node_mtbf_s), "node_failure", node
         )
 
-    def _schedule_end(self, job: SimulatedJob) -> None:
-        ran_s = min(job.duration_s, job.request_s)
-        job.end_s = job.start_s + ran_s + self.rules.end_delay_s
+    def _schedule_job_end(self, job: SimulatedJob) -> None:
+        ran_s = min(job.duration_s, job.requested_wall_time_s)
+        job.end_s = job.start_s + ran_s + self.rules.job_end_delay_s
         if math.isfinite(job.end_s):
             self._add_event(job.end_s, "job_end", job)
 
     def _start_job(self, job: SimulatedJob, gpus_by_node: dict[int, int]) -> None:
         self.queue.remove(job)
         job.gpus_by_node = gpus_by_node
-        job.start_s = self.now_s + self.rules.start_delay_s
+        job.start_s = self.now_s + self.rules.job_start_delay_s
         for node, gpus in gpus_by_node.items():
             self._free[node] -= gpus
         self.running.append(job)
-        self._schedule_end(job)
+        self._schedule_job_end(job)
         if job.owner is None:
             self.waits.append((job.gpus, job.start_s - job.submit_s))
         else:
@@ -313,25 +316,27 @@ class Cluster:
             job.owner.handle_job_end(self, job, reason)
         # A job of another user whose node failed is submitted again, and continues where it was.
         elif reason == "lost":
-            self.submit(SimulatedJob(job.gpus, max(1.0, job.end_s - self.now_s), job.request_s))
+            self.submit_job(
+                SimulatedJob(job.gpus, max(1.0, job.end_s - self.now_s), job.requested_wall_time_s)
+            )
 
     # --- scheduling ------------------------------------------------------------------------------
 
     def _schedule_jobs(self, runs_backfill: bool) -> None:
         waiting = iter(self.queue[:])
         for job in waiting:
-            at = self._find_free_gpus(
+            at = self._find_gpus_for_job(
                 np.where(self._up, self._free, 0), job
             ) or self._make_room_by_preemption(job)
             if at is None:
                 if runs_backfill and self.rules.num_reservations is not None:
-                    self._next_backfill_s = self.now_s + self.rules.backfill_s
+                    self._next_backfill_s = self.now_s + self.rules.backfill_interval_s
                     self._changed = False
-                    self._backfill_jobs([job, *waiting][: self.rules.backfill_depth])
+                    self._backfill_jobs([job, *waiting][: self.rules.max_jobs_per_backfill])
                 return
             self._start_job(job, at)
 
-    def _find_free_gpus(self, free: np.ndarray, job: SimulatedJob) -> dict[int, int] | None:
+    def _find_gpus_for_job(self, free: np.ndarray, job: SimulatedJob) -> dict[int, int] | None:
         """Return the GPUs, by node, on which a job can start, or None.
 
         `free` has the number of free GPUs of each node.
@@ -355,14 +360,14 @@ class Cluster:
         """
         if job.is_preemptible or not any(j.is_preemptible for j in self.running):
             return None
-        at = self._find_free_gpus(
-            np.where(self._up, self._count_free_without_preemptible(), 0), job
+        at = self._find_gpus_for_job(
+            np.where(self._up, self._count_free_or_preemptible_gpus(), 0), job
         )
         if at is not None:
             self._preempt_jobs(at)
         return at
 
-    def _count_free_without_preemptible(self) -> np.ndarray:
+    def _count_free_or_preemptible_gpus(self) -> np.ndarray:
         free = self._free.copy()
         for job in self.running:
             if job.is_preemptible:
@@ -381,48 +386,56 @@ class Cluster:
 
     def _backfill_jobs(self, waiting: list[SimulatedJob]) -> None:
         plan = _FreeGpuPlan(
-            self.now_s, self._count_free_without_preemptible(), self._iter_expected_ends(), self._up
+            self.now_s,
+            self._count_free_or_preemptible_gpus(),
+            self._iter_expected_job_ends(),
+            self._up,
         )
         reserved = 0
         for job in waiting:
             if job not in self.queue:
                 continue
-            free = plan.compute_least_free(self.now_s, job.request_s)
+            free = plan.count_gpus_free_throughout(self.now_s, job.requested_wall_time_s)
             # A preemptible job starts only on free GPUs, and gets no reservation.
             if job.is_preemptible:
-                at = self._find_free_gpus(np.minimum(free, self._free), job)
+                at = self._find_gpus_for_job(np.minimum(free, self._free), job)
                 if at is not None:
                     self._start_job(job, at)
                 continue
-            begin_s, at = self.now_s, self._find_free_gpus(free, job)
+            begin_s, at = self.now_s, self._find_gpus_for_job(free, job)
             if at is not None:
                 self._preempt_jobs(at)
                 self._start_job(job, at)
             elif reserved < self.rules.num_reservations:
                 reserved += 1
-                begin_s, at = self._find_earliest_start(plan, job)
+                begin_s, at = self._find_earliest_job_start(plan, job)
             if at is not None:
-                plan.reserve_gpus(begin_s, job.request_s, at)
+                plan.reserve_gpus(begin_s, job.requested_wall_time_s, at)
 
-    def _iter_expected_ends(self) -> Iterator[tuple[float, dict[int, int]]]:
+    def _iter_expected_job_ends(self) -> Iterator[tuple[float, dict[int, int]]]:
         """Yield each running job's latest end by its requested wall time, and its GPUs.
 
         Preemptible jobs are left out.
         """
         for job in self.running:
             if not job.is_preemptible:
-                yield max(job.start_s + job.request_s, self.now_s + 1e-6), job.gpus_by_node
+                yield (
+                    max(job.start_s + job.requested_wall_time_s, self.now_s + 1e-6),
+                    job.gpus_by_node,
+                )
 
-    def _find_earliest_start(
+    def _find_earliest_job_start(
         self, plan: _FreeGpuPlan, job: SimulatedJob
     ) -> tuple[float, dict[int, int] | None]:
-        for i in np.flatnonzero(self._find_fitting_times(plan.free, job)):
-            at = self._find_free_gpus(plan.compute_least_free(plan.times[i], job.request_s), job)
+        for i in np.flatnonzero(self._find_times_with_enough_gpus(plan.free, job)):
+            at = self._find_gpus_for_job(
+                plan.count_gpus_free_throughout(plan.times[i], job.requested_wall_time_s), job
+            )
             if at is not None:
                 return plan.times[i], at
         return math.inf, None
 
-    def _find_fitting_times(self, free: np.ndarray, job: SimulatedJob) -> np.ndarray:
+    def _find_times_with_enough_gpus(self, free: np.ndarray, job: SimulatedJob) -> np.ndarray:
         """Return a mask of the times at which a job fits on the free GPUs.
 
         `free` has the number of free GPUs, shape [times, nodes].
@@ -453,7 +466,7 @@ class _FreeGpuPlan:
         self.free = np.array(rows)
         self.free[:, ~up] = 0
 
-    def compute_least_free(self, begin_s: float, duration_s: float) -> np.ndarray:
+    def count_gpus_free_throughout(self, begin_s: float, duration_s: float) -> np.ndarray:
         """Return how many GPUs of each node are free during a whole time interval."""
         begin = bisect_left(self.times, begin_s)
         return self.free[begin : max(bisect_left(self.times, begin_s + duration_s), begin + 1)].min(

@@ -23,12 +23,12 @@ class Scaling:
     this training needs.
     """
 
-    loss_per_worker: float = 0.02
+    speed_loss_per_worker: float = 0.02
     sample_efficiency: float = 1.0
 
-    def compute_efficiency(self, workers: int) -> float:
+    def compute_speed_per_worker(self, workers: int) -> float:
         """Return the speed per worker, relative to one worker that trains alone with DDP."""
-        return self.sample_efficiency / (1 + self.loss_per_worker * max(0, workers - 1))
+        return self.sample_efficiency / (1 + self.speed_loss_per_worker * max(0, workers - 1))
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SimulatedCheckpoints:
     blocking_s: float = 10.0
 
     @property
-    def time_factor(self) -> float:
+    def training_time_factor(self) -> float:
         """Factor by which checkpoints make the training longer."""
         return 1 + self.blocking_s / self.interval_s
 
@@ -73,29 +73,29 @@ class Training:
         remaining_work_s: Work that is left, in the unit of `work_s`.
     """
 
-    work_s: float
-    request_s: float
+    work_gpu_s: float
+    requested_wall_time_s: float
     workers: int
     scaling: Scaling = Scaling()
     checkpoints: SimulatedCheckpoints = SimulatedCheckpoints()
     startup_s: float = STARTUP_S
     submit_s: float = math.nan
-    done_s: float = math.nan
-    remaining_work_s: float = 0.0
+    finish_time_s: float = math.nan
+    remaining_work_gpu_s: float = 0.0
 
     @property
     def is_finished(self) -> bool:
         """Whether the training is done."""
-        return not math.isnan(self.done_s)
+        return not math.isnan(self.finish_time_s)
 
     @property
     def time_to_result_s(self) -> float:
         """Seconds from the training's submission to its end, with its wait in the queue. NaN before."""
-        return self.done_s - self.submit_s
+        return self.finish_time_s - self.submit_s
 
     def submit_training(self, sim: Cluster) -> None:
         """Submit the training to the simulated queue at the present time."""
-        self.submit_s, self.remaining_work_s = sim.now_s, self.work_s
+        self.submit_s, self.remaining_work_gpu_s = sim.now_s, self.work_gpu_s
         self.submit_jobs(sim)
 
     def submit_jobs(self, sim: Cluster) -> None:
@@ -115,26 +115,29 @@ class Gang(Training):
     """
 
     def submit_jobs(self, sim: Cluster) -> None:
-        sim.submit(SimulatedJob(self.workers, math.inf, self.request_s, self))
+        sim.submit_job(SimulatedJob(self.workers, math.inf, self.requested_wall_time_s, self))
 
-    def _compute_rate(self, sim: Cluster, job: SimulatedJob) -> float:
+    def _compute_work_per_second(self, sim: Cluster, job: SimulatedJob) -> float:
         """Return how much work the running job does per second."""
         slowest = min(sim.speed[node] for node in job.gpus_by_node)
-        each = self.scaling.compute_efficiency(self.workers)
-        return self.workers * each * slowest / self.checkpoints.time_factor
+        each = self.scaling.compute_speed_per_worker(self.workers)
+        return self.workers * each * slowest / self.checkpoints.training_time_factor
 
     def handle_job_start(self, sim: Cluster, job: SimulatedJob) -> None:
-        sim.set_duration(job, self.startup_s + self.remaining_work_s / self._compute_rate(sim, job))
+        sim.set_job_duration(
+            job,
+            self.startup_s + self.remaining_work_gpu_s / self._compute_work_per_second(sim, job),
+        )
 
     def handle_job_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
         if reason == "done":
-            self.done_s = sim.now_s
+            self.finish_time_s = sim.now_s
             return
         kept_s = max(0.0, sim.now_s - job.start_s - self.startup_s)
         # Only at the end of its wall time a job has saved a checkpoint of its last step.
         if reason != "limit":
             kept_s = kept_s // self.checkpoints.interval_s * self.checkpoints.interval_s
-        self.remaining_work_s -= kept_s * self._compute_rate(sim, job)
+        self.remaining_work_gpu_s -= kept_s * self._compute_work_per_second(sim, job)
         self.submit_jobs(sim)
 
 
@@ -158,68 +161,82 @@ class ElasticTraining(Training):
     synchronous_pause_s: float = 60.0
     resumes_from_peers: bool = False
     is_preemptible: bool = False
-    jobs: list[SimulatedJob] = field(default_factory=list)
-    _first_step_s: float = math.nan
+    worker_jobs: list[SimulatedJob] = field(default_factory=list)
+    _first_step_time_s: float = math.nan
     #: Speed of each worker that trains, relative to a node that is not slow, by `id` of its job.
-    _speeds: dict[int, float] = field(default_factory=dict)
+    _speed_by_job_id: dict[int, float] = field(default_factory=dict)
     #: Time until which the done work was subtracted. During a pause it is the end of the pause.
-    _counted_until_s: float = 0.0
+    _work_counted_until_s: float = 0.0
     #: Work that was left at the last checkpoint.
-    _saved_work_s: float = 0.0
+    _work_left_at_checkpoint_gpu_s: float = 0.0
     #: Time of the last checkpoint.
-    _saved_at_s: float = 0.0
+    _last_checkpoint_time_s: float = 0.0
     #: Number of the last planned end of the training. Ends that were planned before have no effect.
-    _plan_number: int = 0
+    _last_planned_end_number: int = 0
 
     def submit_jobs(self, sim: Cluster) -> None:
-        self._saved_work_s = self.remaining_work_s
+        self._work_left_at_checkpoint_gpu_s = self.remaining_work_gpu_s
         for _ in range(self.workers):
             self._submit_worker_job(sim)
 
     def _submit_worker_job(self, sim: Cluster) -> None:
-        job = SimulatedJob(1, math.inf, self.request_s, self, is_preemptible=self.is_preemptible)
-        self.jobs.append(job)
-        sim.submit(job)
+        job = SimulatedJob(
+            1, math.inf, self.requested_wall_time_s, self, is_preemptible=self.is_preemptible
+        )
+        self.worker_jobs.append(job)
+        sim.submit_job(job)
 
     @property
-    def _work_rate(self) -> float:
-        if not self._speeds:
+    def _work_per_second(self) -> float:
+        if not self._speed_by_job_id:
             return 0.0
-        n, speeds = len(self._speeds), self._speeds.values()
-        each = self.scaling.compute_efficiency(n)
+        n, speeds = len(self._speed_by_job_id), self._speed_by_job_id.values()
+        each = self.scaling.compute_speed_per_worker(n)
         if self.is_synchronous:
-            return n * min(speeds) * each / self.checkpoints.time_factor
+            return n * min(speeds) * each / self.checkpoints.training_time_factor
         return sum(speeds) * each
 
     def _subtract_done_work(self, sim: Cluster) -> None:
         """Subtract the work done until now from the work that is left."""
-        if sim.now_s <= self._counted_until_s:
+        if sim.now_s <= self._work_counted_until_s:
             return
-        self.remaining_work_s -= (sim.now_s - self._counted_until_s) * self._work_rate
-        self._counted_until_s = sim.now_s
+        self.remaining_work_gpu_s -= (
+            sim.now_s - self._work_counted_until_s
+        ) * self._work_per_second
+        self._work_counted_until_s = sim.now_s
         every_s = self.checkpoints.interval_s
-        if self.is_synchronous and sim.now_s >= self._saved_at_s + every_s:
-            self._saved_at_s += (sim.now_s - self._saved_at_s) // every_s * every_s
-            self._saved_work_s = (
-                self.remaining_work_s + (sim.now_s - self._saved_at_s) * self._work_rate
+        if self.is_synchronous and sim.now_s >= self._last_checkpoint_time_s + every_s:
+            self._last_checkpoint_time_s += (
+                (sim.now_s - self._last_checkpoint_time_s) // every_s * every_s
+            )
+            self._work_left_at_checkpoint_gpu_s = (
+                self.remaining_work_gpu_s
+                + (sim.now_s - self._last_checkpoint_time_s) * self._work_per_second
             )
 
     def _pause_training(self, sim: Cluster) -> None:
         """Let synchronous workers pause, because one has joined or left."""
-        self._counted_until_s = max(self._counted_until_s, sim.now_s + self.synchronous_pause_s)
+        self._work_counted_until_s = max(
+            self._work_counted_until_s, sim.now_s + self.synchronous_pause_s
+        )
         if not self.resumes_from_peers:
-            self._saved_work_s, self._saved_at_s = self.remaining_work_s, sim.now_s
+            self._work_left_at_checkpoint_gpu_s, self._last_checkpoint_time_s = (
+                self.remaining_work_gpu_s,
+                sim.now_s,
+            )
 
-    def _plan_end(self, sim: Cluster) -> None:
-        self._plan_number += 1
-        if self._work_rate:
-            begin_s = max(sim.now_s, self._counted_until_s)
-            sim.schedule_wake(
-                self, begin_s + max(0.0, self.remaining_work_s) / self._work_rate, self._plan_number
+    def _plan_training_end(self, sim: Cluster) -> None:
+        self._last_planned_end_number += 1
+        if self._work_per_second:
+            begin_s = max(sim.now_s, self._work_counted_until_s)
+            sim.schedule_call(
+                self,
+                begin_s + max(0.0, self.remaining_work_gpu_s) / self._work_per_second,
+                self._last_planned_end_number,
             )
 
     def handle_job_start(self, sim: Cluster, job: SimulatedJob) -> None:
-        sim.schedule_wake(self, job.start_s + self.startup_s, job)
+        sim.schedule_call(self, job.start_s + self.startup_s, job)
 
     def handle_planned_call(self, sim: Cluster, argument: object) -> None:
         if self.is_finished:
@@ -228,34 +245,36 @@ class ElasticTraining(Training):
             # A job that has ended during its startup has no effect.
             if argument in sim.running:
                 self._start_worker(sim, argument)
-        elif argument == self._plan_number:
+        elif argument == self._last_planned_end_number:
             self._subtract_done_work(sim)
-            self.done_s = sim.now_s
-            for job in self.jobs[:]:
-                sim.cancel(job)
+            self.finish_time_s = sim.now_s
+            for job in self.worker_jobs[:]:
+                sim.cancel_job(job)
 
     def _start_worker(self, sim: Cluster, job: SimulatedJob) -> None:
         self._subtract_done_work(sim)
-        if math.isnan(self._first_step_s):
-            self._first_step_s = self._counted_until_s = self._saved_at_s = sim.now_s
+        if math.isnan(self._first_step_time_s):
+            self._first_step_time_s = self._work_counted_until_s = self._last_checkpoint_time_s = (
+                sim.now_s
+            )
         elif self.is_synchronous:
             # Workers that start at the same time as the first one cause no pause.
-            if sim.now_s > self._first_step_s:
+            if sim.now_s > self._first_step_time_s:
                 self._pause_training(sim)
-        elif not self._speeds:
-            self._counted_until_s = sim.now_s
-        self._speeds[id(job)] = min(sim.speed[node] for node in job.gpus_by_node)
-        self._plan_end(sim)
+        elif not self._speed_by_job_id:
+            self._work_counted_until_s = sim.now_s
+        self._speed_by_job_id[id(job)] = min(sim.speed[node] for node in job.gpus_by_node)
+        self._plan_training_end(sim)
 
     def handle_job_end(self, sim: Cluster, job: SimulatedJob, reason: str) -> None:
-        self.jobs.remove(job)
+        self.worker_jobs.remove(job)
         if self.is_finished:
             return
         self._subtract_done_work(sim)
-        if self._speeds.pop(id(job), None) is not None:
+        if self._speed_by_job_id.pop(id(job), None) is not None:
             if self.is_synchronous:
                 if reason == "lost" or (reason == "preempted" and not self.resumes_from_peers):
-                    self.remaining_work_s = self._saved_work_s
+                    self.remaining_work_gpu_s = self._work_left_at_checkpoint_gpu_s
                 self._pause_training(sim)
-            self._plan_end(sim)
+            self._plan_training_end(sim)
         self._submit_worker_job(sim)

@@ -61,11 +61,12 @@ def sum_member_runs(job: Job, epoch_entries: list[dict[str, Any]]) -> dict[str, 
         # An epoch has no training loss if a worker was lost in it, or if steps were repeated.
         first, kept = number * per_epoch_steps, epochs[number]
         once = not any(
-            max(first, b.from_step) < min(first + per_epoch_steps, a.last_step) for a, b in changes
+            max(first, b.from_step) < min(first + per_epoch_steps, a.step_at_end)
+            for a, b in changes
         )
         if once and abs(kept.reported_steps - per_epoch_steps) < 0.5 / job.cell.gpus:
             entry["train_loss"] = finite_or_none(kept.loss_sum / kept.reported_steps)
-    steps = s.total_steps(job.train_samples)
+    steps = s.count_steps(job.train_samples)
     # A training that diverged has fewer evaluated epochs than planned.
     if epoch_entries and len(epoch_entries) < (s.epochs or 0):
         steps = len(epoch_entries) * per_epoch_steps
@@ -105,7 +106,9 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
         "losses": sum(len(history.lost_members) for history in histories),
         "restarts": sum(g.from_checkpoint for g in generations),
         # Steps that were computed again, because their result was lost with a worker.
-        "steps_repeated": sum(max(0, a.last_step - b.from_step) for a, b in pairwise(generations)),
+        "steps_repeated": sum(
+            max(0, a.step_at_end - b.from_step) for a, b in pairwise(generations)
+        ),
         "pauses": {
             "count": len(pauses),
             "median_s": statistics.median(pauses) if pauses else None,
@@ -152,7 +155,7 @@ def _read_histories(job: Job) -> list[MemberHistory]:
     """Read each launcher's history of members, and add steps that were not reported."""
     kept = [
         json.loads(path.read_text(encoding="utf-8"))
-        for path in RunFiles(job.folder).list_incarnation_paths()
+        for path in RunFiles(job.folder).list_member_history_paths()
     ]
     histories = [MemberHistory.from_dict(values) for values in kept]
     for history in histories:
@@ -162,7 +165,7 @@ def _read_histories(job: Job) -> list[MemberHistory]:
     for a, b in pairwise(_list_generations(histories)):
         # If all members of a generation were lost, only the checkpoint shows how many steps they took.
         if b.from_checkpoint:
-            a.to_step = max(a.last_step, b.from_step)
+            a.to_step = max(a.step_at_end, b.from_step)
     return histories
 
 
@@ -184,12 +187,12 @@ def _add_unreported_work(history: MemberHistory, generation: TrainingGeneration,
     Members that lost their coordinator write these steps to files. Without a file, the time since the last
     report counts for the epoch in progress.
     """
-    files = [RunFiles(job.folder).read_orphaned_result(number) for number in generation.members]
+    files = [RunFiles(job.folder).read_unreported_result(number) for number in generation.members]
     orphaned = [file for file in files if file and file["generation"] == generation.number]
     for file in orphaned:
         generation.ended_unix_s = max(file["ended_unix_s"], generation.ended_unix_s or 0.0)
-        generation.to_step = max(file["step"], generation.last_step)
-        history.add_steps(generation, file["epochs"])
+        generation.to_step = max(file["step"], generation.step_at_end)
+        history.add_reported_steps(generation, file["epochs"])
     if orphaned or generation.began_unix_s is None:
         return
     generation.ended_unix_s = generation.ended_unix_s or max(

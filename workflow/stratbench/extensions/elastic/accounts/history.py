@@ -43,7 +43,7 @@ class TrainingGeneration:
     reported_unix_s: float | None = None
 
     @property
-    def last_step(self) -> int:
+    def step_at_end(self) -> int:
         """Number of steps that the training had taken at the end of this generation.
 
         If the end is unknown, the number is that at the begin.
@@ -82,7 +82,7 @@ class MemberHistory:
     totals_by_epoch: dict[int, EpochTotals] = field(default_factory=dict)
     written_unix_s: float | None = None
 
-    def add_steps(
+    def add_reported_steps(
         self, generation: TrainingGeneration, reports_by_epoch: Mapping[Any, Sequence[float]]
     ) -> None:
         """Add the steps that a member reports to have taken in a generation.

@@ -84,7 +84,7 @@ def find_first_dates(journal: list[dict[str, Any]], worker: int) -> dict[str, fl
 
 
 def find_worker_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return the begin and end of each period in which some worker trained.
+    """Return the begin and end of each worker's part in the training.
 
     If the servers were killed, a period ends with the last event before the kill.
     """

@@ -129,7 +129,9 @@ class WorkerJobSupervisor:
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
         self._failure_reason: str | None = None
-        self._start_thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._start_thread = threading.Thread(
+            target=self._supervise_jobs, name="keeper", daemon=True
+        )
 
     def __enter__(self) -> WorkerJobSupervisor:
         self._load_earlier_jobs()
@@ -157,12 +159,12 @@ class WorkerJobSupervisor:
         """Submit no more worker jobs, because the training is over. Present workers end by themselves."""
         self._finishing = True
 
-    def cancel_lost_worker(self, worker: int) -> None:
+    def cancel_job_of_lost_worker(self, worker: int) -> None:
         """Cancel the job of a lost worker, unless the job ends by itself within LOST_JOB_GRACE_S."""
         self._cancel_at_s[worker] = time.monotonic() + LOST_JOB_GRACE_S
-        self.poll_soon()
+        self.poll_jobs_soon()
 
-    def poll_soon(self) -> None:
+    def poll_jobs_soon(self) -> None:
         """Poll the worker jobs at once, because a worker has joined or left."""
         with self._wake:
             self._soon = True
@@ -180,7 +182,7 @@ class WorkerJobSupervisor:
 
     # ------------------------------------------------------------ methods of the supervising thread
 
-    def _run(self) -> None:
+    def _supervise_jobs(self) -> None:
         pause_s = POLL_S
         while not self._stopped and self._failure_reason is None:
             try:
@@ -194,18 +196,18 @@ class WorkerJobSupervisor:
             pause_s = POLL_S if changed else min(2 * pause_s, MAX_POLL_S)
             with self._wake:
                 if not self._soon and not self._stopped:
-                    self._wake.wait(self._compute_wait_s(pause_s))
+                    self._wake.wait(self._compute_poll_wait_s(pause_s))
                 if self._soon:
                     self._soon, pause_s = False, POLL_S
 
-    def _compute_wait_s(self, poll_interval_s: float) -> float:
+    def _compute_poll_wait_s(self, poll_interval_s: float) -> float:
         """Return the seconds until the next poll of the worker jobs.
 
         The result is less than `poll_interval_s` if a job must be submitted or cancelled earlier.
         """
         now = time.monotonic()
         empty = [] if self._finishing else [s for s in range(self._slots) if s not in self._live]
-        due = [max(self._not_before[s], self._postponed.next_submission_s) - now for s in empty]
+        due = [max(self._not_before[s], self._postponed.next_submission_at_s) - now for s in empty]
         live = {self._entries[id_].number for id_ in self._live.values()}
         due += [t - now for n, t in list(self._cancel_at_s.items()) if n in live]
         return min([poll_interval_s, *(max(x, 0.05) for x in due)])
@@ -229,7 +231,7 @@ class WorkerJobSupervisor:
                 changed = True
             started = before.started_unix_s or now.started_unix_s
             changed |= started != before.started_unix_s
-            self._store_entry(replace(before, started_unix_s=started, reason=now.reason))
+            self._store_job_entry(replace(before, started_unix_s=started, reason=now.reason))
         return changed
 
     def _record_job_end(self, slot: int, status: JobStatus) -> None:
@@ -245,7 +247,7 @@ class WorkerJobSupervisor:
             reason=status.reason,
             failed=status.has_failed,
         )
-        self._store_entry(entry)
+        self._store_job_entry(entry)
         print(f"worker {entry.number} (job {id_}) ended: {entry.reason}", flush=True)
         is_unknown = started is None and not before.reason and status.reason == _UNKNOWN
         self._unknown[slot] = self._unknown[slot] + 1 if is_unknown else 0
@@ -269,7 +271,7 @@ class WorkerJobSupervisor:
     def _submit_missing_jobs(self) -> bool:
         """Submit a worker job for each slot without one, and return whether any was submitted."""
         submitted = False
-        if self._postponed.is_pausing(time.monotonic()):
+        if self._postponed.is_submission_paused(time.monotonic()):
             return submitted
         self._postponed.jobs.clear()
         for slot in range(self._slots):
@@ -294,7 +296,7 @@ class WorkerJobSupervisor:
             self._next_number += 1
             self._postponed.end_pause()
             self._live[slot] = id_
-            self._store_entry(WorkerJobEntry(number, slot, id_, asked_unix_s), is_new=True)
+            self._store_job_entry(WorkerJobEntry(number, slot, id_, asked_unix_s), is_new=True)
             print(f"worker {number} is job {id_}", flush=True)
             submitted = True
         return submitted
@@ -308,10 +310,10 @@ class WorkerJobSupervisor:
         if kind is None:
             return False
         self._postponed.add_refused_job(slot, kind, now)
-        if self._postponed.has_timed_out(now):
+        if self._postponed.has_waited_too_long(now):
             return False
-        if kind not in self._postponed.reported_kinds:
-            self._postponed.reported_kinds.add(kind)
+        if kind not in self._postponed.reported_refusal_kinds:
+            self._postponed.reported_refusal_kinds.add(kind)
             print(
                 f"a worker job is not accepted at present, and will be submitted again: {refusal}",
                 flush=True,
@@ -320,7 +322,7 @@ class WorkerJobSupervisor:
 
     # ------------------------------------------------------------ the journal
 
-    def _store_entry(self, entry: WorkerJobEntry, is_new: bool = False) -> None:
+    def _store_job_entry(self, entry: WorkerJobEntry, is_new: bool = False) -> None:
         with self._lock:
             before = self._entries.get(entry.id)
             self._entries[entry.id] = entry

@@ -44,9 +44,9 @@ class LocalJobs(Backend):
         return str(process.pid)
 
     def poll_worker_jobs(self, job_ids: Iterable[str]) -> Mapping[str, JobStatus]:
-        return {id_: self._get_status(id_) for id_ in job_ids if id_ in self._running}
+        return {id_: self._get_job_status(id_) for id_ in job_ids if id_ in self._running}
 
-    def _get_status(self, job_id: str) -> JobStatus:
+    def _get_job_status(self, job_id: str) -> JobStatus:
         process, started = self._running[job_id]
         if process.is_alive():
             return JobStatus("running", started_unix_s=started)

@@ -59,13 +59,13 @@ class SlurmJobs(Backend):
             "--parsable",
             "--no-requeue",
             "--job-name=stratbench-worker",
-            f"--comment={self._make_comment(worker_number)}",
+            f"--comment={self._make_job_comment(worker_number)}",
             f"--output={output}",
             "--open-mode=append",
             f"--signal=USR1@{WARNING_S}",
             *self._worker_job.sbatch_arguments,
         ]
-        done = run_slurm_command(command, self.make_script(worker_number))
+        done = run_slurm_command(command, self.make_job_script(worker_number))
         if done is None:
             self._is_unacknowledged.add(worker_number)
             raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
@@ -84,7 +84,7 @@ class SlurmJobs(Backend):
             raise SubmissionRefused(f"sbatch printed {printed!r} instead of a job number")
         return numbers[-1].partition(";")[0]
 
-    def _make_comment(self, worker: int) -> str:
+    def _make_job_comment(self, worker: int) -> str:
         return f"worker {worker} of {self._cell}"
 
     def _find_accepted_job(self, worker: int) -> str | None:
@@ -98,9 +98,11 @@ class SlurmJobs(Backend):
         if shown is None:
             raise SubmissionRefused("squeue does not answer", "silence")
         rows = [line.split("|", 1) for line in shown.splitlines() if "|" in line]
-        return next((id_ for id_, comment in rows if comment == self._make_comment(worker)), None)
+        return next(
+            (id_ for id_, comment in rows if comment == self._make_job_comment(worker)), None
+        )
 
-    def make_script(self, worker: int) -> str:
+    def make_job_script(self, worker: int) -> str:
         """Return the job script of a worker. The script exits at once if the training is over."""
         job = self._folder.job_path
         command = [sys.executable, "-m", "stratbench.extensions.elastic.worker", job, str(worker)]

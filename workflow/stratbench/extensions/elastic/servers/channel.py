@@ -77,16 +77,16 @@ class ReturningChannel:
         self._joined_incarnation: int | None = None
         self.returns = 0  # number of times that this worker joined restarted servers
         self.left = False
-        if not self._join_incarnation():
+        if not self._join_server_incarnation():
             raise RunOverError("the training was over before this worker joined it")
-        threading.Thread(target=self._leave_after_delay, daemon=True).start()
+        threading.Thread(target=self._leave_when_requested, daemon=True).start()
 
     def __getattr__(self, name: str):
         return getattr(self._channel, name)
 
     # --- joining -------------------------------------------------------------------------------------
 
-    def _join_incarnation(self) -> bool:
+    def _join_server_incarnation(self) -> bool:
         """Try to join until the present servers admit this worker. Return False if the training is over."""
         heard, pause_s = time.monotonic(), 1.0
         while not self._leave_requested.is_set():
@@ -94,7 +94,7 @@ class ReturningChannel:
                 return False
             incarnation = None
             try:
-                incarnation = self._read_incarnation()
+                incarnation = self._read_server_incarnation()
                 self._channel = self._connect(incarnation)
                 self._joined_incarnation = incarnation
                 if not self._leave_requested.is_set():
@@ -119,12 +119,12 @@ class ReturningChannel:
         self.left = True
         raise Left("this worker got a signal to leave the training")
 
-    def _read_incarnation(self) -> int:
+    def _read_server_incarnation(self) -> int:
         return int(json.loads(self._rendezvous.read_text(encoding="utf-8"))["incarnation"])
 
     def _close_lost_channel(self) -> None:
         """Close the channel to lost servers, and add its measurements to this worker's totals."""
-        self._waited_s, self._moved = self.wait_s, self.moved_bytes
+        self._waited_s, self._moved = self.wait_s, self.sent_and_received_bytes_by_server
         self._channel.reset_counters()
         self._channel.close()
 
@@ -136,32 +136,32 @@ class ReturningChannel:
         return self._waited_s + self._channel.wait_s
 
     @property
-    def moved_bytes(self) -> list[int]:
+    def sent_and_received_bytes_by_server(self) -> list[int]:
         """Bytes that this worker exchanged with each server, summed over all starts of the servers."""
-        current = self._channel.moved_bytes
+        current = self._channel.sent_and_received_bytes_by_server
         before = self._moved if len(self._moved) == len(current) else [0] * len(current)
         return [a + b for a, b in zip(before, current, strict=True)]
 
     def wait_for_first_ticket(self) -> Assignment:
         """Wait for the worker's first ticket or evaluation, and return it. None if the run is over."""
-        return self._repeat_after_loss(Channel.wait_for_first_ticket)
+        return self._retry_after_server_loss(Channel.wait_for_first_ticket)
 
     def push_pull(self) -> Assignment:
         """Push gradients to the servers, and return the worker's next ticket or evaluation."""
-        return self._repeat_after_loss(Channel.push_pull)
+        return self._retry_after_server_loss(Channel.push_pull)
 
     def send_evaluation(self, figures: dict[str, float | None]) -> Assignment:
         """Send the results of an evaluation, and return the worker's next ticket or evaluation."""
-        return self._repeat_after_loss(lambda channel: channel.send_evaluation(figures))
+        return self._retry_after_server_loss(lambda channel: channel.send_evaluation(figures))
 
     def rehearse_exchange(self) -> None:
         """Exchange data with the servers in the warm-up. If they are lost, join the restarted servers."""
         try:
             self._channel.rehearse_exchange()
         except ServerLost as lost:
-            self._join_after_loss(lost)
+            self._rejoin_after_server_loss(lost)
 
-    def _repeat_after_loss(self, exchange: Callable[[Channel], Assignment]) -> Assignment:
+    def _retry_after_server_loss(self, exchange: Callable[[Channel], Assignment]) -> Assignment:
         """Call `exchange` with the channel, and return its result.
 
         If the servers are lost, join the restarted servers, and return their first ticket instead.
@@ -174,21 +174,21 @@ class ReturningChannel:
                     raise Left("this worker got a signal to leave the training")
                 return assignment
             except ServerLost as lost:
-                if not self._join_after_loss(lost):
+                if not self._rejoin_after_server_loss(lost):
                     return None
                 exchange = Channel.wait_for_first_ticket
             except Left:
                 self.left = True
                 raise
 
-    def _join_after_loss(self, lost: ServerLost) -> bool:
+    def _rejoin_after_server_loss(self, lost: ServerLost) -> bool:
         """Join the restarted servers after a loss. Return False if the training is over."""
         print(f"{lost}; waiting until the servers are restarted", flush=True)
         self._close_lost_channel()
         self.returns += 1
-        return self._join_incarnation()
+        return self._join_server_incarnation()
 
-    def _leave_after_delay(self) -> None:
+    def _leave_when_requested(self) -> None:
         self._leave_requested.wait()
         time.sleep(BATCH_S)
         self._channel.leave()

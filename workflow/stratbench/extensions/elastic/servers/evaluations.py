@@ -66,9 +66,9 @@ class Evaluations:
             for e, s in scores.items()
             if self._ends[e] <= num_completed
         }
-        self.add_ended_epochs(num_completed)
+        self.queue_ended_epochs(num_completed)
 
-    def add_ended_epochs(self, num_completed: int) -> None:
+    def queue_ended_epochs(self, num_completed: int) -> None:
         """Queue for evaluation the epochs that ended within the first `num_completed` tickets."""
         while (
             self._wanted
@@ -79,7 +79,7 @@ class Evaluations:
                 self._waiting.append(self._ended_epochs)
             self._ended_epochs += 1
 
-    def count_tickets_until(self, epoch: int) -> int:
+    def count_tickets_until_epoch_end(self, epoch: int) -> int:
         """Return the number of tickets from the training's start to an epoch's end."""
         return self._ends[epoch]
 
@@ -89,11 +89,11 @@ class Evaluations:
         return bool(self._waiting)
 
     @property
-    def are_all_evaluated(self) -> bool:
+    def are_all_epochs_evaluated(self) -> bool:
         """Whether all epochs are evaluated. True for a cell without evaluation."""
         return not self._wanted or len(self.scores) == len(self._ends)
 
-    def take_epoch(self, worker: int) -> int | None:
+    def assign_waiting_epoch(self, worker: int) -> int | None:
         """Assign the evaluation of a waiting epoch to a worker.
 
         Return the epoch, or None if no epoch waits.
@@ -103,32 +103,32 @@ class Evaluations:
         epoch = self._held[worker] = self._waiting.pop(0)
         return epoch
 
-    def store_result(self, worker: int, results: dict[str, float | None]) -> int:
+    def store_evaluation_results(self, worker: int, results: dict[str, float | None]) -> int:
         """Store the results of a worker's evaluation, and return the evaluated epoch."""
         epoch = self._held.pop(worker)
         self.scores[epoch] = results
         return epoch
 
-    def release_epoch(self, worker: int) -> None:
+    def requeue_epoch_of_lost_worker(self, worker: int) -> None:
         """Queue again the epoch that a lost worker was to evaluate, if any."""
         epoch = self._held.pop(worker, None)
         if epoch is not None:
             self._waiting = sorted([*self._waiting, epoch])
 
     @property
-    def final_epoch(self) -> int | None:
+    def run_ending_epoch(self) -> int | None:
         """Number of the epoch whose results end the training early, or None so far.
 
         It is the first epoch that reaches the target score, or whose results are not finite. All earlier
         epochs have been evaluated.
         """
         while self._last is None and self._checked_epochs in self.scores:
-            if self._ends_run(self.scores[self._checked_epochs]):
+            if self._is_final_result(self.scores[self._checked_epochs]):
                 self._last = self._checked_epochs
             self._checked_epochs += 1
         return self._last
 
-    def _ends_run(self, results: Mapping[str, float | None]) -> bool:
+    def _is_final_result(self, results: Mapping[str, float | None]) -> bool:
         loss, score = results["test_loss"], results["score"]
         if loss is None or score is None:
             return True

@@ -50,7 +50,7 @@ class Journal:
 
 
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
-    """Read the events of all incarnations in order. Without a journal the list is empty."""
+    """Read all events of the journal in order. Without a journal the list is empty."""
     return NewEvents(folder).read_new_events()
 
 
@@ -106,17 +106,17 @@ class SettledTickets:
         self._incarnation = bytes([min(incarnation, 255)])
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
-    def read_numbers(self) -> set[int]:
+    def read_ticket_numbers(self) -> set[int]:
         """Return the numbers of all completed tickets."""
         os.lseek(self._file, 0, os.SEEK_SET)
         with os.fdopen(os.dup(self._file), "rb") as file:
             return {number for number, incarnation in enumerate(file.read()) if incarnation}
 
-    def mark_completed(self, number: int) -> None:
+    def mark_ticket_completed(self, number: int) -> None:
         """Mark ticket `number` as completed."""
         os.pwrite(self._file, self._incarnation, number)
 
-    def mark_undone(self, numbers: Iterable[int]) -> None:
+    def mark_tickets_incomplete(self, numbers: Iterable[int]) -> None:
         """Mark tickets as not completed, so that workers compute them again."""
         for number in numbers:
             os.pwrite(self._file, b"\0", number)

@@ -42,7 +42,7 @@ class ElasticRun(ServerRun):
     Server 0 assigns evaluations to workers in addition to tickets, and writes the journal.
     """
 
-    members_by = OpenMembership
+    membership_class = OpenMembership
 
     def __init__(self, config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> None:
         super().__init__(config, secret, make)
@@ -72,8 +72,8 @@ class ElasticRun(ServerRun):
         if config.snapshot_dir is not None:
             delete_later_snapshots(config.snapshot_dir, config.server, len(self.epochs.ends))
         if self._first:
-            self._done_twice = sorted(self._ledger.read_numbers() - settled)
-            self._ledger.mark_undone(self._done_twice)
+            self._done_twice = sorted(self._ledger.read_ticket_numbers() - settled)
+            self._ledger.mark_tickets_incomplete(self._done_twice)
             self._journal.append_event(
                 "incarnation", settled=self.tickets.n_settled, done_twice=len(self._done_twice)
             )
@@ -102,7 +102,7 @@ class ElasticRun(ServerRun):
                 collect_scores(read_journal(self._folder)), len(settled)
             )
         with self._lock:
-            self._finish_if_over()
+            self._finish_if_all_settled()
             if self.epochs.is_complete and not self._first:
                 self.done = True
         return set(settled)
@@ -117,9 +117,9 @@ class ElasticRun(ServerRun):
             self._began_unix_s = now_unix_s
         self._first_ticket_s = time.perf_counter() - (now_unix_s - self._began_unix_s)
 
-    def _save_state(self) -> None:
+    def _start_state_save(self) -> None:
         """Start to save this server's state on another thread."""
-        self._saver.begin_save(self._store, self._collect_values_to_save)
+        self._saver.start_state_save(self._store, self._collect_values_to_save)
         self._saved_s = time.monotonic()
 
     def _collect_values_to_save(self) -> dict[str, Any]:
@@ -145,14 +145,14 @@ class ElasticRun(ServerRun):
 
     # --- joining -------------------------------------------------------------------------------------
 
-    def _admit(self, connection: Any, hello: dict[str, Any], transport: str) -> Member:
+    def _admit_worker(self, connection: Any, hello: dict[str, Any], transport: str) -> Member:
         if self.over.is_set():
             raise ComeAgain(self.error or "the run is over")
         if hello.get("incarnation") != self._own.incarnation:
             raise ComeAgain(
                 f"the servers were restarted (incarnation {self._own.incarnation}); join again"
             )
-        member = super()._admit(connection, hello, transport)
+        member = super()._admit_worker(connection, hello, transport)
         connection.vanished_s = _VANISHED_S
         return member
 
@@ -176,19 +176,19 @@ class ElasticRun(ServerRun):
     # --- working -------------------------------------------------------------------------------------
 
     def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
-        return super()._get_frame_handlers() | {Kind.DONE: self._handle_done}
+        return super()._get_frame_handlers() | {Kind.DONE: self._handle_done_frame}
 
     def _settle_ticket(self, worker: int, number: int, server: int) -> None:
         super()._settle_ticket(worker, number, server)
         if self.tickets.settled_by[number] == worker:
-            self._ledger.mark_completed(number)
+            self._ledger.mark_ticket_completed(number)
 
-    def _finish_if_over(self) -> None:
+    def _finish_if_all_settled(self) -> None:
         if self.done or not self._first:
             return
-        self._evaluations.add_ended_epochs(self.tickets.n_settled)
-        self._finished_at = self._evaluations.final_epoch
-        all_done = self.tickets.all_settled and self._evaluations.are_all_evaluated
+        self._evaluations.queue_ended_epochs(self.tickets.n_settled)
+        self._finished_at = self._evaluations.run_ending_epoch
+        all_done = self.tickets.are_all_settled and self._evaluations.are_all_epochs_evaluated
         if all_done or self._finished_at is not None:
             self._finish_training()
             self._end_run_if_empty()
@@ -200,9 +200,9 @@ class ElasticRun(ServerRun):
         return not self.done and not self._evaluations.has_waiting_epoch
 
     def _hand_ticket(self, member: Member) -> None:
-        if self.done or member.next is not None:
+        if self.done or member.reserved_ticket is not None:
             super()._hand_ticket(member)
-        elif (epoch := self._evaluations.take_epoch(member.worker)) is not None:
+        elif (epoch := self._evaluations.assign_waiting_epoch(member.worker)) is not None:
             self._hand_out_evaluation(member, epoch)
         else:
             super()._hand_ticket(member)
@@ -214,24 +214,27 @@ class ElasticRun(ServerRun):
         """Tell a worker to evaluate an epoch. Policies do not wait for its gradients meanwhile."""
         if not member.idle:
             self._mark_idle(member)
-        member.evaluates = epoch
+        member.evaluated_epoch = epoch
         member.queue_frame(Frame(Kind.EVAL, shard=epoch))
 
     def _on_score(self, member: Member, values: Any) -> None:
         figures = parse_score(values)
         with self._lock:
-            if not member.alive or member.evaluates is None:
+            if not member.alive or member.evaluated_epoch is None:
                 raise ProtocolError("unexpected frame: SCORE from a worker that evaluates no epoch")
-            epoch, member.evaluates = self._evaluations.store_result(member.worker, figures), None
+            epoch, member.evaluated_epoch = (
+                self._evaluations.store_evaluation_results(member.worker, figures),
+                None,
+            )
             facts = {"epoch": epoch, "end_s": self.epochs.ends[epoch]["end_s"]}
-            facts |= {"settled": self._evaluations.count_tickets_until(epoch)}
+            facts |= {"settled": self._evaluations.count_tickets_until_epoch_end(epoch)}
             self._journal.append_event("score", worker=member.worker, **facts, **figures)
-            self._finish_if_over()
-            if member.idle and member.evaluates is None:
+            self._finish_if_all_settled()
+            if member.idle and member.evaluated_epoch is None:
                 self._hand_ticket(member)
         delete_snapshot(self.config.snapshot_dir, epoch)
 
-    def _handle_done(self, member: Member, frame: Frame) -> None:
+    def _handle_done_frame(self, member: Member, frame: Frame) -> None:
         """Handle a DONE frame: a worker reports that server 0 has ended the training.
 
         Server 0 sends DONE to workers, which send it on to the other servers.
@@ -256,26 +259,26 @@ class ElasticRun(ServerRun):
                 return
             member.alive = False
             # A worker in its warm-up has no event in the journal, because it has not joined the training.
-            if self._first and member.pulled:
-                tickets = self.tickets.list_held(member.worker)
+            if self._first and member.is_ready_to_start:
+                tickets = self.tickets.list_held_tickets(member.worker)
                 self._journal.append_event("leave", worker=member.worker, tickets=tickets)
             if not self.done:
-                super()._continue_without(self._release_work(member))
+                super()._continue_without_member(self._release_work_of_member(member))
             self._end_run_if_empty()
         member.end()
 
-    def _continue_without(self, member: Member) -> None:
+    def _continue_without_member(self, member: Member) -> None:
         """Continue the training without a lost worker, and write its loss to the journal."""
         if self._first:
-            tickets = self.tickets.list_held(member.worker)
+            tickets = self.tickets.list_held_tickets(member.worker)
             reason = self.lost[-1]["reason"]
             self._journal.append_event("loss", worker=member.worker, tickets=tickets, reason=reason)
-        super()._continue_without(self._release_work(member))
+        super()._continue_without_member(self._release_work_of_member(member))
 
-    def _release_work(self, member: Member) -> Member:
+    def _release_work_of_member(self, member: Member) -> Member:
         """Free the shards and evaluation of a worker that has left. Return the worker."""
-        member.drop_shards()
-        self._evaluations.release_epoch(member.worker)
+        member.stop_sending_weights()
+        self._evaluations.requeue_epoch_of_lost_worker(member.worker)
         return member
 
     def _end_run_if_empty(self) -> None:
@@ -288,7 +291,7 @@ class ElasticRun(ServerRun):
 
     def _check_start_deadline(self, age_s: float) -> None:
         if self._started and time.monotonic() - self._saved_s > self._own.save_interval_s:
-            self._save_state()
+            self._start_state_save()
         if not self._first and read_end_mark(self._folder) is not None:
             with self._lock:
                 self.done = True
@@ -298,12 +301,12 @@ class ElasticRun(ServerRun):
         goes_on = self._started and not self.done and self.error is None
         with self._lock:
             live = self._membership.live_members
-        self._close_connections([m for m in live if goes_on or not m.pulled])
+        self._close_member_connections([m for m in live if goes_on or not m.is_ready_to_start])
         # Before `super().close()`, because saving waits for snapshots, whose writer it stops.
-        self._saver.wait_for_save()
+        self._saver.wait_for_state_save()
         if goes_on:
-            self._save_state()
-            self._saver.wait_for_save()
+            self._start_state_save()
+            self._saver.wait_for_state_save()
         super().close()
         if self._first:
             if self.done or self.error is not None:
@@ -311,7 +314,7 @@ class ElasticRun(ServerRun):
             self._journal.close()
             self._ledger.close()
 
-    def _close_connections(self, members: list[Member]) -> None:
+    def _close_member_connections(self, members: list[Member]) -> None:
         """Close the connections to some workers, so that their later pushes do not count."""
         with self._lock:
             for member in members:
@@ -322,7 +325,9 @@ class ElasticRun(ServerRun):
         """Return the number of tickets completed after the epoch whose results ended the training."""
         if self._finished_at is None:
             return 0
-        return self.tickets.n_settled - self._evaluations.count_tickets_until(self._finished_at)
+        return self.tickets.n_settled - self._evaluations.count_tickets_until_epoch_end(
+            self._finished_at
+        )
 
     def statistics(self) -> dict[str, Any]:
         statistics = super().statistics()

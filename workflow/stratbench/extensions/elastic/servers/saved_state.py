@@ -164,15 +164,15 @@ class Saver:
         self.held_up_s = 0.0  # seconds for which pushes of workers waited while shards were copied
         self._start_thread: threading.Thread | None = None
 
-    def begin_save(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
+    def start_state_save(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
         """Start to save the state, unless another state is being saved."""
         if self._start_thread is None or not self._start_thread.is_alive():
             self._start_thread = threading.Thread(
-                target=self._save, args=(store, collect_values), name="saver", daemon=True
+                target=self._write_state, args=(store, collect_values), name="saver", daemon=True
             )
             self._start_thread.start()
 
-    def _save(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
+    def _write_state(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
         try:
             self.held_up_s += save_state(self._folder, self._server, collect_values, store)
             self.count += 1
@@ -181,7 +181,7 @@ class Saver:
             reason = getattr(error, "strerror", None) or error
             self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
 
-    def wait_for_save(self) -> None:
+    def wait_for_state_save(self) -> None:
         """Wait until no state is being saved."""
         if self._start_thread is not None:
             self._start_thread.join()

@@ -45,16 +45,16 @@ class Crossing:
     strategy_before: str
     strategy_after: str
     crossing_workers: float
-    clear_below: int | None
-    clear_above: int | None
+    largest_clear_count_below: int | None
+    smallest_clear_count_above: int | None
 
     def describe_crossing(self, worker_noun: str) -> str:
         """Return a sentence on the worker count from which on another strategy is the fastest."""
         apart = [
             f"{name} is clearly faster on {count}"
             for name, count in (
-                (self.strategy_before, self.clear_below),
-                (self.strategy_after, self.clear_above),
+                (self.strategy_before, self.largest_clear_count_below),
+                (self.strategy_after, self.smallest_clear_count_above),
             )
             if count is not None
         ]

@@ -66,7 +66,7 @@ class ProjectionEvidence(Evidence):
 
     def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on numbers of workers on which another strategy is the fastest."""
-        if choice.is_projected:
+        if choice.has_projected_time:
             for sentence in self.crossings.get(question, ()):
                 yield f"Another number of workers: {sentence}"
 
@@ -91,22 +91,22 @@ def make_candidate(measured: Sequence[Candidate], workers: int, projected: Proje
         measured[-1],
         gpus=workers,
         basis=f"projected from {projected.evidence_text}",
-        repetition_unit="repeat",
-        is_projected=True,
+        repetition_noun="repeat",
+        has_projected_time=True,
         times=pd.Series(dtype=float),
         time_s=middle_s,
         time_low_s=low_s,
         time_high_s=high_s,
-        memory_bytes=projected.memory_high_bytes,
+        peak_memory_bytes=projected.memory_high_bytes,
         score_loss_upper=None,
         allocated_gpu_s=None,
         mean_num_workers=None,
         tokens_per_s=None,
         mfu=None,
-        verdict_claim=None,
+        verdict_claim_and_confidence=None,
         caveats=list(dict.fromkeys(caveat for c in measured for caveat in c.caveats)),
     )
-    candidate.projected_figures = describe_projection(candidate, projected)
+    candidate.projection_text = describe_projection(candidate, projected)
     return candidate
 
 
@@ -134,7 +134,7 @@ def describe_projection(candidate: Candidate, projected: Projected) -> str:
         f"{format_short_time(high_s)})",
         f"an efficiency of {share:.2f} ({least:.2f} to {most:.2f})",
     ]
-    peak = candidate.memory_bytes
+    peak = candidate.peak_memory_bytes
     parts.append(
         "an unknown peak memory"
         if peak is None
@@ -144,7 +144,7 @@ def describe_projection(candidate: Candidate, projected: Projected) -> str:
     if projected.target_range_s is not None:
         low_s, middle_s, high_s = map(format_short_time, projected.target_range_s)
         cost = projected.target_cost
-        noun = "process" if candidate.is_on_cpu else "GPU"
+        noun = "process" if candidate.has_cpu_workers else "GPU"
         paid = "" if cost is None else f", at a cost of {cost:.3g}"
         text += (
             f" The target score is reached after {middle_s} (80 %: {low_s} to {high_s}), with "

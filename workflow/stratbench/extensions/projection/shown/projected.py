@@ -121,18 +121,18 @@ def _parse_projected(row: Mapping) -> Projected:
     if row["kind"] == "refused":
         return Projected(row["reason"])
 
-    def read_interval(name: str, unit: str = "") -> tuple[float, float, float]:
+    def read_interval_columns(name: str, unit: str = "") -> tuple[float, float, float]:
         return row[f"{name}_low{unit}"], row[f"{name}{unit}"], row[f"{name}_high{unit}"]
 
     memory_bytes = row["memory_high_bytes"]
     return Projected(
         "",
-        read_interval("train", "_s"),
-        read_interval("step", "_s"),
-        read_interval("efficiency"),
+        read_interval_columns("train", "_s"),
+        read_interval_columns("step", "_s"),
+        read_interval_columns("efficiency"),
         None if pd.isna(memory_bytes) else memory_bytes,
         row["evidence"],
-        None if pd.isna(row["target_s"]) else read_interval("target", "_s"),
+        None if pd.isna(row["target_s"]) else read_interval_columns("target", "_s"),
         None if pd.isna(row["target_gpu_hours"]) else row["target_gpu_hours"],
         None if pd.isna(row["target_cost"]) else row["target_cost"],
     )

@@ -126,7 +126,7 @@ def _draw_step_times(
         series.append(
             ChartSeries(
                 strategy,
-                marks[strategy].css_variable,
+                marks[strategy].colour_css_variable,
                 dots,
                 dots,
                 [(c.workers, c.step_s) for c in ahead] if len(ahead) > 1 else [],
